@@ -37,7 +37,7 @@ from measure import (
 from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.shard import Shares
-from onefold.core.storage import Storage, cut_pieces
+from onefold.core.storage import Storage, cut_segments
 from onefold.exchange.collective import CollectiveTransport
 from onefold.exchange.connections import Connections, Lateness, PeerWatch
 from onefold.exchange.exchange import Exchange
@@ -197,7 +197,7 @@ def storage_of(amount: Amount) -> Storage:
         parameters=trained,
         other=lay_out({}),
         buffers=lay_out({}),
-        pieces=cut_pieces(trained, by_element=True),
+        segments=cut_segments(trained, by_element=True),
         shards=PROCESSES,
         devices=PROCESSES,
     )
@@ -206,7 +206,7 @@ def storage_of(amount: Amount) -> Storage:
 def roster_of(storage: Storage) -> Assignment:
     """Processors of one host, a shard for each."""
     devices = [torch.device("cpu")] * PROCESSES
-    return Assignment.first(devices, shares=SHARES, pieces=storage.pieces)
+    return Assignment.first(devices, shares=SHARES, segments=storage.segments)
 
 
 def start_of(amount: Amount) -> Start:

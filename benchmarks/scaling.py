@@ -40,7 +40,7 @@ from model import Links, Run
 from network import Cable, Host, NetworkError, alone_on_loopback, two_hosts, why_not
 from onefold.core.flat import lay_out
 from onefold.core.settings import PRECISIONS, Precision
-from onefold.core.storage import cut_chunks, cut_partitions, cut_pieces
+from onefold.core.storage import cut_chunks, cut_partitions, cut_segments
 from sides import Side
 
 __all__ = ["main"]
@@ -140,8 +140,10 @@ def run_of(parameters: int, *, devices: int, shards: int, devices_per_host: int)
         network = new_model(parameters)
     trained = lay_out(dict(network.named_parameters()))
     buffers = lay_out(dict(network.named_buffers()))
-    pieces = cut_pieces(trained, by_element=True)
-    partitions = [[pieces[i] for i in partition] for partition in cut_partitions(pieces, devices)]
+    segments = cut_segments(trained, by_element=True)
+    partitions = [
+        [segments[i] for i in partition] for partition in cut_partitions(segments, devices)
+    ]
     return Run(
         parameter_bytes=trained.nbytes,
         devices=devices,

@@ -13,7 +13,7 @@ from tests.small import Batch
 
 
 class Net(nn.Module):
-    """Batch norm, dropout, a frozen layer, a layer of several pieces, and odd buffers."""
+    """Batch norm, dropout, a frozen layer, a layer of several segments, and odd buffers."""
 
     def __init__(self) -> None:
         super().__init__()

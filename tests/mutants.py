@@ -71,7 +71,7 @@ MUTANTS: list[Mutant] = [
         "    return total",
     ),
     Mutant(
-        "pieces of a shard are larger than was asked",
+        "microbatches of a shard are larger than was asked",
         "core/shard.py",
         "max(1, -(-samples // size))",
         "max(1, samples // size)",
@@ -147,7 +147,7 @@ MUTANTS: list[Mutant] = [
         "self._sent[source, device].pop()",
     ),
     Mutant(
-        "a piece of a shard is taken for its last one",
+        "a microbatch of a shard is taken for its last one",
         "exchange/stageexchange.py",
         "return cls(shard, stage, bool(last), ",
         "return cls(shard, stage, True, ",

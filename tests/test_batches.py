@@ -99,7 +99,7 @@ def found_boxes(devices: int = 1, **options: Any) -> torch.Tensor:
 
 
 @for_each("shards", [1, 2, 3])
-def test_detection_trains_alike_on_any_number_of_devices_and_in_pieces(shards: int) -> None:
+def test_detection_trains_alike_on_any_number_of_devices_and_in_microbatches(shards: int) -> None:
     """Whatever the numbers of samples, channels and boxes are."""
     whole = found_boxes(shards=shards)
     if shards == 3:
@@ -442,7 +442,7 @@ def with_shared(step: int, generator: torch.Generator) -> dict[str, Any]:
     edge = torch.randn(7, 3, generator=generator), np.ones((7, 1), np.float32)
     scale = onefold.Broadcast(("text", np.full((1, 1), 2, np.float32)))
     inputs = torch.randn(10, 3, generator=generator)
-    return {"x": inputs, "edge": onefold.Split(edge), "scale": scale}
+    return {"x": inputs, "edge": onefold.Scatter(edge), "scale": scale}
 
 
 @for_each("by_rule", [False, True])
@@ -486,34 +486,34 @@ UNEQUAL = r"a batch of 6 and 5 samples.*onefold.Mean\(total, wei"
 @for_each(
     ("loss", "batch", "words"),
     [
-        (two_losses, {"x": XS, "t": XS[:5]}, r"onefold.Broadcast\(value\).*onefold.Split"),
+        (two_losses, {"x": XS, "t": XS[:5]}, r"onefold.Broadcast\(value\).*onefold.Scatter"),
         (two_losses, {"x": XS, "t": XS[0, 0]}, r"scalar tensor.*onefold.Broadcast\(value\)"),
         (
             two_losses,
-            {"x": XS, "t": onefold.Split(XS[:2])},
+            {"x": XS, "t": onefold.Scatter(XS[:2])},
             "has 2 samples and the batch 6, so",
         ),
         (
             two_losses,
-            {"x": XS[:2], "t": onefold.Split(XS)},
+            {"x": XS[:2], "t": onefold.Scatter(XS)},
             "has 6 samples and the batch 2, so",
         ),
         (two_losses, {"x": onefold.Broadcast(XS)}, "holds no tensor"),
         (
             two_losses,
-            onefold.Split({"x": onefold.Broadcast(XS)}),
-            "a Broadcast within onefold.Split",
+            onefold.Scatter({"x": onefold.Broadcast(XS)}),
+            "a Broadcast within onefold.Scatter",
         ),
-        (two_losses, onefold.Split(XS, dim=-1), f"expected {DIM} of at least 0"),
-        (two_losses, onefold.Split((XS, XS[:5])), "must agree in their first dimension"),
-        (mean_of_both, (XS, onefold.Split(XS[:5])), UNEQUAL),
-        (beside, (XS, onefold.Split(XS[:5])), UNEQUAL),
+        (two_losses, onefold.Scatter(XS, dim=-1), f"expected {DIM} of at least 0"),
+        (two_losses, onefold.Scatter((XS, XS[:5])), "must agree in their first dimension"),
+        (mean_of_both, (XS, onefold.Scatter(XS[:5])), UNEQUAL),
+        (beside, (XS, onefold.Scatter(XS[:5])), UNEQUAL),
     ],
 )
 def test_what_cannot_be_cut_or_averaged_is_named(loss: Any, batch: Any, words: str) -> None:
     trainer = trainer_of(loss=loss, shards=4 if loss is two_losses else 2)
     if loss is mean_of_both:  # over equal shares it is that of the batch
-        found = trainer.step((XS, onefold.Split(YS))).loss
+        found = trainer.step((XS, onefold.Scatter(YS))).loss
         assert float(found) == pytest.approx(mean_of_both(line(), (XS, YS)).item())
     with pytest.raises((LossError, TypeError, ValueError), match=words):
         trainer.step(batch)

@@ -114,6 +114,6 @@ def test_what_a_script_writes_has_all_shards_begin_anew(tmp_path: Path) -> None:
     assert len({trainer.fingerprint() for trainer in (*trainers, going_on)}) == 1
 
 
-def test_pieces_of_a_shard_are_refused() -> None:
+def test_microbatches_of_a_shard_are_refused() -> None:
     with pytest.raises(ValueError, match="as large as a shard, and microbatch runs a shard in pie"):
         trainer_of(microbatch=2)

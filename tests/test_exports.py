@@ -20,8 +20,8 @@ MODULES = sorted(
     if path.stem != "__main__"
 )
 PUBLIC = """
-    Broadcast Checkpoint DeviceInfo Loader LossTerms Mean Outcome Record RunOptions Selection
-    Split Step Sum SyncBatchNorm Trainer __version__ build errors gather is_launched
+    Broadcast Checkpoint DeviceInfo Loader LossTerms Mean Outcome Record RunOptions Scatter
+    Selection Step Sum SyncBatchNorm Trainer __version__ build errors gather is_launched
     launch list_devices load_weights losses same_rng_for_all_shards select_devices supervise
 """
 

@@ -51,6 +51,7 @@ WRITES_OR_REMOVES = """
     checkpoint/folder.py path.open: a new file in the folder that is being written
     checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
+    exchange/others.py SharedMemory: our own class, whose memory has no name
     exchange/shared.py os.ftruncate: memory without a name
     jobs/data/files.py tempfile.mkstemp: a new file, which the message names
     jobs/data/files.py os.fdopen: that file

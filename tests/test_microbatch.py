@@ -1,4 +1,4 @@
-"""Shards in pieces: the same gradient with less memory, and one number for all devices."""
+"""Shards in microbatches: the same gradient with less memory, and one number for all devices."""
 
 import copy
 import logging
@@ -104,12 +104,12 @@ def test_the_gradient_is_that_of_the_whole_batch(loss: Loss, shards: int, microb
 
 @for_each("loss", LOSSES)
 @for_each("shards", [1, 3])
-def test_pieces_that_hold_a_whole_shard_change_nothing(loss: Loss, shards: int) -> None:
+def test_microbatches_that_hold_a_whole_shard_change_nothing(loss: Loss, shards: int) -> None:
     trainers = [trainer_of(loss, shards=shards, microbatch=m, clip_norm=0.3) for m in (None, 100)]
     assert len({result(trainer, batches(2)) for trainer in trainers}) == 1
 
 
-def test_no_piece_begins_while_the_graph_of_another_is_there() -> None:
+def test_no_microbatch_begins_while_the_graph_of_another_is_there() -> None:
     """Also where a loss of several terms is first computed for its weights alone."""
     graphs: list[weakref.ref[torch.Tensor]] = []
 
@@ -180,7 +180,7 @@ class Small:
         (1, 1, 2, {"backward": True, "terms": 2}),
     ],
 )
-def test_the_largest_pieces_that_fit_are_found(
+def test_the_largest_microbatches_that_fit_are_found(
     fits: int, found: int | None, devices: int, where: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     restless = found != 1  # a single sample has no variance
@@ -192,14 +192,14 @@ def test_the_largest_pieces_that_fit_are_found(
     # The search has left nothing behind.
     assert given == result(trainer_of(Small(12, **where), microbatch=found), batches(2))
     said = [r.getMessage() for r in caplog.records if "microbatch=" in r.getMessage()]
-    assert any(f"in pieces of {found}" in text for text in said) == (found is not None)
+    assert any(f"in microbatches of {found}" in text for text in said) == (found is not None)
     assert any("batch norm normalises" in text for text in said) == (restless and bool(found))
 
 
 def test_the_second_step_looks_again() -> None:
     """The optimizer's state is made by the first update."""
     trainer = trainer_of(loss := Small(12), microbatch="auto", shards=1)
-    for loss.fits, found in ((12, None), (5, 4)):  # three pieces, as five would make
+    for loss.fits, found in ((12, None), (5, 4)):  # three microbatches, as five would make
         trainer.step(batches(1)[0])
         assert found_by(trainer) == found
     loss.fits = 3
@@ -240,7 +240,7 @@ def test_what_a_run_that_goes_on_takes_over(
 
 
 def filling(**options: Any) -> onefold.Trainer:
-    """Fits whole shards until the optimizer has its state, and then pieces of two."""
+    """Fits whole shards until the optimizer has its state, and then microbatches of two."""
     optimizer = torch.optim.AdamW((model := Words()).parameters(), lr=0.01)
 
     def loss(model: nn.Module, batch: Batch) -> object:

@@ -27,7 +27,7 @@ TURNS = ("discriminator", "discriminator", "generator")
 
 
 class Generator(nn.Module):
-    """Batch norm and dropout, and a layer of several pieces."""
+    """Batch norm and dropout, and a layer of several segments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ ALONE = {"model": ONE, "optimizer": OPTIMIZER, "loss": lambda m, batch: m(batch)
             {"optimizer": OPTIMIZERS | {"generator": TWICE}},
             "is in the optimizers 'discriminator' a",
         ),
-        ({"microbatch": "auto"}, "looks for the largest pieces of one loss"),
+        ({"microbatch": "auto"}, "looks for the largest microbatches of one loss"),
         ({"scheduler": {"critic": SCHEDULE}}, "scheduler has the name 'critic': expected some of"),
         ({"scheduler": SCHEDULE}, "give a dict of schedulers, under the same names"),
         ({"scheduler": {"discriminator": SCHEDULE}}, "was made for another optimizer"),

@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.02),
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    # Its first layer is cut into several pieces, with an odd end.
+    # Its first layer is cut into several segments, with an odd end.
     "wide": lambda: nn.Sequential(nn.Linear(37, 1501), nn.Tanh(), nn.Linear(1501, 10)),
     "lenet": LeNet,
     "resnet18": lambda: resnet18(in_channels=1, width=16),
@@ -177,7 +177,7 @@ BATCHES = [torch.randn(10, 6, generator=GENERATOR) for _ in range(3)]
 
 
 class Mixed(nn.Module):
-    """A parameter of more than one piece, one in bfloat16, one that is rarely used."""
+    """A parameter of more than one segment, one in bfloat16, one that is rarely used."""
 
     def __init__(self, *, rare: bool = False) -> None:
         torch.manual_seed(2)

@@ -214,7 +214,7 @@ def when_small(small: Callable[..., object], large: Callable[..., object]) -> Lo
     return loss
 
 
-def of_pieces(model: nn.Module, batch: Batch) -> object:
+def of_microbatches(model: nn.Module, batch: Batch) -> object:
     losses = of_samples(model, batch)
     return losses, {"one" if len(losses) == 1 else "two": losses}
 
@@ -234,7 +234,7 @@ JOINED: dict[str, LossOf] = {
     "the same dtype and shape of rows.*list of one": (
         when_small(lambda x: (x, {}, {"a": x}), lambda x: (x, {}, {"a": x[:, None]}))
     ),
-    r"\['two'\] .* and \['one'\] for another": of_pieces,
+    r"\['two'\] .* and \['one'\] for another": of_microbatches,
     r"step 1, shard 0: expected a loss, or .* got a tuple of \(Tensor, Tensor\)": (
         lambda model, batch: (of_samples(model, batch), model(batch[0]))
     ),
@@ -248,7 +248,7 @@ JOINED: dict[str, LossOf] = {
 @for_each("devices", [1, 2])
 def test_what_cannot_be_joined_is_named(words: str, devices: int) -> None:
     loss = JOINED[words]
-    microbatch = 2 if loss is of_pieces else None
+    microbatch = 2 if loss is of_microbatches else None
     trainer = trainer_of(loss, model=Net(restless=False), devices=devices, microbatch=microbatch)
     with pytest.raises((DisagreementError, LossError), match=words):
         trainer.step(batches(1)[0])

@@ -3,7 +3,7 @@
 What changes against the plain loop:
 
 - The times are for every shard as they are: `onefold.Broadcast`. The places have the samples in
-  their second dimension: `onefold.Split` says so.
+  their second dimension: `onefold.Scatter` says so.
 - Stretches are drawn by `trainer.batches`, so that a run which is stopped goes on with the same.
 
     python examples/ports/trajectories.py
@@ -62,7 +62,7 @@ def draw(times, places, generator):
     path = torch.randint(PATHS, (BATCH,), generator=generator)
     rows = begin + torch.arange(WINDOW).unsqueeze(1)
     seen = places[rows, path]
-    return seen[0], onefold.Broadcast(times[:WINDOW]), onefold.Split(seen, dim=1)
+    return seen[0], onefold.Broadcast(times[:WINDOW]), onefold.Scatter(seen, dim=1)
 
 
 def main(steps=60):

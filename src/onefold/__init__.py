@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from onefold.core.gathering import SyncBatchNorm, gather
     from onefold.core.mean import LossTerms, Mean, Sum
     from onefold.core.randomness import same_rng_for_all_shards
-    from onefold.core.structure import Broadcast, Split
+    from onefold.core.structure import Broadcast, Scatter
     from onefold.data_order.loader import Loader
     from onefold.launcher.launch import launch, supervise
     from onefold.launcher.workers import Outcome
@@ -45,8 +45,8 @@ __all__ = [
     "Outcome",
     "Record",
     "RunOptions",
+    "Scatter",
     "Selection",
-    "Split",
     "Step",
     "Sum",
     "SyncBatchNorm",
@@ -73,7 +73,7 @@ _HOMES = {
     "Mean": "onefold.core.mean",
     "LossTerms": "onefold.core.mean",
     "Outcome": "onefold.launcher.workers",
-    "Split": "onefold.core.structure",
+    "Scatter": "onefold.core.structure",
     "Record": "onefold.record",
     "Broadcast": "onefold.core.structure",
     "Step": "onefold.step.result",

@@ -83,8 +83,8 @@ class Trainer:
             ``"fp16-params"`` the model also holds such parameters, and the optimizer updates
             float32 ones; ``"fp32"`` expects float32; None leaves all to the model.
         on_nonfinite: ``"raise"`` on a loss or gradient that is not finite, or ``"skip"`` the step.
-        microbatch: run a shard in pieces of at most so many samples, where the device's memory is
-            too small for all of them at once; ``"auto"`` finds the largest that fit.
+        microbatch: run a shard in microbatches of at most so many samples, where the device's
+            memory is too small for all of them at once; ``"auto"`` finds the largest that fit.
         compile: compile the model and the loss of a shard together, by ``torch.compile``; other
             kernels, and so other rounding. Evaluation and prediction stay as they are.
         deterministic: use kernels that repeat their bits, and refuse others.
@@ -294,7 +294,7 @@ class Trainer:
 
         Args:
             batch: what `loader` yields; or tensors or NumPy arrays (n, ...), `onefold.Broadcast`,
-                `onefold.Split`, or tuples, lists, mappings and dataclasses of all of these, the
+                `onefold.Scatter`, or tuples, lists, mappings and dataclasses of all of these, the
                 same on every device, which are cut into shards and keep their type. Several
                 loaders' batches are each cut by their own size; ``samples`` are the first's.
             loss: the name of the loss, where the Trainer has several.

@@ -7,7 +7,7 @@ import model
 from model import Run
 from onefold.core.calldigest import CallDigest
 from onefold.core.flat import lay_out
-from onefold.core.storage import Storage, cut_chunks, cut_pieces
+from onefold.core.storage import Storage, cut_chunks, cut_segments
 from onefold.exchange.shardtable import ShardTable
 from tests.tables import for_each
 
@@ -29,7 +29,9 @@ def test_a_row_has_the_bytes_that_the_board_sends(devices: int) -> None:
         lay_out({n: torch.ones(1) for n in "abcdefg"}),
         {"shards": 8, "devices": devices},
     )
-    storage = Storage(parameters=parameters, other=lay_out({}), buffers=buffers, pieces=(), **sizes)
+    storage = Storage(
+        parameters=parameters, other=lay_out({}), buffers=buffers, segments=(), **sizes
+    )
     table = ShardTable.private(storage, torch.device("cpu"))
     sent = table.row(0, range(8 // devices)).nbytes + len(CallDigest(call=1, step=1).word())
     assert model.table_bytes(run(devices, parameters=7, buffers=2)) == (devices - 1) * sent
@@ -38,5 +40,5 @@ def test_a_row_has_the_bytes_that_the_board_sends(devices: int) -> None:
 @for_each("numel", [1000, 65_536, (1 << 20) + 1, 5 << 20])
 def test_messages_are_cut_as_the_exchange_cuts_them(numel: int) -> None:
     layout = lay_out({str(n): torch.empty(numel, device="meta") for n in range(3)})
-    whole = cut_chunks(layout, cut_pieces(layout, by_element=True))
+    whole = cut_chunks(layout, cut_segments(layout, by_element=True))
     assert model.chunks(run(1, parameter_bytes=layout.nbytes, parameters=3)) == len(whole)

@@ -79,7 +79,7 @@ def scaling(results: Results) -> None:
     for found in results:
         expected = {name: value for name, value in found["predicted"].items() if name != "memory"}
         measured = {name: found["measured"][name] for name in expected}
-        assert measured == pytest.approx(expected, rel=0.1)  # partitions are cut at whole pieces
+        assert measured == pytest.approx(expected, rel=0.1)  # partitions are cut at whole segments
         assert measured["messages"] == pytest.approx(expected["messages"])
         assert found["memory_after"]["pss"] > found["memory_before"]["pss"]
 

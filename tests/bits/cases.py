@@ -282,7 +282,7 @@ def _covering() -> list[Case]:
     cases.append(Case("pairs", "sgd", 7, workers=2, precision="fp16"))
     cases.append(Case("synced", "adamw", 7, uneven=True))
     cases.append(Case("synced", "sgd-fused", 4, workers=2, precision="bf16"))
-    # In pieces of one sample, the odd and the even count of devices with one each.
+    # In segments of one sample, the odd and the even count of devices with one each.
     cases.append(Case("mixed", "adamw", 4, uneven=True, microbatch=1))
     cases.append(Case("transformer", "sgd", 4, workers=2, clip=True, microbatch=1))
     cases.append(Case("mixed", "adamw", 4, uneven=True, average=True))

@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 class Odd(nn.Module):
-    """Several pieces, other strides, one number, a layer that is seldom used, several dtypes."""
+    """Several segments, other strides, one number, a layer that is seldom used, several dtypes."""
 
     def __init__(self) -> None:
         super().__init__()

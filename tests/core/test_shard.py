@@ -1,4 +1,4 @@
-"""Which samples are a shard's, which shards a device's, and how shards are cut into pieces."""
+"""Which samples a shard has, which shards a device has, and how shards become microbatches."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.shard import Search, Shares, cut_bounds, pieces_of, rows_of
+from onefold.core.shard import Search, Shares, cut_bounds, microbatch_bounds, rows_of
 from onefold.system.words import counted
 
 SIZES = st.integers(1, 300)
@@ -59,17 +59,19 @@ def test_rounds_hold_every_shard_once(counts: tuple[int, ...], in_rounds: bool) 
 
 
 @given(SIZES, st.none() | SIZES)
-def test_pieces_are_all_samples_in_their_order(samples: int, size: int | None) -> None:
-    pieces = pieces_of(samples, size)
-    assert [number for piece in pieces for number in range(*piece)] == list(range(samples))
-    lengths = [stop - start for start, stop in pieces]
+def test_microbatches_are_all_samples_in_their_order(samples: int, size: int | None) -> None:
+    microbatches = microbatch_bounds(samples, size)
+    assert [number for microbatch in microbatches for number in range(*microbatch)] == list(
+        range(samples)
+    )
+    lengths = [stop - start for start, stop in microbatches]
     assert 1 <= min(lengths) <= max(lengths) <= (size or samples)
     assert max(lengths) - min(lengths) <= 1
-    assert len(pieces) == -(-samples // (size or samples))
+    assert len(microbatches) == -(-samples // (size or samples))
 
 
 @given(SIZES, st.integers(0, 300))
-def test_the_search_finds_the_largest_size_of_fewest_pieces(samples: int, limit: int) -> None:
+def test_the_search_finds_the_largest_size_of_fewest_microbatches(samples: int, limit: int) -> None:
     search, tried = Search(samples), set[int]()
     while not search.is_over:
         assert search.size not in tried
@@ -99,7 +101,7 @@ def test_every_kind_of_payload_is_cut_alike() -> None:
     }
     rows: Any = rows_of(payload, (1, 3), 5)
     assert torch.equal(rows["x"], inputs[1:3])
-    assert rows["x"].data_ptr() == inputs[1:].data_ptr()  # nothing is copied for a piece
+    assert rows["x"].data_ptr() == inputs[1:].data_ptr()  # nothing is copied for a microbatch
     assert np.array_equal(rows["array"], inputs.numpy()[1:3])
     assert torch.equal(rows["several"][1][0], inputs[1:3])
     assert rows["several"][1][1:] == ("all of them", 3, None)

@@ -75,7 +75,7 @@ def test_what_is_no_value_is_named() -> None:
             read_values(values, {}, 2, HERE)
 
 
-def test_pieces_add_up_and_their_names_must_agree() -> None:
+def test_microbatches_add_up_and_their_names_must_agree() -> None:
     first, second = read({"a": LOSS}), read({"a": torch.ones(3)}, 3)
     assert first.plus(second, HERE).numbers.tolist() == [[5, 5]]
     with pytest.raises(DisagreementError, match=rf"{HERE}: .*\['a'\] .* and \['b'\] for another"):

@@ -17,7 +17,7 @@ from onefold.core.fold import Block, blocks_of, fold, fold_shards
 from onefold.core.settings import added_up_in
 from onefold.core.shard import Shares
 from onefold.core.stages import Stages
-from onefold.core.storage import Storage, cut_pieces
+from onefold.core.storage import Storage, cut_segments
 from onefold.errors import DisagreementError
 from onefold.exchange.collective import CollectiveTransport
 from onefold.exchange.exchange import Exchange
@@ -48,7 +48,7 @@ LIMIT_S = 30.0
 def tensors() -> dict[str, torch.Tensor]:
     return {
         "small": torch.zeros(5, 3),
-        "pieces": torch.zeros(50_001),
+        "segments": torch.zeros(50_001),
         "large": torch.zeros(300_001),
         "turned": torch.zeros(300, 400),
         "half": torch.zeros(33, 7, dtype=torch.bfloat16),
@@ -66,7 +66,7 @@ def storage(devices: int, *, staged: bool = False) -> Storage:
         parameters=trained,
         other=lay_out({"frozen": torch.zeros(4)}),
         buffers=lay_out({name: torch.zeros(3).to(dtype) for name, dtype in BUFFERS.items()}),
-        pieces=cut_pieces(trained, by_element=True),
+        segments=cut_segments(trained, by_element=True),
         shards=SHARDS,
         devices=devices,
         stages=STAGES if staged else None,
@@ -106,9 +106,11 @@ def assignment(sizes: Storage) -> Assignment:
     shares = Shares.even(shards=SHARDS, devices=sizes.devices)
     devices = (CPU,) * sizes.devices
     if sizes.stages is not None:
-        return Assignment.first(devices, shares=shares, pieces=sizes.pieces, stages=sizes.stages)
-    pieces = len(sizes.pieces)
-    cuts = [0, *([pieces - 2] * (sizes.devices - 1)), pieces]
+        return Assignment.first(
+            devices, shares=shares, segments=sizes.segments, stages=sizes.stages
+        )
+    segments = len(sizes.segments)
+    cuts = [0, *([segments - 2] * (sizes.devices - 1)), segments]
     partitions = tuple(range(start, stop) for start, stop in pairwise(cuts))
     return Assignment(devices=devices, shares=shares, partitions=partitions)
 
@@ -157,14 +159,14 @@ def check_step(
     ]
     expected.write(fold_shards(leaves, add))
     for device in own:
-        partition = [sizes.pieces[i] for i in now.partitions[device]]
-        for piece, total in zip(partition, exchange.totals(device), strict=True):
-            wanted = expected.piece(piece)
+        partition = [sizes.segments[i] for i in now.partitions[device]]
+        for segment, total in zip(partition, exchange.totals(device), strict=True):
+            wanted = expected.segment(segment)
             assert total is not None
             assert total.shape == wanted.shape
             assert total.stride() == wanted.stride()
             assert torch.equal(total + 0.0, wanted + 0.0)
-            exchange.memory.trained[device].piece(piece).copy_(wanted)
+            exchange.memory.trained[device].segment(segment).copy_(wanted)
     exchange.publish_parameters()
     for device in own:
         assert staged or list(exchange.totals(device)) == []
@@ -177,7 +179,7 @@ def row_of(shard: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def give_stages(fold_of_stages: StageReduction, own: range, step: int, shares: Shares) -> None:
-    """Hand over all shards stage by stage: each in an order of its own, some in two pieces."""
+    """Hand over all shards stage by stage: each in an order of its own, some in two segments."""
     empty = SHARDS - 1 if step == 2 else SHARDS
     fold_of_stages.begin(shard for shard in range(SHARDS) if shard == empty)
     for row in shares.rounds():

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from onefold.core.assignment import Assignment
-from onefold.core.flat import Layout, Piece, lay_out
+from onefold.core.flat import Layout, Segment, lay_out
 from onefold.core.shard import Shares
-from onefold.core.storage import cut_chunks, cut_pieces
+from onefold.core.storage import cut_chunks, cut_segments
 from onefold.errors import PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange import connections
 from onefold.exchange.collective import MOST_OF_A_GROUP, CollectiveTransport, Operation, groups_of
@@ -130,7 +130,7 @@ def llama_like(layers: int = 32, width: int = 4096) -> dict[str, torch.Tensor]:
 
 
 def traded(
-    devices: int, rank: int, partitions: Sequence[Sequence[Piece]], layout: Layout, slots: int
+    devices: int, rank: int, partitions: Sequence[Sequence[Segment]], layout: Layout, slots: int
 ) -> list[Operation]:
     """What a device of so many sends and receives of gradients, as `CollectiveMemory` lists it."""
     chunks = [cut_chunks(layout, each, at_once=True) for each in partitions]
@@ -150,10 +150,10 @@ def traded(
 def test_groups_of_messages_are_small(by_element: bool, devices: int, slots: int) -> None:
     """NCCL hangs in very large ones."""
     layout = lay_out(llama_like())
-    pieces = cut_pieces(layout, by_element=by_element)
+    segments = cut_segments(layout, by_element=by_element)
     shares = Shares.even(shards=devices, devices=devices)
-    found = Assignment.first((CPU,) * devices, shares=shares, pieces=pieces).partitions
-    partitions = [[pieces[number] for number in each] for each in found]
+    found = Assignment.first((CPU,) * devices, shares=shares, segments=segments).partitions
+    partitions = [[segments[number] for number in each] for each in found]
     first, second = (
         groups_of(traded(devices, rank, partitions, layout, slots), devices) for rank in (0, 1)
     )

@@ -15,7 +15,7 @@ BUFFERS = {"mean": torch.zeros(3), "count": torch.zeros((), dtype=torch.int64)}
 
 def table() -> ShardTable:
     parameters, buffers = lay_out({n: torch.ones(1) for n in "abc"}), lay_out(BUFFERS)
-    sizes = {"pieces": (), "shards": SHARDS, "devices": 2}
+    sizes = {"segments": (), "shards": SHARDS, "devices": 2}
     storage = Storage(parameters=parameters, other=lay_out({}), buffers=buffers, **sizes)
     return ShardTable.private(storage, CPU)
 

@@ -122,7 +122,7 @@ class Shapes(Step):
 
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], Traits]] = {
     "step": (Step, Traits()),
-    "wide": (  # large enough to be cut into pieces
+    "wide": (  # large enough to be cut into segments
         lambda: nn.Sequential(nn.Linear(WIDTH, 2100), nn.Tanh(), nn.Linear(2100, WIDTH)),
         Traits(),
     ),

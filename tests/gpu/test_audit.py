@@ -89,7 +89,7 @@ def test_a_fault_that_stays_ends_the_run(tmp_path: Path) -> None:
         trainer.close()
 
 
-def test_the_update_of_a_piece_is_made_once_more() -> None:
+def test_the_update_of_a_segment_is_made_once_more() -> None:
     """By optimizers whose state lies on the card."""
     steps = batches(STEPS)
     for settings in ({"fused": True}, {"capturable": ON_GPU}, {"foreach": True}):

@@ -84,7 +84,7 @@ def test_one_shard_with_a_weight_of_the_cards_own_has_the_bits_of_a_plain_loop(l
 
 
 @each("options", [{"microbatch": 2}, {"shards": 1, "microbatch": 9}])
-def test_weights_of_pieces_are_added_up(options: dict[str, Any]) -> None:
+def test_weights_of_microbatches_are_added_up(options: dict[str, Any]) -> None:
     losses = []
     for place in ("cpu", DEVICE):
         torch.manual_seed(0)

@@ -31,7 +31,7 @@ WIDTH = 24
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models here are small, and their stages of few pieces; they are sent by stage anyway."""
+    """Send by stage, although these models are small and their stages have few segments."""
     monkeypatch.setattr(assembly, "LEAST_SENT_EARLY_BYTES", 0)
     monkeypatch.setattr(assembly, "divides_evenly", lambda *_: True)
 

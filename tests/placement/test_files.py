@@ -26,7 +26,7 @@ OF_ONE_RUN = ("sha256", "run", "time", "devices", "serial", "threads")
 
 
 class Odd(Layered):
-    """With other strides, a single number, a layer that is never used, and several pieces."""
+    """With other strides, a single number, a layer that is never used, and several segments."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ WAITS: list[tuple[int, dict[str, Any]]] = [
     (2, {"loss": masked, "shards": 1, "precision": "fp16"}),
     (SHARDS, {"loss": masked}),
     (2 * SHARDS, {"loss": terms}),
-    # Eighteen samples in pieces of nine.
+    # Eighteen samples in microbatches of nine.
     (2, {"loss": masked, "shards": 1, "microbatch": 9}),
 ]
 

@@ -155,7 +155,7 @@ def test_a_lack_of_memory_names_step_and_shard_and_says_what_to_do(devices: int)
         trainer.step(batch)
     where, advice = raised.value.__notes__
     assert where == f"raised in step 2, shard 3, on device {devices - 1} (cpu)"
-    assert advice.startswith("a shard of 2 samples did not fit: run it in pieces")
+    assert advice.startswith("a shard of 2 samples did not fit: run it in microbatches")
     assert "more than 4 shards" in advice
     assert trainer.fingerprint() == before
     fails[0] = False

@@ -28,7 +28,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def trained(steps: int = STEPS) -> tuple[str, str]:
-    """A model with buffers, dropout, and a layer of several pieces."""
+    """A model with buffers, dropout, and a layer of several segments."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 300), nn.BatchNorm1d(300), nn.Dropout(0.1), nn.Linear(300, 5)]
     model = nn.Sequential(*layers, nn.Tanh())

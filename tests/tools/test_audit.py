@@ -294,11 +294,13 @@ def test_a_wrong_update_ends_the_run(
         if there == elsewhere and left[0] and states and max(map(float, states)) == 4:
             left[0] -= 1
             for group in self.param_groups:
-                for piece in group["params"]:
-                    piece.data.view(-1)[:1].add_(1e-3)
+                for segment in group["params"]:
+                    segment.data.view(-1)[:1].add_(1e-3)
 
     monkeypatch.setattr(torch.optim.Adam, "step", step)
-    with pytest.raises(AuditError, match="step 4, the update of a piece: device 0 computed wrong"):
+    with pytest.raises(
+        AuditError, match="step 4, the update of a segment: device 0 computed wrong"
+    ):
         run(tmp_path, 1, audit=1.0)
     (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
     assert (told.step, told.shard, told.healed) == (4, -1, False)

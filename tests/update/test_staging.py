@@ -1,5 +1,5 @@
-"""Pieces that are kept in other memory than the device's: what is computed where, and what is left
-behind there."""
+"""Segments that are kept in other memory than the device's: what is computed where, and what is
+left behind there."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,7 +103,7 @@ def test_between_steps_the_device_has_nothing(make: Make) -> None:
     trainer.step(LONG)
     engine, home = engine_in(trainer), home_of(trainer)
     update, exchange = engine.context.update, engine.context.exchange
-    kept = [item.values for item in update.owned] + [*update.averages.pieces.values()]
+    kept = [item.values for item in update.owned] + [*update.averages.segments.values()]
     for item in update.owned:
         kept += [v for v in update.state[item.values].values() if v.dim()]
     assert len(kept) > 3 * len(update.owned)

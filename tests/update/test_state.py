@@ -1,4 +1,4 @@
-"""The optimizer's state as bytes, joined to whole tensors, and in pieces again; and averages."""
+"""The optimizer's state as bytes, joined to whole tensors, and in segments again; and averages."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import torch
 
 from onefold.core.averaging import AverageRule
 from onefold.core.flat import FlatTensors, lay_out
-from onefold.core.storage import cut_pieces
+from onefold.core.storage import cut_segments
 from onefold.system.allocator import DEFAULT_ALLOCATOR
 from onefold.system.tensorfile import DTYPES
 from onefold.update.staging import Staging
 from onefold.update.state import (
     Averages,
-    PieceState,
+    SegmentState,
     check_saved,
     pack,
     packed,
@@ -32,7 +32,7 @@ def plain(states: Any) -> list[tuple[object, ...]]:
             return value.dtype, tuple(value.shape), bytes_of(value)
         return type(value), value
 
-    return [(state.piece, state.key, seen(state.value), state.by_element) for state in states]
+    return [(state.segment, state.key, seen(state.value), state.by_element) for state in states]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -49,12 +49,13 @@ VALUES = [None, 3, 2.5, float("inf"), "word", True, [1, [2]], (0.9, 0.999), {"a"
 def test_all_that_an_optimizer_may_keep_comes_back_in_its_order() -> None:
     """Tensors of sizes that leave gaps between them; in a room that has held another state."""
     shapes = [(7,), (), (3, 5), (0,), (2, 0, 3)]
-    states = [PieceState(0, "row", numbers(4, 2)[:, 0], False)]  # with gaps between its elements
+    states = [SegmentState(0, "row", numbers(4, 2)[:, 0], False)]  # with gaps between its elements
     for number, dtype in enumerate(DTYPES):
         states += [
-            PieceState(number, f"{n}", numbers(*s, dtype=dtype), True) for n, s in enumerate(shapes)
+            SegmentState(number, f"{n}", numbers(*s, dtype=dtype), True)
+            for n, s in enumerate(shapes)
         ]
-        states.append(PieceState(number, "betas", VALUES[number % len(VALUES)], False))
+        states.append(SegmentState(number, "betas", VALUES[number % len(VALUES)], False))
     assert plain(unpack(packed(states))) == plain(states)
     assert list(unpack(packed([]))) == []
     held = torch.full((1 << 16,), 0xAB, dtype=torch.uint8)
@@ -74,17 +75,17 @@ def test_all_that_an_optimizer_may_keep_comes_back_in_its_order() -> None:
 )
 def test_what_no_file_holds_is_refused(value: object, words: str) -> None:
     with pytest.raises(TypeError, match=words):
-        packed([PieceState(0, "it", value, False)])
+        packed([SegmentState(0, "it", value, False)])
 
 
 LAYOUT = lay_out(
     {
-        "wide": torch.zeros(70, 600),  # of three pieces, the last one short
+        "wide": torch.zeros(70, 600),  # of three segments, the last one short
         "turned": torch.zeros(5, 4).t(),
         "scale": torch.zeros(()),
     }
 )
-PIECES = cut_pieces(LAYOUT, by_element=True)
+PIECES = cut_segments(LAYOUT, by_element=True)
 
 
 KEYS = {"wide": ["exp_avg", "step"], "turned": ["exp_avg"]}
@@ -146,7 +147,7 @@ def test_it_follows_each_so_many_steps_and_warms_up_by_its_updates() -> None:
         for step in range(1, 7):
             values.fill_(step)
             averages.follow({0: values}, flat_of())
-            seen.append(float(averages.pieces[0][0]))
+            seen.append(float(averages.segments[0][0]))
         pairs = [(s, e) for s, e in zip(seen, expected, strict=True) if e is not None]
         assert [s for s, _ in pairs] == pytest.approx([e for _, e in pairs])
 
@@ -157,4 +158,4 @@ def test_what_does_not_change_does_not_drift() -> None:
     for _ in range(50):
         averages.follow({0: values}, flat_of(table=values))
     assert averages.buffers is not None
-    assert bytes_of(averages.pieces[0]) == bytes_of(averages.buffers.views[0]) == bytes_of(values)
+    assert bytes_of(averages.segments[0]) == bytes_of(averages.buffers.views[0]) == bytes_of(values)

@@ -31,7 +31,7 @@ from onefold.errors import CheckpointError
 from onefold.system.allocator import TensorAllocator
 from onefold.system.tensorfile import DTYPES, TensorParts
 from onefold.update.optimizer import MASTER
-from onefold.update.state import AVERAGE, PieceState, check_saved, packed, take_apart
+from onefold.update.state import AVERAGE, SegmentState, check_saved, packed, take_apart
 
 __all__ = [
     "VALUES",
@@ -215,11 +215,11 @@ def carried_parts(left: Iterable[tuple[str, int, torch.Tensor]]) -> list[TensorP
     return tensor_parts({_key_in(name, shard): v.to("cpu", copy=True) for name, shard, v in left})
 
 
-def left_by_shard(states: Iterable[PieceState]) -> dict[int, dict[int, torch.Tensor]]:
+def left_by_shard(states: Iterable[SegmentState]) -> dict[int, dict[int, torch.Tensor]]:
     """What shards carry, by the buffer's number and the shard's; copied."""
     left: dict[int, dict[int, torch.Tensor]] = {}
     for state in states:
-        left.setdefault(state.piece, {})[int(state.key)] = state.value.clone()
+        left.setdefault(state.segment, {})[int(state.key)] = state.value.clone()
     return left
 
 
@@ -268,7 +268,7 @@ class StoredStates:
             ValueError: a tensor is missing, or of another shape or type than is expected.
         """
         storage = self._storage
-        layouts = storage.pieces, storage.masters, self._strides
+        layouts = storage.segments, storage.masters, self._strides
         check_saved(self._keys, self._files.kind_of, *layouts)
         for name, values in self._values.items():
             for key in (MASTER, AVERAGE):
@@ -283,25 +283,25 @@ class StoredStates:
             entry = storage.buffers.entries[number]
             self._check_kind(key, entry.shape, DTYPES[storage.buffers.dtypes[entry.section]])
 
-    def pieces(self, owned: Iterable[int]) -> torch.Tensor:
-        """Pack the states of some pieces, averages among them, for the process that owns them."""
+    def segments(self, owned: Iterable[int]) -> torch.Tensor:
+        """Pack the states of some segments, averages among them, for the process that owns them."""
         storage, read = self._storage, self._files.read
-        layouts = storage.pieces, storage.masters, self._strides
+        layouts = storage.segments, storage.masters, self._strides
         states = take_apart(self._keys, self._values, read, owned, *layouts)
         return packed(list(states), self._allocator)
 
     def values(self, owned: Iterable[int]) -> torch.Tensor:
-        """Pack the values of some of the partitioned pieces, for the process that keeps them."""
-        layout, pieces = (
+        """Pack the values of some of the partitioned segments, for the process that keeps them."""
+        layout, segments = (
             self._storage.partitioned_layout().layout,
-            self._storage.partitioned_pieces(),
+            self._storage.partitioned_segments(),
         )
         keys = {entry.name: [VALUES] for entry in layout.entries}
 
         def read(name: str) -> torch.Tensor:
             return self.model.read(own_name(name.removesuffix(f".{VALUES}")))
 
-        return packed(list(take_apart(keys, {}, read, owned, pieces, layout)), self._allocator)
+        return packed(list(take_apart(keys, {}, read, owned, segments, layout)), self._allocator)
 
     def buffers(self) -> torch.Tensor:
         """Pack the averages of buffers that go on, and what shards carry, for `left_by_shard`."""
@@ -309,7 +309,9 @@ class StoredStates:
         if self._with_average:
             entries = enumerate(self._storage.buffers.entries)
             kept += [(number, AVERAGE, _key_of(entry.name)) for number, entry in entries]
-        return packed([PieceState(n, what, self._files.read(key), False) for n, what, key in kept])
+        return packed(
+            [SegmentState(n, what, self._files.read(key), False) for n, what, key in kept]
+        )
 
     def _left(self) -> Iterator[tuple[int, int, str]]:
         for number in self._carried:

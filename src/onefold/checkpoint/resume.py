@@ -381,8 +381,8 @@ class Checkpoints:
         """Adopt states and settings."""
         partitions = self._engine.assignment.partitions
         if self._update.storage.mirrors:
-            partitions = (range(len(self._update.storage.pieces)),) * len(partitions)
-        make = None if files is None else partial(self._for_owner, files.pieces, partitions)
+            partitions = (range(len(self._update.storage.segments)),) * len(partitions)
+        make = None if files is None else partial(self._for_owner, files.segments, partitions)
         shown = self._take_values(files) if self._engine.placement.partitioned else None
         self._update.take_states(unpack(self._lead.scatter_from_lead(make)), shown)
         groups = self._update.optimizer.param_groups if settings else ()
@@ -396,7 +396,7 @@ class Checkpoints:
         """Go on with the averages, and with what shards have left in buffers of their own."""
         make = None if files is None else lambda device: files.buffers()
         states = list(unpack(self._lead.scatter_from_lead(make)))
-        # The owners of pieces have the averages of these already.
+        # The owners of segments have the averages of these already.
         averages = [state for state in states if state.key == AVERAGE]
         rule = saved_rule(run, allow_changed)
         self._averaging.loaded(rule, run["average"]["steps"] if rule else 0, averages)
@@ -405,18 +405,18 @@ class Checkpoints:
             self._buffers.carried.go_on(left_by_shard(left))
 
     def _take_values(self, files: StoredStates | None) -> dict[int, torch.Tensor]:
-        """Receive the values that this process keeps; return those that it trains, by piece."""
+        """Receive the values that this process keeps; return those that it trains, by segment."""
         engine = self._engine
         storage, frozen = engine.context.update.storage, engine.context.exchange.memory.frozen
         kept = storage.kept(engine.assignment.partitions)
         make = None if files is None else partial(self._for_owner, files.values, kept)
         trained = {}
         for state in unpack(self._lead.scatter_from_lead(make)):
-            if frozen is not None and state.piece >= len(storage.pieces):
-                frozen.part(state.piece).copy_(state.value)
+            if frozen is not None and state.segment >= len(storage.segments):
+                frozen.part(state.segment).copy_(state.value)
             else:
                 # Copied, as what is handed out next may come in the same memory.
-                trained[state.piece] = state.value.clone()
+                trained[state.segment] = state.value.clone()
         return trained
 
     def _for_owner(
@@ -425,6 +425,6 @@ class Checkpoints:
         partitions: Sequence[Sequence[int]],
         first: int,
     ) -> torch.Tensor:
-        """Pack what the process has of pieces that has this as its first device."""
+        """Pack what the process has of segments that has this as its first device."""
         own = self._devices.own if first in self._devices.own else (first,)
         return packed(chain.from_iterable(partitions[device] for device in own))

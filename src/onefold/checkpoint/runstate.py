@@ -228,7 +228,7 @@ class RunState:
         return each
 
     def adopt(self, run: Mapping[str, Any], allow_changed: Collection[str]) -> None:
-        """Go on with what a saved run had found: the scale of its losses, and pieces that fit."""
+        """Go on with what a saved run had found: the scale of its losses, and segments that fit."""
         if self._rules.scale is not None and Precision(run["precision"]).is_scaled:
             self._rules.scale = LossScale(run["loss_scale"], run["good_steps"])
         if self._settings.microbatch == "auto":

@@ -6,8 +6,8 @@ has the lead do work while the other devices wait for it, however long it takes.
 Note: who does what
 -------------------
 The lead writes in a thread, as ever. When it comes to the bytes of a tensor that the devices keep
-in pieces, it asks for them and waits. The training threads of all devices meet, learn what is asked
-for, send the lead their pieces, and meet again; also while nothing is asked for, so that they know
+in segments, it asks for them and waits. The training threads of all devices meet, learn what is asked
+for, send the lead their segments, and meet again; also while nothing is asked for, so that they know
 that the lead is at work (see `Lead`). So the lead has its own partition and one tensor, or two
 while one comes and the other is being let go. Training waits for all of it.
 
@@ -55,7 +55,7 @@ from onefold.system.background import Background
 from onefold.system.tensorfile import Bytes, TensorParts
 from onefold.update.state import (
     JoinedState,
-    PieceState,
+    SegmentState,
     described,
     join,
     pack,
@@ -251,14 +251,14 @@ class Saving:
         )
 
     def _of_partition(self) -> Iterator[str]:
-        """Name what is not finite of the pieces that this device keeps, if it has no more."""
+        """Name what is not finite of the segments that this device keeps, if it has no more."""
         if not self._engine.placement.partitioned:
             return
         update, frozen = self._context.update, self._context.exchange.memory.frozen
         entries = update.storage.partitioned_layout().layout.entries
         for item in update.owned:
             if not all_finite(update.values_of(item.number)):
-                yield own_name(entries[item.piece.entry].name)
+                yield own_name(entries[item.segment.entry].name)
         if frozen is not None:
             spoilt = (n for n in frozen.numbers if not all_finite(frozen.part(n)))
             yield from (own_name(entries[frozen.entry_of(number)].name) for number in spoilt)
@@ -317,7 +317,7 @@ class Saving:
         """Write a checkpoint in the background, from copies alone: training changes the rest."""
         storage = self._context.update.storage
         states = chain.from_iterable(map(unpack, rooms))
-        joined = join(states, storage.pieces, storage.masters)
+        joined = join(states, storage.segments, storage.masters)
         saved, rest = (shown or trained).parts()
         beside = [] if shown is None else [*chain(*trained.parts())]
         record["fingerprint"] = trained.fingerprint()
@@ -396,14 +396,14 @@ class PartitionedState:
         device = engine.context.replicas[0].number
         texts = self._transport.all_gather_objects({device: described(own)})
         states = [*chain.from_iterable(map(read_described, texts))]
-        self.optimizer = join(states, storage.pieces, storage.masters, self._coming)
+        self.optimizer = join(states, storage.segments, storage.masters, self._coming)
         """The optimizer's state, whose tensors come when they are asked for."""
-        self._own: dict[tuple[int, str], list[PieceState]] = defaultdict(list)
+        self._own: dict[tuple[int, str], list[SegmentState]] = defaultdict(list)
         for state in own:
             self._own[self._place(state)].append(state)
-        self._layout, self._pieces = (
+        self._layout, self._segments = (
             storage.partitioned_layout().layout,
-            storage.partitioned_pieces(),
+            storage.partitioned_segments(),
         )
         self._frozen = engine.context.exchange.memory.frozen
         values = [(number, VALUES) for number in range(len(self._layout.entries))]
@@ -463,19 +463,19 @@ class PartitionedState:
         brought = self._transport.gather_to_lead()
         if self._lead.is_here:
             states = chain.from_iterable(map(unpack, brought))
-            (tensor,) = join(states, self._pieces, self._layout).tensors
+            (tensor,) = join(states, self._segments, self._layout).tensors
             self._answers.put([*tensor.parts])
 
-    def _states(self, entry: int, key: str) -> list[PieceState]:
+    def _states(self, entry: int, key: str) -> list[SegmentState]:
         if key != VALUES:
             return self._own.get((entry, key), [])
         update, frozen = self._update, self._frozen
         values = {item.number: update.values_of for item in update.owned}
         values |= {} if frozen is None else dict.fromkeys(frozen.numbers, frozen.part)
         return [
-            PieceState(number, VALUES, value_of(number), True)
+            SegmentState(number, VALUES, value_of(number), True)
             for number, value_of in values.items()
-            if self._pieces[number].entry == entry
+            if self._segments[number].entry == entry
         ]
 
     def _coming(self, entry: int, key: str) -> Iterator[Bytes]:
@@ -487,5 +487,5 @@ class PartitionedState:
             raise CheckpointError("the checkpoint was given up, as another device did not answer")
         yield from found
 
-    def _place(self, state: PieceState) -> tuple[int, str]:
-        return self._storage.pieces[state.piece].entry, state.key
+    def _place(self, state: SegmentState) -> tuple[int, str]:
+        return self._storage.segments[state.segment].entry, state.key

@@ -92,7 +92,7 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
 def _check_lists(optimizer: torch.optim.SGD) -> None:
     """Refuse kernels for lists of low-precision parameters on a processor."""
     # They round otherwise than those for single tensors, which SGD takes as long as a parameter of
-    # a call of step has no momentum yet: and that is any of the pieces of its device.
+    # a call of step has no momentum yet: and that is any of the segments of its device.
     for number, group in enumerate(optimizer.param_groups):
         low = {p.dtype for p in group["params"] if p.device.type == "cpu"} & _LOW
         if group["foreach"] and group["momentum"] and low:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from onefold.core.context import LaunchContext
-from onefold.core.flat import Piece
+from onefold.core.flat import Segment
 from onefold.core.shard import Shares
 from onefold.core.stages import Stages
 from onefold.core.storage import cut_partitions
@@ -30,8 +30,8 @@ class Assignment:
     shares: Shares
     """How many shards each device runs."""
     partitions: tuple[Sequence[int], ...]
-    """For each device, the numbers of the pieces that it updates, in ascending order; each piece
-    in one of them."""
+    """For each device, the numbers of the segments that it updates, in ascending order; each
+    segment in one of them."""
 
     @classmethod
     def first(
@@ -39,7 +39,7 @@ class Assignment:
         devices: Sequence[torch.device],
         *,
         shares: Shares,
-        pieces: Sequence[Piece],
+        segments: Sequence[Segment],
         stages: Stages | None = None,
         early: Stages | None = None,
     ) -> Assignment:
@@ -48,7 +48,7 @@ class Assignment:
         Args:
             devices: all devices, in the order of their numbers.
             shares: how many shards each of them runs.
-            pieces: the pieces of the trained parameters.
+            segments: the segments of the trained parameters.
             stages: of the model, if each device is to have a part of every stage, or the stages
                 that it computes in a pipeline; the devices then take their shards in rounds.
             early: the same, where devices take their shards as they like.
@@ -56,7 +56,7 @@ class Assignment:
         return cls(
             devices=tuple(devices),
             shares=replace(shares, in_rounds=stages is not None),
-            partitions=cut_partitions(pieces, len(devices), stages or early),
+            partitions=cut_partitions(segments, len(devices), stages or early),
         )
 
     def with_shares(self, shares: Shares) -> Assignment:

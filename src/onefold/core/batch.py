@@ -28,7 +28,7 @@ import torch
 from onefold.core.counting import Count, count_of
 from onefold.core.numbers import check_whole
 from onefold.core.shard import Shares, cut_bounds
-from onefold.core.structure import Broadcast, Split, has_fields, parts_of, with_parts
+from onefold.core.structure import Broadcast, Scatter, has_fields, parts_of, with_parts
 
 __all__ = ["DataPass", "ShardedBatch", "checked_dim", "cut_batch", "map_parts", "move"]
 
@@ -36,7 +36,7 @@ _Leaf = torch.Tensor | np.ndarray[Any, Any]
 
 _MARK = (
     "Mark what every shard is to get whole by onefold.Broadcast(value), and what has another "
-    "number of samples and is cut by itself by onefold.Split(value, dim=0)"
+    "number of samples and is cut by itself by onefold.Scatter(value, dim=0)"
 )
 _SPREAD = 62
 """The most steps between the first and the last element that a digest reads."""
@@ -207,7 +207,7 @@ class ShardedBatch:
         return count_of(self.shards[shard], size, self.dim)
 
 
-_MARKED = (Broadcast, Split, ShardedBatch)
+_MARKED = (Broadcast, Scatter, ShardedBatch)
 """What is cut in a way of its own."""
 
 
@@ -233,7 +233,7 @@ def cut_batch(
     """Cut a whole batch along one dimension of its tensors.
 
     Args:
-        batch: a tensor or a NumPy array (n, ...), `Broadcast`, `Split`, a batch of a loader, or
+        batch: a tensor or a NumPy array (n, ...), `Broadcast`, `Scatter`, a batch of a loader, or
             tuples, lists, mappings and dataclasses of them, which keep their type.
         shares: which device runs which shard; with batches of loaders, theirs takes precedence.
         shards_run: the shards that this process keeps.
@@ -348,7 +348,7 @@ def _digest_parts(path: str, leaf: Any) -> list[bytes]:
     if isinstance(leaf, ShardedBatch):
         place = leaf.loader, leaf.pass_number, leaf.stop, leaf.samples, leaf.data_digest
         return [path.encode() + struct.pack("<5q", *place)]
-    if isinstance(leaf, Split | Broadcast):
+    if isinstance(leaf, Scatter | Broadcast):
         return _digest_parts(path, leaf.value)
     found = parts_of(leaf)
     if found is not None:
@@ -415,7 +415,7 @@ def _cutter(bounds: Sequence[tuple[int, int]], shard: int, dim: int) -> Callable
     def part_of(leaf: Any) -> object:
         if isinstance(leaf, Broadcast):
             return map_parts(leaf.value, _as_tensor)
-        if isinstance(leaf, Split):
+        if isinstance(leaf, Scatter):
             length = _common_length(_leaves(leaf.value, "batch"), leaf.dim)
             return map_parts(leaf.value, _slicer(*cut_bounds(length, len(bounds))[shard], leaf.dim))
         return leaf.shards[shard] if isinstance(leaf, ShardedBatch) else cut(leaf)
@@ -464,7 +464,7 @@ def _lengths(
     """Return the number of samples of a batch, and those of parts that have their own."""
     plain = [(p, leaf) for p, leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)]
     read = [leaf.samples for _, leaf in leaves if isinstance(leaf, ShardedBatch)]
-    marked = {p: _split_length(p, leaf) for p, leaf in leaves if isinstance(leaf, _MARKED)}
+    marked = {p: _scatter_length(p, leaf) for p, leaf in leaves if isinstance(leaf, _MARKED)}
     own = [length for length in marked.values() if length >= 0]
     # Without anything at all, that is refused.
     samples = own[0] if own and not plain else _common_length(plain, dim)
@@ -485,8 +485,8 @@ def _lengths(
     return samples, tuple(length for length in marked.values() if length != samples)
 
 
-def _split_length(path: str, leaf: Any) -> int:
-    if isinstance(leaf, Split):
+def _scatter_length(path: str, leaf: Any) -> int:
+    if isinstance(leaf, Scatter):
         return _common_length(_leaves(leaf.value, path), checked_dim(leaf.dim))
     return leaf.samples if isinstance(leaf, ShardedBatch) else -1
 
@@ -497,7 +497,7 @@ def _common_length(leaves: Iterable[tuple[str, Any]], dim: int) -> int:
     for path, leaf in leaves:
         if isinstance(leaf, _MARKED):
             raise TypeError(
-                f"{path} is a {type(leaf).__name__} within onefold.Split: expected tensors"
+                f"{path} is a {type(leaf).__name__} within onefold.Scatter: expected tensors"
             )
         if leaf.ndim == 0:
             raise ValueError(
@@ -555,7 +555,7 @@ def map_parts(
     Args:
         batch: as for `cut_batch`.
         change: is given each tensor.
-        strict: whether arrays, `Broadcast`, `Split` and batches of a loader are changed as well.
+        strict: whether arrays, `Broadcast`, `Scatter` and batches of a loader are changed as well.
         alone: changes objects with a method ``to`` as a whole.
     """
     if isinstance(batch, torch.Tensor) or (strict and isinstance(batch, (np.ndarray, *_MARKED))):

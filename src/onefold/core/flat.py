@@ -1,6 +1,6 @@
 """Packs many tensors into a few flat ones, and names the exact bits of a model.
 
-Pieces and chunks are views of the flat tensors. `fingerprint_of` makes a short name for the exact
+Segments and chunks are views of the flat tensors. `fingerprint_of` makes a short name for the exact
 bits of a model.
 
 Note: where a tensor begins
@@ -12,8 +12,8 @@ of matrix products by how far addresses are aligned, up to 256 bytes.
 Note: who owns the memory
 -------------------------
 A section is a view of memory that somebody else allocated, perhaps shared with other processes. A
-view of an entry, a piece or a chunk aliases its section: writing to one writes to all of them, and
-in-place additions rely on that. The layout is computed from names, shapes, dtypes and strides
+view of an entry, a segment or a chunk aliases its section: writing to one writes to all of them,
+and in-place additions rely on that. The layout is computed from names, shapes, dtypes and strides
 alone, so that every process finds a tensor at the same offset without asking the others.
 
 Note: what is checked
@@ -45,7 +45,7 @@ __all__ = [
     "Chunk",
     "FlatTensors",
     "Layout",
-    "Piece",
+    "Segment",
     "aligned",
     "all_finite",
     "bits_of",
@@ -127,7 +127,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """Elements ``start`` to ``stop - 1`` of one entry, in storage order."""
 
     entry: int
@@ -265,13 +265,13 @@ class FlatTensors:
         if views:
             copy_each(views, sources)
 
-    def piece(self, piece: Piece) -> torch.Tensor:
-        """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
-        if piece.whole:
-            return self.views[piece.entry]
-        entry = self.layout.entries[piece.entry]
+    def segment(self, segment: Segment) -> torch.Tensor:
+        """A view of one segment: in the entry's shape if it is whole, else (numel,)."""
+        if segment.whole:
+            return self.views[segment.entry]
+        entry = self.layout.entries[segment.entry]
         section = self.sections[entry.section]
-        return section[entry.offset + piece.start : entry.offset + piece.stop]
+        return section[entry.offset + segment.start : entry.offset + segment.stop]
 
     def chunk(self, chunk: Chunk) -> torch.Tensor:
         """(stop - start,) view of a stretch of one section."""

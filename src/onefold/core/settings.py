@@ -180,7 +180,7 @@ class Settings:
         if self.microbatch is not None and "per_shard" in self.buffers.values():
             raise ValueError(
                 'a buffer with the rule "per_shard" is as large as a shard, and microbatch runs a '
-                "shard in pieces, each of which would begin with what the one before left: "
+                "shard in microbatches, each of which would begin with what the one before left: "
                 "expected one of the two. Use more shards in place of microbatch"
             )
         if not isinstance(self.compile, bool):

@@ -1,7 +1,7 @@
 """How a batch is cut into shards, which device runs which, and how a shard is cut. Pure.
 
-A shard is run in pieces where a whole one is too large for its device's memory: `pieces_of` cuts
-it, and `Search` finds the largest pieces that fit.
+A shard is run in microbatches where a whole one is too large for its device's memory:
+`microbatch_bounds` cuts it, and `Search` finds the largest microbatches that fit.
 
 Note: lists of samples
 ----------------------
@@ -25,7 +25,7 @@ import torch
 
 from onefold.core.structure import has_fields, parts_of, with_parts
 
-__all__ = ["Search", "Shares", "cut_bounds", "join_rows", "pieces_of", "rows_of", "runs_of"]
+__all__ = ["Search", "Shares", "cut_bounds", "join_rows", "microbatch_bounds", "rows_of", "runs_of"]
 
 
 @lru_cache(maxsize=64)
@@ -202,26 +202,26 @@ _PLAIN = (str, bytes, *_NUMBERS, type(None))
 _NO_OBJECTS = (torch.Tensor, np.ndarray, tuple, list, *_PLAIN)
 
 
-def pieces_of(samples: int, size: int | None) -> tuple[tuple[int, int], ...]:
-    """Cut a shard into the fewest pieces of at most ``size`` samples, as equal as can be.
+def microbatch_bounds(samples: int, size: int | None) -> tuple[tuple[int, int], ...]:
+    """Cut a shard into the fewest microbatches of at most ``size`` samples, as equal as can be.
 
-    >>> pieces_of(7, 3)
+    >>> microbatch_bounds(7, 3)
     ((0, 3), (3, 5), (5, 7))
-    >>> pieces_of(7, None)
+    >>> microbatch_bounds(7, None)
     ((0, 7),)
     """
     # Equal ones, as a rest of a single sample would be none that batch norm could normalise.
     return cut_bounds(samples, 1 if size is None else max(1, -(-samples // size)))
 
 
-def rows_of(payload: Any, piece: tuple[int, int], samples: int, *, dim: int = 0) -> Any:
-    """Take a piece's samples out of a shard's payload; tensors are views of the payload's.
+def rows_of(payload: Any, microbatch: tuple[int, int], samples: int, *, dim: int = 0) -> Any:
+    """Take a microbatch's samples out of a shard's payload; tensors are views of the payload's.
 
     Args:
         payload: tensors, arrays or rows of text (samples, ...), in any tuples, lists, mappings and
             dataclasses, which keep their type; or lists of one part a sample, see the note at the
             head of this file. Single numbers and texts, which belong to all samples, go along.
-        piece: the first sample, and the one after the last.
+        microbatch: the first sample, and the one after the last.
         samples: how many samples the shard has.
         dim: the dimension of tensors in which the samples lie.
 
@@ -229,7 +229,7 @@ def rows_of(payload: Any, piece: tuple[int, int], samples: int, *, dim: int = 0)
         ValueError: a tensor has another size in that dimension than the samples.
         TypeError: the payload holds something that cannot be cut.
     """
-    return _Cut(piece, samples, dim, _lists_samples(payload, samples)).rows(payload, "batch")
+    return _Cut(microbatch, samples, dim, _lists_samples(payload, samples)).rows(payload, "batch")
 
 
 def join_rows(payloads: Sequence[Any], sizes: Sequence[int], *, dim: int = 0) -> Any:
@@ -277,7 +277,7 @@ def _joined(payloads: Sequence[Any], cuts: Sequence[_Cut], path: str) -> Any:
 class _Cut:
     """How one payload is cut."""
 
-    piece: tuple[int, int]
+    microbatch: tuple[int, int]
     samples: int
     dim: int
     listed: bool
@@ -288,7 +288,7 @@ class _Cut:
             return self._rows_of_tensor(payload, path)
         if isinstance(payload, tuple | list):
             if self.are_samples(payload):
-                return with_parts(payload, payload[slice(*self.piece)])
+                return with_parts(payload, payload[slice(*self.microbatch)])
             if payload and all(isinstance(row, _NUMBERS) for row in payload):
                 raise TypeError(
                     f"{path}: expected a tensor of one row a sample, got {len(payload)} numbers in "
@@ -316,7 +316,7 @@ class _Cut:
                 f"microbatch can cut it; got shape {tuple(payload.shape)}. Use more shards "
                 f"instead, or have the data set's collate give one row a sample"
             )
-        return payload[(*[slice(None)] * self.dim, slice(*self.piece))]
+        return payload[(*[slice(None)] * self.dim, slice(*self.microbatch))]
 
     def are_samples(self, rows: Sequence[Any]) -> bool:
         """Whether a list has one part a sample, and not one for all of them."""
@@ -355,9 +355,9 @@ def _are_listed(rows: Sequence[Any], samples: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A search for the largest pieces that fit; each trial makes the next search.
+    """A search for the largest microbatches that fit; each trial makes the next search.
 
-    Sizes are halved until one fits. Then those are tried that would make fewer pieces.
+    Sizes are halved until one fits. Then those are tried that would make fewer microbatches.
 
     >>> search = Search(samples=8)
     >>> while not search.is_over:
@@ -395,7 +395,7 @@ class Search:
             return [] if self.found else [self.samples]
         if not self.found:
             return [(self.too_large + 1) // 2] if self.too_large > 1 else []
-        # Two sizes that make the same number of pieces cost the same time.
+        # Two sizes that make the same number of microbatches cost the same time.
         fewest, most = (-(-self.samples // size) for size in (self.too_large, self.found))
-        sizes = {-(-self.samples // pieces) for pieces in range(fewest, most)}
+        sizes = {-(-self.samples // microbatches) for microbatches in range(fewest, most)}
         return sorted(size for size in sizes if self.found < size < self.too_large)

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import torch
 
-from onefold.core.flat import Layout, Piece, aligned
+from onefold.core.flat import Layout, Segment, aligned
 
 __all__ = [
     "ROOT",
@@ -70,29 +70,29 @@ class Stages:
 
 
 class StageLayout:
-    """Where pieces lie in memory that holds one stage at a time.
+    """Where segments lie in memory that holds one stage at a time.
 
     Args:
         layout: of what is held there.
-        pieces: of the whole model.
+        segments: of the whole model.
         stages: the stage of each entry.
     """
 
-    def __init__(self, layout: Layout, pieces: Sequence[Piece], stages: Stages) -> None:
+    def __init__(self, layout: Layout, segments: Sequence[Segment], stages: Stages) -> None:
         self.layout = layout
         self.stages = stages
-        self.pieces: list[list[int]] = [[] for _ in stages.names]
-        """For each stage, the numbers of its pieces."""
+        self.segments: list[list[int]] = [[] for _ in stages.names]
+        """For each stage, the numbers of its segments."""
         self.places: list[tuple[int, int, torch.dtype]] = []
-        """For each piece where it begins and how long it is, in bytes, and its dtype."""
+        """For each segment where it begins and how long it is, in bytes, and its dtype."""
         self._starts: dict[int, int] = {}
         filled = [0] * len(stages)
-        for number, piece in enumerate(pieces):
-            stage = stages.stage_of[piece.entry]
-            dtype = layout.dtype_of(piece.entry)
-            nbytes = piece.numel * dtype.itemsize
-            self.pieces[stage].append(number)
-            self._starts.setdefault(piece.entry, filled[stage])
+        for number, segment in enumerate(segments):
+            stage = stages.stage_of[segment.entry]
+            dtype = layout.dtype_of(segment.entry)
+            nbytes = segment.numel * dtype.itemsize
+            self.segments[stage].append(number)
+            self._starts.setdefault(segment.entry, filled[stage])
             self.places.append((filled[stage], nbytes, dtype))
             filled[stage] += aligned(nbytes)
         self.stage_bytes = tuple(filled)
@@ -106,19 +106,19 @@ class StageLayout:
     def whole(self, entry: int, room: torch.Tensor) -> torch.Tensor:
         """View of an entry, in its shape, in memory that holds its stage."""
         found, dtype = self.layout.entries[entry], self.layout.dtype_of(entry)
-        # The pieces of an entry follow each other without gaps.
+        # The segments of an entry follow each other without gaps.
         start = self._starts[entry]
         stretch = room[start : start + found.numel * dtype.itemsize].view(dtype)
         return stretch.as_strided(found.shape, found.stride)
 
     def in_room(self, number: int, room: torch.Tensor) -> torch.Tensor:
-        """(numel,) view of a piece in memory that holds its stage, (stage_bytes,) uint8."""
+        """(numel,) view of a segment in memory that holds its stage, (stage_bytes,) uint8."""
         start, nbytes, dtype = self.places[number]
         return room[start : start + nbytes].view(dtype)
 
 
 class Move(Enum):
-    """What a device does with a shard, or with a piece of one."""
+    """What a device does with a shard, or with a microbatch of one."""
 
     FORTH = "forth"
     BACK = "back"
@@ -130,7 +130,7 @@ def moves(place: int, devices: int, count: int) -> Iterator[tuple[Move, int]]:
     Args:
         place: of the device in its pipeline, from 0.
         devices: how many the pipeline has.
-        count: how many shards, or pieces of shards, go through it.
+        count: how many shards, or microbatches of shards, go through it.
 
     >>> [f"{move.value} {number}" for move, number in moves(0, 2, 3)]
     ['forth 0', 'forth 1', 'back 0', 'forth 2', 'back 1', 'back 2']
@@ -144,32 +144,34 @@ def moves(place: int, devices: int, count: int) -> Iterator[tuple[Move, int]]:
         yield Move.BACK, number
 
 
-def in_groups(pieces: Sequence[int], devices: int) -> list[tuple[int, int] | None]:
-    """The order in which pieces of shards go through a pipeline.
+def in_groups(microbatches: Sequence[int], devices: int) -> list[tuple[int, int] | None]:
+    """The order in which microbatches of shards go through a pipeline.
 
-    A piece begins with what the one before it in its shard has left (random numbers, statistics of
-    batch norm), so it begins after that one has been there and back. Meanwhile other shards are
-    under way: as many as there are devices. Where shards are missing for that, a device does
-    nothing in their place.
+    A microbatch begins with what the one before it in its shard has left (random numbers,
+    statistics of batch norm), so it begins after that one has been there and back. Meanwhile other
+    shards are under way: as many as there are devices. Where shards are missing for that, a device
+    does nothing in their place.
 
     Args:
-        pieces: for each shard that has samples, the number of its pieces.
+        microbatches: for each shard that has samples, the number of its microbatches.
         devices: how many the pipeline has.
 
     Returns:
-        The place of a shard in ``pieces``, and the number of its piece; None for a gap.
+        The place of a shard in ``microbatches``, and the number of its microbatch; None for a gap.
 
     >>> in_groups([2, 1, 1], 2)
     [(0, 0), (1, 0), (0, 1), None, (2, 0)]
     """
     order: list[tuple[int, int] | None] = []
-    for start in range(0, len(pieces), devices):
-        group = range(start, min(start + devices, len(pieces)))
-        most = max(pieces[shard] for shard in group)
-        for piece in range(most):
-            order += [(shard, piece) if piece < pieces[shard] else None for shard in group]
-            # Also a group that is smaller needs the time of a whole one, until its last piece.
-            order += [None] * (devices - len(group) if piece < most - 1 else 0)
+    for start in range(0, len(microbatches), devices):
+        group = range(start, min(start + devices, len(microbatches)))
+        most = max(microbatches[shard] for shard in group)
+        for microbatch in range(most):
+            order += [
+                (shard, microbatch) if microbatch < microbatches[shard] else None for shard in group
+            ]
+            # Also a group that is smaller needs the time of a whole one, until its last microbatch.
+            order += [None] * (devices - len(group) if microbatch < most - 1 else 0)
     return order
 
 

@@ -1,19 +1,19 @@
 """The sizes of everything that the devices of a run share, and how a layout is cut. Pure.
 
-A layout is cut into pieces, these into a partition for each device, and partitions into chunks.
+A layout is cut into segments, these into a partition for each device, and partitions into chunks.
 
 Of `Frozen` parameters each device may keep a part, as it does of the trained ones. Nothing is
-computed from the bounds of these parts, so that they may depend on the devices. Their pieces are
+computed from the bounds of these parts, so that they may depend on the devices. Their segments are
 counted on from those of the trained parameters, and follow them in the memory of a stage.
 
-Note: why pieces
+Note: why segments
 ----------------
 An optimizer kernel is free to treat the tail of a tensor differently from its middle, so the bits
 of an update may depend on where a slice begins and ends. If parameters were cut according to the
-number of devices, so would the bits be. Therefore every parameter is first cut into *pieces* whose
-bounds depend on the model alone: multiples of 1024 elements from the parameter's start. The
-optimizer always sees pieces, even on one device, and a *partition* is a contiguous run of whole
-pieces.
+number of devices, so would the bits be. Therefore every parameter is first cut into *segments*
+whose bounds depend on the model alone: multiples of 1024 elements from the parameter's start. The
+optimizer always sees segments, even on one device, and a *partition* is a contiguous run of whole
+segments.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from itertools import pairwise
 
 import torch
 
-from onefold.core.flat import Chunk, Layout, Piece, aligned
+from onefold.core.flat import Chunk, Layout, Segment, aligned
 from onefold.core.fold import max_blocks
 from onefold.core.settings import added_up_in
 from onefold.core.stages import StageLayout, Stages
 from onefold.core.values import MOST
 
-__all__ = ["Frozen", "Storage", "cut_chunks", "cut_partitions", "cut_pieces", "divides_evenly"]
+__all__ = ["Frozen", "Storage", "cut_chunks", "cut_partitions", "cut_segments", "divides_evenly"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Storage:
     """The layouts of parameters, gradients and buffers, and the numbers of devices and shards.
 
     The layouts of parameters, gradients and masters have the same entries in the same order, and
-    may differ in dtype. A piece is the same stretch of elements in each of them.
+    may differ in dtype. A segment is the same stretch of elements in each of them.
     """
 
     parameters: Layout
@@ -47,8 +47,8 @@ class Storage:
     """The rest of the parameters: frozen ones, and those that no optimizer holds."""
     buffers: Layout
     """The module's buffers."""
-    pieces: tuple[Piece, ...]
-    """The pieces of the trained parameters."""
+    segments: tuple[Segment, ...]
+    """The segments of the trained parameters."""
     shards: int
     """How many shards every batch is cut into."""
     devices: int
@@ -63,8 +63,8 @@ class Storage:
     """The stages after each of which a device sends its partial sum of it, while backward goes on;
     None if it sends whole partial sums."""
     mirrors: bool = False
-    """Whether each device also adds up and updates the pieces that others own: all partial sums go
-    to all devices, `early`, and no parameters do."""
+    """Whether each device also adds up and updates the segments that others own: all partial sums
+    go to all devices, `early`, and no parameters do."""
     gradients: Layout = field(init=False)
     """Gradients of the trained parameters, in the dtypes in which they are added up."""
     masters: Layout = field(init=False)
@@ -85,9 +85,9 @@ class Storage:
         """Whether that is so for one trained parameter."""
         return self.masters.dtype_of(number) != self.parameters.dtype_of(number)
 
-    def pieces_of(self, partition: Sequence[int]) -> tuple[Piece, ...]:
-        """The pieces of a partition, which is given by their numbers."""
-        return tuple(self.pieces[number] for number in partition)
+    def segments_of(self, partition: Sequence[int]) -> tuple[Segment, ...]:
+        """The segments of a partition, which is given by their numbers."""
+        return tuple(self.segments[number] for number in partition)
 
     @property
     def slots(self) -> int:
@@ -104,7 +104,7 @@ class Storage:
         """
         if self.stages is None:
             raise ValueError("expected a model that is cut into stages")
-        return StageLayout(self.gradients, self.pieces, self.stages)
+        return StageLayout(self.gradients, self.segments, self.stages)
 
     def partitioned_layout(self) -> StageLayout:
         """Where the parameters of a stage lie in memory that holds it while it is needed.
@@ -116,28 +116,30 @@ class Storage:
         """
         stages = self.stage_layout().stages
         if self.frozen is None:
-            return StageLayout(self.parameters, self.pieces, stages)
+            return StageLayout(self.parameters, self.segments, stages)
         layout = side_by_side(self.parameters, self.frozen.layout)
         stages = replace(stages, stage_of=stages.stage_of + self.frozen.stage_of)
-        return StageLayout(layout, self.partitioned_pieces(), stages)
+        return StageLayout(layout, self.partitioned_segments(), stages)
 
-    def partitioned_pieces(self) -> tuple[Piece, ...]:
-        """The pieces of what `partitioned_layout` lays out."""
+    def partitioned_segments(self) -> tuple[Segment, ...]:
+        """The segments of what `partitioned_layout` lays out."""
         if self.frozen is None:
-            return self.pieces
+            return self.segments
         first = len(self.parameters.entries)
-        counted_on = (replace(piece, entry=first + piece.entry) for piece in self.frozen.pieces)
-        return (*self.pieces, *counted_on)
+        counted_on = (
+            replace(segment, entry=first + segment.entry) for segment in self.frozen.segments
+        )
+        return (*self.segments, *counted_on)
 
     def kept(self, partitions: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        """For each device, which pieces of `partitioned_pieces` it keeps.
+        """For each device, which segments of `partitioned_segments` it keeps.
 
         Args:
-            partitions: for each device, the pieces of the trained parameters that it updates.
+            partitions: for each device, the segments of the trained parameters that it updates.
         """
         if self.frozen is None:
             return [tuple(partition) for partition in partitions]
-        first = len(self.pieces)
+        first = len(self.segments)
         pairs = zip(partitions, self.frozen.partitions, strict=True)
         return [(*partition, *(first + number for number in frozen)) for partition, frozen in pairs]
 
@@ -172,10 +174,10 @@ class Frozen:
     """Of all of them together."""
     stage_of: tuple[int, ...]
     """The stage of each; none is of the root."""
-    pieces: tuple[Piece, ...]
+    segments: tuple[Segment, ...]
     """What they are cut into."""
     partitions: tuple[Sequence[int], ...]
-    """For each device, the pieces that it keeps, in ascending order: of each stage neighbours."""
+    """For each device, the segments that it keeps, in ascending order: of each stage neighbours."""
 
 
 def side_by_side(one: Layout, other: Layout) -> Layout:
@@ -185,9 +187,10 @@ def side_by_side(one: Layout, other: Layout) -> Layout:
     return Layout(one.entries + moved, one.dtypes + other.dtypes, one.numels + other.numels)
 
 
-# Fused kernels give the same bits for any slice cut at a multiple of this: see the note on pieces.
+# Fused kernels give the same bits for any slice cut at a multiple of this: see the note on
+# segments.
 _PIECE_MULTIPLE_NUMEL = 1024
-# Smaller pieces would cost the optimizer more in calls of kernels than they even out.
+# Smaller segments would cost the optimizer more in calls of kernels than they even out.
 _SMALLEST_PIECE_NUMEL = 16 * 1024
 # Enough to give each of many devices an even partition, few enough to loop over in every step.
 _PIECES_OF_A_MODEL = 256
@@ -195,60 +198,61 @@ _PIECES_OF_A_MODEL = 256
 _CHUNK_BYTES = 4 << 20
 
 
-def cut_pieces(layout: Layout, *, by_element: bool) -> tuple[Piece, ...]:
-    """Cut every entry into pieces, in the order of sections and offsets.
+def cut_segments(layout: Layout, *, by_element: bool) -> tuple[Segment, ...]:
+    """Cut every entry into segments, in the order of sections and offsets.
 
     Args:
         layout: of the parameters.
-        by_element: whether an entry may be divided; if not, every piece is whole.
+        by_element: whether an entry may be divided; if not, every segment is whole.
     """
-    # Nothing here may depend on the number of devices: see the note on pieces.
+    # Nothing here may depend on the number of devices: see the note on segments.
     total = sum(entry.numel for entry in layout.entries)
     step = -(-total // (_PIECES_OF_A_MODEL * _PIECE_MULTIPLE_NUMEL)) * _PIECE_MULTIPLE_NUMEL
     step = max(step, _SMALLEST_PIECE_NUMEL)
     # By section: a partition then covers few long stretches rather than jumping between dtypes. The
     # sort is stable, so offsets stay in order within a section.
     ordered = sorted(range(len(layout.entries)), key=lambda i: layout.entries[i].section)
-    pieces: list[Piece] = []
+    segments: list[Segment] = []
     for index in ordered:
         numel = layout.entries[index].numel
         if numel <= step or not by_element:
-            pieces.append(Piece(index, 0, numel, whole=True))
+            segments.append(Segment(index, 0, numel, whole=True))
             continue
         starts = range(0, numel, step)
-        pieces.extend(Piece(index, s, min(s + step, numel), whole=False) for s in starts)
-    return tuple(pieces)
+        segments.extend(Segment(index, s, min(s + step, numel), whole=False) for s in starts)
+    return tuple(segments)
 
 
 def cut_partitions(
-    pieces: Sequence[Piece], devices: int, stages: Stages | None = None
+    segments: Sequence[Segment], devices: int, stages: Stages | None = None
 ) -> tuple[Sequence[int], ...]:
-    """Divide the pieces among the devices, balanced by elements.
+    """Divide the segments among the devices, balanced by elements.
 
     Args:
-        pieces: of the model.
+        segments: of the model.
         devices: how many there are.
-        stages: of the model, if the pieces of every stage are to be divided among the devices that
-            compute it: all of them, or one in each pipeline.
+        stages: of the model, if the segments of every stage are to be divided among the devices
+            that compute it: all of them, or one in each pipeline.
 
     Returns:
-        For each device, pipeline after pipeline, the numbers of its pieces in ascending order:
+        For each device, pipeline after pipeline, the numbers of its segments in ascending order:
         neighbours, or neighbours of each stage.
     """
     if stages is None:
-        return _cut_row(pieces, devices)
+        return _cut_row(segments, devices)
     of_stage: dict[int, list[int]] = {}
-    for number, piece in enumerate(pieces):
-        of_stage.setdefault(stages.stage_of[piece.entry], []).append(number)
+    for number, segment in enumerate(segments):
+        of_stage.setdefault(stages.stage_of[segment.entry], []).append(number)
     partitions: list[list[int]] = [[] for _ in range(devices)]
     numels = [0] * devices
     for stage, numbers in sorted(of_stage.items()):
         place = stages.places[stage] if stages.places else 0
         computing = range(place, devices, stages.pipeline)
-        cuts = _cut_row([pieces[number] for number in numbers], len(computing))
+        cuts = _cut_row([segments[number] for number in numbers], len(computing))
         rows = [[numbers[index] for index in cut] for cut in cuts]
-        sizes = [sum(pieces[number].numel for number in row) for row in rows]
-        # A stage has few pieces, and its parts may differ much: the largest goes to whom has least.
+        sizes = [sum(segments[number].numel for number in row) for row in rows]
+        # A stage has few segments, and its parts may differ much: the largest goes to whom has
+        # least.
         largest_first = sorted(range(len(rows)), key=lambda index: -sizes[index])
         least_first = sorted(computing, key=numels.__getitem__)
         for device, index in zip(least_first, largest_first, strict=True):
@@ -260,36 +264,39 @@ def cut_partitions(
 _MOST_UNEVEN = 1.25
 
 
-def divides_evenly(pieces: Sequence[Piece], devices: int, stages: Stages) -> bool:
+def divides_evenly(segments: Sequence[Segment], devices: int, stages: Stages) -> bool:
     """Whether partitions that have a part of every stage are of about one size."""
-    partitions = cut_partitions(pieces, devices, stages)
-    largest = max(sum(pieces[number].numel for number in each) for each in partitions)
-    return largest <= _MOST_UNEVEN * sum(piece.numel for piece in pieces) / devices
+    partitions = cut_partitions(segments, devices, stages)
+    largest = max(sum(segments[number].numel for number in each) for each in partitions)
+    return largest <= _MOST_UNEVEN * sum(segment.numel for segment in segments) / devices
 
 
-def _cut_row(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
-    """Divide the pieces into one row of neighbours for each device."""
-    total = sum(piece.numel for piece in pieces)
+def _cut_row(segments: Sequence[Segment], devices: int) -> tuple[range, ...]:
+    """Divide the segments into one row of neighbours for each device."""
+    total = sum(segment.numel for segment in segments)
     cuts = [0]
     seen = 0
-    for index, piece in enumerate(pieces):
-        # A piece goes to the device in whose even share of the elements its middle lies, so that a
-        # piece across a boundary goes to the device that holds more of it.
-        middle = seen + piece.numel / 2
+    for index, segment in enumerate(segments):
+        # A segment goes to the device in whose even share of the elements its middle lies, so that
+        # a segment across a boundary goes to the device that holds more of it.
+        middle = seen + segment.numel / 2
         while len(cuts) < devices and middle >= total * len(cuts) / devices:
             cuts.append(index)
-        seen += piece.numel
-    # More devices than pieces: the last devices get empty partitions, and merely run their shards.
-    cuts += [len(pieces)] * (devices + 1 - len(cuts))
+        seen += segment.numel
+    # More devices than segments: the last devices get empty partitions, and merely run their
+    # shards.
+    cuts += [len(segments)] * (devices + 1 - len(cuts))
     return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
 
-def cut_chunks(layout: Layout, partition: Sequence[Piece], *, at_once: bool = False) -> list[Chunk]:
+def cut_chunks(
+    layout: Layout, partition: Sequence[Segment], *, at_once: bool = False
+) -> list[Chunk]:
     """The stretches that a partition covers, cut small enough for the processor's cache.
 
     Args:
-        layout: which the pieces belong to.
-        partition: pieces in ascending order, of which some may be left out.
+        layout: which the segments belong to.
+        partition: segments in ascending order, of which some may be left out.
         at_once: whether stretches are moved and added whole, as on accelerators: each costs a
             message and a launch there. All gradients must then lie in flat memory.
     """
@@ -298,15 +305,17 @@ def cut_chunks(layout: Layout, partition: Sequence[Piece], *, at_once: bool = Fa
     # its own alignment says.
     following = {(a.section, a.offset + a.numel): b.offset for a, b in pairwise(ordered)}
     stretches: list[Chunk] = []
-    for piece in partition:
-        entry = layout.entries[piece.entry]
-        large = piece.entry if layout.is_large(piece.entry) and not at_once else None
-        stretch = Chunk(entry.section, entry.offset + piece.start, entry.offset + piece.stop, large)
+    for segment in partition:
+        entry = layout.entries[segment.entry]
+        large = segment.entry if layout.is_large(segment.entry) and not at_once else None
+        stretch = Chunk(
+            entry.section, entry.offset + segment.start, entry.offset + segment.stop, large
+        )
         # Neighbours are joined, so that small tensors are added in one kernel, padding included. A
         # large one stays apart from its neighbours: its gradient may lie outside the flat memory.
         if stretches and _follows(stretches[-1], stretch, following):
             stretches[-1] = stretches[-1]._replace(stop=stretch.stop)
-        elif piece.numel:
+        elif segment.numel:
             stretches.append(stretch)
     if at_once:
         return stretches

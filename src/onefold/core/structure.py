@@ -21,7 +21,7 @@ import torch
 
 __all__ = [
     "Broadcast",
-    "Split",
+    "Scatter",
     "has_fields",
     "parts_of",
     "put_tensors",
@@ -162,7 +162,7 @@ class Broadcast:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class Scatter:
     """A part of a batch with another number of samples, which is cut into shards by itself.
 
     Such as the points of a boundary beside those of the inside. The samples of a step are those of
@@ -179,7 +179,7 @@ class Split:
     ...     of_inside = onefold.Mean(inside.sum(), len(inside))
     ...     return of_inside + onefold.Mean(edge.sum(), len(edge))
     >>> trainer = onefold.Trainer(model, optimizer, loss, shards=2)
-    >>> trainer.step((torch.ones(6, 2), onefold.Split(torch.ones(3, 2)))).samples
+    >>> trainer.step((torch.ones(6, 2), onefold.Scatter(torch.ones(3, 2)))).samples
     6
     """
 

@@ -192,7 +192,7 @@ _SUM, _MEAN = "sum ", "mean "
 
 @dataclass(frozen=True, slots=True)
 class ShardValues:
-    """The values beside the loss of one shard, or of a piece of it."""
+    """The values beside the loss of one shard, or of a microbatch of it."""
 
     lines: tuple[str, ...]
     """One for each number: whether it is divided, and the name that it belongs to."""
@@ -207,18 +207,18 @@ class ShardValues:
         return 1 + checksum("\n".join([*self.lines, *self.rows]).encode())
 
     def plus(self, other: ShardValues | None, where: str) -> ShardValues:
-        """Add those of the shard's next piece.
+        """Add those of the shard's next microbatch.
 
         Raises:
-            DisagreementError: that piece has other names.
+            DisagreementError: that microbatch has other names.
         """
         if other is None or other.kind != self.kind:
             own = names_of([*self.lines, *self.rows])
             theirs = [] if other is None else names_of([*other.lines, *other.rows])
             raise DisagreementError(
-                f"{where}: the loss returned the values {own} beside itself for one piece "
+                f"{where}: the loss returned the values {own} beside itself for one microbatch "
                 f"of the shard, and {theirs} for another; expected the same names, and "
-                f"terms of the same kind, for every piece"
+                f"terms of the same kind, for every microbatch"
             )
         rows = {name: joined_rows([own, other.rows[name]]) for name, own in self.rows.items()}
         return ShardValues(self.lines, self.numbers + other.numbers, rows)
@@ -323,7 +323,7 @@ def read_values(
     Args:
         values: by name; tensors may be of bools.
         outputs: by name; see `columns_of`.
-        samples: of the shard, or of the piece of it.
+        samples: of the shard, or of the microbatch of it.
         where: step and shard, for errors.
 
     Raises:
@@ -404,7 +404,7 @@ class ChangedBuffers:
 
 @dataclass(frozen=True, slots=True)
 class ShardResult:
-    """The result of one shard, or of some of its pieces.
+    """The result of one shard, or of some of its microbatches.
 
     It depends on the parameters, the buffers, the shard's samples, and (seed, step, shard), and on
     nothing else: the same call on another device, or later, returns the same bits.

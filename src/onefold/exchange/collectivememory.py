@@ -34,7 +34,7 @@ from itertools import accumulate, chain
 import torch
 
 from onefold.core.assignment import Assignment
-from onefold.core.flat import Chunk, FlatTensors, Piece, storage_order
+from onefold.core.flat import Chunk, FlatTensors, Segment, storage_order
 from onefold.core.fold import Published, blocks_of
 from onefold.core.shard import Shares, runs_of
 from onefold.core.stages import ROOT
@@ -186,7 +186,7 @@ class CollectiveMemory(Memory):
         chunks = self.summed[owner][start:stop]
         return _moves(sends, peer, sums, chunks, first=start)
 
-    def _cut_stage(self, partition: Sequence[Piece], stage: int) -> list[Chunk]:
+    def _cut_stage(self, partition: Sequence[Segment], stage: int) -> list[Chunk]:
         own = partition
         if self._early is not None:
             own = [each for each in partition if self._early.stage_of[each.entry] == stage]
@@ -330,8 +330,8 @@ class CollectiveStageExchange(StageExchange):
         ahead: list[Operation] = []
         coming: dict[int, dict[int, torch.Tensor]] = {}
         for peer in (peer for peer in transport.peers() if peer in headers):
-            coming[peer] = {n: self._new_piece(n) for n in self._given(headers[peer])}
-            leaving = self._own_pieces(call, peer) if isinstance(call, GradientSend) else {}
+            coming[peer] = {n: self._new_segment(n) for n in self._given(headers[peer])}
+            leaving = self._own_segments(call, peer) if isinstance(call, GradientSend) else {}
             at_once += _swap(peer, map(storage_order, leaving.values()), coming[peer].values())
             asked = ahead if headers[peer].is_ahead else at_once
             if headers[peer].is_request:
@@ -350,8 +350,8 @@ class CollectiveStageExchange(StageExchange):
             if rank == self.rank and isinstance(call, GradientSend):
                 delivery = self._own_delivery(call)
             else:
-                pieces = {n: self._shaped(flat, n) for n, flat in coming.get(rank, {}).items()}
-                delivery = Delivery(header, pieces)
+                segments = {n: self._shaped(flat, n) for n, flat in coming.get(rank, {}).items()}
+                delivery = Delivery(header, segments)
             found.append(delivery._replace(arrive=moving.finish))
         return found
 
@@ -361,7 +361,7 @@ class CollectiveStageExchange(StageExchange):
 
     def _is_alone_with(self, stage: int) -> bool:
         """Whether nobody else takes part in a request: outside of a pipeline's shards."""
-        kept, everything = self._kept[self.rank][stage], self.partitioned_layout.pieces[stage]
+        kept, everything = self._kept[self.rank][stage], self.partitioned_layout.segments[stage]
         # What lies in no stage all devices request, and so its owner takes part as well.
         return self._among != self._column and stage != ROOT and len(kept) == len(everything) > 0
 
@@ -372,8 +372,8 @@ class CollectiveStageExchange(StageExchange):
         layout = self.partitioned_layout
         return [layout.in_room(n, call.buffer) for n in self._kept[peer][call.stage]]
 
-    def _new_piece(self, number: int) -> torch.Tensor:
-        """Memory for the gradient of a piece: (numel,)."""
+    def _new_segment(self, number: int) -> torch.Tensor:
+        """Memory for the gradient of a segment: (numel,)."""
         _, nbytes, dtype = self.layout.places[number]
         device = self._transport.device
         if device.type == "cpu":

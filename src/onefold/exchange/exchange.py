@@ -13,8 +13,8 @@ Note: the order of a step, and who may touch what
    and table may be written again. Where the script updates, ``all_gather_gradient`` takes the place
    of 4 and 5.
 
-With `Storage.mirrors` each device has the totals of all pieces and updates all parameters in 4, and
-nothing is traded in 5.
+With `Storage.mirrors` each device has the totals of all segments and updates all parameters in 4,
+and nothing is traded in 5.
 
 Every device of the run makes the same calls in the same order. ``agree``, ``collect`` and
 ``publish_parameters`` may block, for the transport's limit at the most; they raise `PeerError` when
@@ -97,9 +97,9 @@ class Exchange:
         self.reduction.collect(shares)
 
     def totals(self, device: int) -> Sequence[torch.Tensor | None]:
-        """The gradient of each piece that an own device updates, until ``publish_parameters``.
+        """The gradient of each segment that an own device updates, until ``publish_parameters``.
 
-        A piece has None where no shard gave a gradient.
+        A segment has None where no shard gave a gradient.
         """
         return self.reduction.totals(device)
 

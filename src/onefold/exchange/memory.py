@@ -33,7 +33,7 @@ from onefold.core.flat import (
     Entry,
     FlatTensors,
     Layout,
-    Piece,
+    Segment,
     laid_out,
     same_bits,
     storage_order,
@@ -58,8 +58,8 @@ __all__ = [
     "PartitionTensors",
     "Start",
     "by_stage",
-    "cut_piece",
-    "shape_piece",
+    "cut_segment",
+    "shape_segment",
     "write_first",
 ]
 
@@ -70,8 +70,8 @@ class PartitionSums(Protocol):
     def chunk(self, chunk: Chunk) -> torch.Tensor:
         """A view of one chunk, (stop - start,) in the dtype of its section."""
 
-    def piece(self, piece: Piece) -> torch.Tensor | None:
-        """A view of one piece: in the entry's shape if it is whole, else (numel,).
+    def segment(self, segment: Segment) -> torch.Tensor | None:
+        """A view of one segment: in the entry's shape if it is whole, else (numel,).
 
         None where no shard gave a gradient.
         """
@@ -81,12 +81,12 @@ class PartitionTensors:
     """Memory for one partition of a layout only: what an owner receives from the other devices.
 
     Args:
-        layout: the layout that the pieces belong to.
-        partition: its pieces, in ascending order.
+        layout: the layout that the segments belong to.
+        partition: its segments, in ascending order.
         device: where to allocate.
     """
 
-    def __init__(self, layout: Layout, partition: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, layout: Layout, partition: Sequence[Segment], device: torch.device) -> None:
         self._layout = layout
         stretches: dict[int, list[Chunk]] = {}
         for chunk in sorted(cut_chunks(layout, partition, at_once=True)):
@@ -113,12 +113,12 @@ class PartitionTensors:
         first = self._places[chunk.section][number] + chunk.start - starts[number]
         return self._sections[chunk.section][first : first + chunk.stop - chunk.start]
 
-    def piece(self, piece: Piece) -> torch.Tensor:
-        """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
-        entry = self._layout.entries[piece.entry]
-        start = entry.offset + piece.start
-        flat = self.chunk(Chunk(entry.section, start, start + piece.numel, None))
-        return shape_piece(flat, piece, entry)
+    def segment(self, segment: Segment) -> torch.Tensor:
+        """A view of one segment: in the entry's shape if it is whole, else (numel,)."""
+        entry = self._layout.entries[segment.entry]
+        start = entry.offset + segment.start
+        flat = self.chunk(Chunk(entry.section, start, start + segment.numel, None))
+        return shape_segment(flat, segment, entry)
 
 
 class Partial:
@@ -190,7 +190,7 @@ class Partial:
             # Zeroed, not skipped: the memory still holds the values of the step before.
             if gradient is None:
                 view.zero_()
-            # Only a gradient laid out as its entry is can be cut into pieces by offset, as flat
+            # Only a gradient laid out as its entry is can be cut into segments by offset, as flat
             # memory is. Autograd may return other strides, such as those of a transposed tensor.
             elif (
                 number in self._large
@@ -212,12 +212,12 @@ class Partial:
         offset = self.flat.layout.entries[chunk.entry].offset
         return storage_order(gradient)[chunk.start - offset : chunk.stop - offset]
 
-    def piece(self, piece: Piece) -> torch.Tensor:
-        """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
-        gradient = self._direct.get(piece.entry)
+    def segment(self, segment: Segment) -> torch.Tensor:
+        """A view of one segment: in the entry's shape if it is whole, else (numel,)."""
+        gradient = self._direct.get(segment.entry)
         if gradient is None:
-            return self.flat.piece(piece)
-        return cut_piece(gradient, piece, self.flat.layout.entries[piece.entry])
+            return self.flat.segment(segment)
+        return cut_segment(gradient, segment, self.flat.layout.entries[segment.entry])
 
     def release(self) -> None:
         """Drop the gradients taken over by `write`, so that their memory can be used again."""
@@ -235,7 +235,7 @@ class AsGiven:
         self._entries = layout.entries
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._cut: dict[int, tuple[torch.Tensor, ...]] = {}
-        """The pieces of an entry that is cut, by its number: made at once, which takes a call."""
+        """The segments of an entry that is cut, by its number: made at once, which takes a call."""
 
     def write(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take over one gradient for each entry, shaped like it; None where no shard gave one."""
@@ -245,39 +245,39 @@ class AsGiven:
         """Refuse: a single partial sum is added to nothing, so nobody asks for its chunks."""
         raise TypeError("expected a single partial sum, which is added to nothing")
 
-    def piece(self, piece: Piece) -> torch.Tensor | None:
-        """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
-        gradient = self._gradients[piece.entry]
-        if gradient is None or piece.whole:
+    def segment(self, segment: Segment) -> torch.Tensor | None:
+        """A view of one segment: in the entry's shape if it is whole, else (numel,)."""
+        gradient = self._gradients[segment.entry]
+        if gradient is None or segment.whole:
             return gradient
-        if piece.start == 0:  # all but the last are as long as the first
-            laid = laid_out(gradient, self._entries[piece.entry].stride)
-            self._cut[piece.entry] = torch.split(storage_order(laid), piece.numel)
-        if (cut := self._cut.get(piece.entry)) is None:
-            return cut_piece(gradient, piece, self._entries[piece.entry])
-        return cut[piece.start // cut[0].numel()]
+        if segment.start == 0:  # all but the last are as long as the first
+            laid = laid_out(gradient, self._entries[segment.entry].stride)
+            self._cut[segment.entry] = torch.split(storage_order(laid), segment.numel)
+        if (cut := self._cut.get(segment.entry)) is None:
+            return cut_segment(gradient, segment, self._entries[segment.entry])
+        return cut[segment.start // cut[0].numel()]
 
     def release(self) -> None:
         """Drop the gradients taken over by `write`."""
         self._gradients, self._cut = (), {}
 
 
-def cut_piece(gradient: torch.Tensor, piece: Piece, entry: Entry) -> torch.Tensor:
-    """Cut a piece from a gradient: in the entry's shape if it is whole, else (numel,)."""
+def cut_segment(gradient: torch.Tensor, segment: Segment, entry: Entry) -> torch.Tensor:
+    """Cut a segment from a gradient: in the entry's shape if it is whole, else (numel,)."""
     laid = laid_out(gradient, entry.stride)
-    return laid if piece.whole else storage_order(laid)[piece.start : piece.stop]
+    return laid if segment.whole else storage_order(laid)[segment.start : segment.stop]
 
 
-def shape_piece(flat: torch.Tensor, piece: Piece, entry: Entry) -> torch.Tensor:
-    """View (numel,) elements of a piece in storage order in the entry's shape, if it is whole."""
-    # A whole piece gets the parameter's own strides; a part of one is a run of its storage.
-    return flat.as_strided(entry.shape, entry.stride) if piece.whole else flat
+def shape_segment(flat: torch.Tensor, segment: Segment, entry: Entry) -> torch.Tensor:
+    """View (numel,) elements of a segment in storage order in the entry's shape, if it is whole."""
+    # A whole segment gets the parameter's own strides; a part of one is a run of its storage.
+    return flat.as_strided(entry.shape, entry.stride) if segment.whole else flat
 
 
 def by_stage(layout: StageLayout, numbers: Sequence[int]) -> list[list[int]]:
-    """Sort the numbers of some pieces by their stages."""
+    """Sort the numbers of some segments by their stages."""
     own = frozenset(numbers)
-    return [[number for number in stage if number in own] for stage in layout.pieces]
+    return [[number for number in stage if number in own] for stage in layout.segments]
 
 
 def _untouched(nbytes: int) -> torch.Tensor:
@@ -291,7 +291,7 @@ def _untouched(nbytes: int) -> torch.Tensor:
 class FrozenMemory:
     """The frozen parameters of a device: a part of them always, and all of them now and then.
 
-    Pieces have the numbers of `Storage.partitioned_pieces`.
+    Segments have the numbers of `Storage.partitioned_segments`.
 
     Args:
         storage: the sizes.
@@ -311,14 +311,14 @@ class FrozenMemory:
     ) -> None:
         self.flat = FlatTensors(frozen.layout, device=device, there=False)
         """All of them, now and then."""
-        self._first_piece, self._first = len(storage.pieces), len(storage.parameters.entries)
-        self._pieces = storage.partitioned_pieces()
+        self._first_segment, self._first = len(storage.segments), len(storage.parameters.entries)
+        self._segments = storage.partitioned_segments()
         self._layout = layout = storage.partitioned_layout()
-        own = [self._first_piece + number for number in frozen.partitions[rank]]
+        own = [self._first_segment + number for number in frozen.partitions[rank]]
         self._own = by_stage(layout, own)
-        # Own pieces of a stage lie side by side, as in memory for all of it.
-        pieces = [self._pieces[number] for number in own]
-        self._kept_layout = StageLayout(layout.layout, pieces, layout.stages)
+        # Own segments of a stage lie side by side, as in memory for all of it.
+        segments = [self._segments[number] for number in own]
+        self._kept_layout = StageLayout(layout.layout, segments, layout.stages)
         self._places = {number: place for place, number in enumerate(own)}
         self._kept = [
             allocator.empty(nbytes)
@@ -331,21 +331,21 @@ class FrozenMemory:
         # Nobody computes with what lies in other memory.
         self._is_all = [
             not allocator.apart
-            and len(mine) == sum(number >= self._first_piece for number in numbers)
-            for mine, numbers in zip(self._own, layout.pieces, strict=True)
+            and len(mine) == sum(number >= self._first_segment for number in numbers)
+            for mine, numbers in zip(self._own, layout.segments, strict=True)
         ]
 
     @property
     def numbers(self) -> list[int]:
-        """Of the pieces that this device keeps."""
+        """Of the segments that this device keeps."""
         return [number for own in self._own for number in own]
 
     def entry_of(self, number: int) -> int:
-        """The number of a piece's parameter, counted on from the trained ones."""
-        return self._pieces[number].entry
+        """The number of a segment's parameter, counted on from the trained ones."""
+        return self._segments[number].entry
 
     def part(self, number: int) -> torch.Tensor:
-        """(numel,) a piece that this device keeps, in storage order."""
+        """(numel,) a segment that this device keeps, in storage order."""
         stage = self._layout.stages.stage_of[self.entry_of(number)]
         return self._kept_layout.in_room(self._places[number], self._kept[stage])
 
@@ -357,9 +357,9 @@ class FrozenMemory:
     def adopt_entry(self, entry: int, values: torch.Tensor) -> None:
         """Keep this device's part of a parameter: (numel,) in storage order, on any device."""
         for number in self.numbers:
-            piece = self._pieces[number]
-            if piece.entry == self._first + entry:
-                self.part(number).copy_(values[piece.start : piece.stop])
+            segment = self._segments[number]
+            if segment.entry == self._first + entry:
+                self.part(number).copy_(values[segment.start : segment.stop])
 
     def has_all_of(self, stage: int) -> bool:
         """Whether all frozen parameters of a stage lie where this device computes.
@@ -370,8 +370,8 @@ class FrozenMemory:
 
     def bytes_before(self, stage: int) -> int:
         """How long memory for a stage is without frozen parameters."""
-        own = self._layout.pieces[stage]
-        frozen = [number for number in own if number >= self._first_piece]
+        own = self._layout.segments[stage]
+        frozen = [number for number in own if number >= self._first_segment]
         return self._layout.places[frozen[0]][0] if frozen else self._layout.stage_bytes[stage]
 
     def view(self, number: int) -> torch.Tensor:
@@ -394,9 +394,9 @@ class FrozenMemory:
         return next(map(self.entry_of, changed), None)
 
     def _in_flat(self, number: int) -> torch.Tensor:
-        piece = self._pieces[number]
-        view = self.flat.views[piece.entry - self._first]
-        return storage_order(view)[piece.start : piece.stop]
+        segment = self._segments[number]
+        view = self.flat.views[segment.entry - self._first]
+        return storage_order(view)[segment.start : segment.stop]
 
 
 class FirstValues(Protocol):
@@ -466,9 +466,9 @@ class Memory(ABC):
         self.storage, self.allocator = storage, allocator
         self.assignment = assignment
         """Who owns which partition; its shares are the first ones of the run."""
-        owned = [storage.pieces_of(each) for each in assignment.partitions]
-        self.partitions = [storage.pieces] * len(owned) if storage.mirrors else owned
-        """The pieces of which each device adds up the partial sums: those that it owns, or all."""
+        owned = [storage.segments_of(each) for each in assignment.partitions]
+        self.partitions = [storage.segments] * len(owned) if storage.mirrors else owned
+        """The segments whose partial sums each device adds up: its own, or all."""
         self.at_once = any(device.type != "cpu" for device in assignment.devices)
         """Whether what lies side by side is moved and added as one, as each launch takes time."""
         self._cut = partial(cut_chunks, at_once=self.at_once)

@@ -1,4 +1,4 @@
-"""Adds up the gradients of all shards, in the tree's order, where the owner of each piece is.
+"""Adds up the gradients of all shards, in the tree's order, where the owner of each segment is.
 
 `BlockReduction` adds whole partial sums, which devices publish. `StageReduction` takes gradients
 stage by stage, shard by shard, as devices compute them: `RunningFold` adds values that come one by
@@ -68,9 +68,9 @@ class Reduction(ABC):
 
     @abstractmethod
     def totals(self, device: int) -> Sequence[torch.Tensor | None]:
-        """The summed gradient of each piece of an own device's partition, shaped as it.
+        """The summed gradient of each segment of an own device's partition, shaped as it.
 
-        A piece has None where no shard gave a gradient.
+        A segment has None where no shard gave a gradient.
         """
 
     @abstractmethod
@@ -112,7 +112,7 @@ class BlockReduction(Reduction):
     def _added_up(
         self, device: int, shares: Shares, arrivals: Arrivals | None
     ) -> list[torch.Tensor | None]:
-        """Add up the partial sums over a device's partition: one tensor for each of its pieces."""
+        """Add up the partial sums over a device's partition; return one tensor per segment."""
         # Where the total goes, if it cannot stay where the leftmost partial sum lies.
         home = self.memory.home(device)
         # From the shares alone, so every owner adds the same blocks in the same order.
@@ -144,7 +144,7 @@ class BlockReduction(Reduction):
                     if total.data_ptr() != home.chunk(chunk).data_ptr():
                         home.chunk(chunk).copy_(total)
         source: PartitionSums = memories[min(memories)] if home is None else home
-        return [source.piece(piece) for piece in self.memory.partitions[device]]
+        return [source.segment(segment) for segment in self.memory.partitions[device]]
 
     def _added_together(self, chunks: int) -> Iterable[Sequence[int]]:
         """The numbers of chunks that are added by the same kernels."""
@@ -267,10 +267,10 @@ class StageReduction(Reduction):
         """What may still be on its way, of one event after the other."""
         self._partitions = memory.assignment.partitions
         own = [number for device in memory.trained for number in self._partitions[device]]
-        self._pieces = by_stage(exchange.layout, own)
+        self._segments = by_stage(exchange.layout, own)
         self._places = {
             number: (stage, place)
-            for stage, numbers in enumerate(self._pieces)
+            for stage, numbers in enumerate(self._segments)
             for place, number in enumerate(numbers)
         }
         self.release()
@@ -286,7 +286,7 @@ class StageReduction(Reduction):
         self.exchange.await_prefetched()
         self.release()
         for shard in empty:
-            for sums, numbers in zip(self._sums, self._pieces, strict=True):
+            for sums, numbers in zip(self._sums, self._segments, strict=True):
                 sums.put(shard, StageSum([None] * len(numbers), set()))
 
     def give(self, send: GradientSend) -> None:
@@ -348,8 +348,8 @@ class StageReduction(Reduction):
 
     def _add(self, found: Sequence[Delivery]) -> None:
         sends = [each for each in found if each.header.is_send]
-        for header, pieces, shared, _ in sends:
-            tensors = [pieces.get(number) for number in self._pieces[header.stage]]
+        for header, segments, shared, _ in sends:
+            tensors = [segments.get(number) for number in self._segments[header.stage]]
             if self._allocator.apart:
                 tensors = [None if t is None else self._allocator.copy(t) for t in tensors]
                 shared = False
@@ -362,10 +362,10 @@ class StageReduction(Reduction):
 
 @dataclass(slots=True)
 class StageSum:
-    """Gradients of some pieces of a stage, of one shard or added up over several."""
+    """Gradients of some segments of a stage, of one shard or added up over several."""
 
     tensors: list[torch.Tensor | None]
-    """One for each piece, shaped as it; None where no shard gave a gradient."""
+    """One for each segment, shaped as it; None where no shard gave a gradient."""
     shared: set[int]
     """The places in ``tensors`` of those that may not be written to, nor kept."""
 

@@ -310,10 +310,10 @@ class SharedStageExchange(StageExchange):
     def exchange(self, call: StageMessage) -> list[Delivery]:
         if isinstance(call, GradientSend):
             others = (rank for rank in self._column if rank != self.rank)
-            leaving = [item for rank in others for item in self._own_pieces(call, rank).items()]
+            leaving = [item for rank in others for item in self._own_segments(call, rank).items()]
             if leaving:
                 targets = [self._in_buffer(self.rank, number) for number, _ in leaving]
-                copy_each(targets, [storage_order(piece) for _, piece in leaving])
+                copy_each(targets, [storage_order(segment) for _, segment in leaving])
         headers = self._all_gather_headers(self._transport, self._column, call)
         found = []
         for rank, header in headers.items():
@@ -321,13 +321,13 @@ class SharedStageExchange(StageExchange):
                 found.append(self._own_delivery(call))
                 continue
             given = self._given(header)
-            pieces = {n: self._shaped(self._in_buffer(rank, n), n) for n in given}
-            found.append(Delivery(header, pieces, shared=True))
+            segments = {n: self._shaped(self._in_buffer(rank, n), n) for n in given}
+            found.append(Delivery(header, segments, shared=True))
         self._turn = 1 - self._turn
         return found
 
     def _in_buffer(self, rank: int, number: int) -> torch.Tensor:
-        """Where a piece lies in a device's buffer of this event: (numel,)."""
+        """Where a segment lies in a device's buffer of this event: (numel,)."""
         return self.layout.in_room(number, self._buffers[rank][self._turn])
 
 

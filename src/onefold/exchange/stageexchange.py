@@ -23,7 +23,7 @@ import torch
 
 from onefold.core.assignment import Assignment
 from onefold.core.storage import Storage
-from onefold.exchange.memory import by_stage, cut_piece, shape_piece
+from onefold.exchange.memory import by_stage, cut_segment, shape_segment
 from onefold.exchange.transport import Transport
 
 __all__ = [
@@ -88,7 +88,7 @@ DONE = Header(_DONE, 0, True, ())
 
 @dataclass(frozen=True, slots=True)
 class GradientSend:
-    """The gradients of one stage, of a shard or of a piece of one."""
+    """The gradients of one stage, of a shard or of a segment of one."""
 
     shard: int
     stage: int
@@ -106,7 +106,7 @@ class GradientSend:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRequest:
-    """A request for all parameters of one stage, as the owners of its pieces have them."""
+    """A request for all parameters of one stage, as the owners of its segments have them."""
 
     stage: int
     buffer: torch.Tensor
@@ -129,17 +129,17 @@ class Delivery(NamedTuple):
     """What a device has sent in an event."""
 
     header: Header
-    pieces: Mapping[int, torch.Tensor] = {}
-    """Those that are for this process, by their numbers, each shaped as the piece; those of
+    segments: Mapping[int, torch.Tensor] = {}
+    """Those that are for this process, by their numbers, each shaped as the segment; those of
     parameters without a gradient are missing."""
     shared: bool = False
     """Whether they must be copied, or used up, before the next event, if they are not late."""
     arrive: Callable[[], None] | None = None
-    """Waits for the pieces, if they are late: still on their way when the event is over."""
+    """Waits for the segments, if they are late: still on their way when the event is over."""
 
 
 class StageExchange(ABC):
-    """Brings gradients to the owners of their pieces.
+    """Brings gradients to the owners of their segments.
 
     Args:
         storage: the sizes; its model has stages.
@@ -160,13 +160,13 @@ class StageExchange(ABC):
         self._sizes = [len(numbers) for numbers in entries]
         self._values: Callable[[int], torch.Tensor]
         self.owned = [by_stage(self.layout, each) for each in assignment.partitions]
-        """For each device and stage, the pieces whose gradients are for it."""
+        """For each device and stage, the segments whose gradients are for it."""
 
     def serve(self, values: Callable[[int], torch.Tensor]) -> None:
         """Set how the parameters that this device owns are found.
 
         Args:
-            values: given the number of a piece, frozen ones counted on from the trained ones,
+            values: given the number of a segment, frozen ones counted on from the trained ones,
                 returns (numel,) in storage order, in the dtype in which models compute.
         """
         self._values = values
@@ -196,37 +196,37 @@ class StageExchange(ABC):
         return {rank: Header.read(each, self._sizes) for rank, each in pairs}
 
     def _given(self, header: Header) -> list[int]:
-        """The pieces of this process for which a device has a gradient."""
+        """The segments of this process for which a device has a gradient."""
         if not header.is_send:
             return []
-        pieces = self.storage.pieces
+        segments = self.storage.segments
         own = self.owned[self.rank][header.stage]
-        return [number for number in own if header.gave[self._places[pieces[number].entry]]]
+        return [number for number in own if header.gave[self._places[segments[number].entry]]]
 
-    def _own_pieces(self, send: GradientSend, owner: int) -> dict[int, torch.Tensor]:
+    def _own_segments(self, send: GradientSend, owner: int) -> dict[int, torch.Tensor]:
         """Views of what a device owns of gradients: entries in their shape, else (numel,)."""
         found = {}
         for number in self.owned[owner][send.stage]:
-            piece = self.storage.pieces[number]
-            gradient = send.gradients[self._places[piece.entry]]
+            segment = self.storage.segments[number]
+            gradient = send.gradients[self._places[segment.entry]]
             if gradient is not None:
-                entry = self.storage.gradients.entries[piece.entry]
-                found[number] = cut_piece(gradient, piece, entry)
+                entry = self.storage.gradients.entries[segment.entry]
+                found[number] = cut_segment(gradient, segment, entry)
         return found
 
     def _own_delivery(self, send: GradientSend) -> Delivery:
-        own = self._own_pieces(send, self.rank)
+        own = self._own_segments(send, self.rank)
         # Shared: kept, these views would keep all of the gradients that they are a part of.
-        shared = len(self.owned[self.rank][send.stage]) < len(self.layout.pieces[send.stage])
+        shared = len(self.owned[self.rank][send.stage]) < len(self.layout.segments[send.stage])
         return Delivery(send.header, own, shared)
 
     def _shaped(self, flat: torch.Tensor, number: int) -> torch.Tensor:
-        """A view of (numel,) elements in storage order that is shaped as the piece."""
-        piece = self.storage.pieces[number]
-        return shape_piece(flat, piece, self.storage.gradients.entries[piece.entry])
+        """A view of (numel,) elements in storage order that is shaped as the segment."""
+        segment = self.storage.segments[number]
+        return shape_segment(flat, segment, self.storage.gradients.entries[segment.entry])
 
     def _fill(self, request: ParameterRequest, kept: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Copy pieces of a stage, by number, to where they are requested."""
+        """Copy segments of a stage, by number, to where they are requested."""
         for number, values in kept:
             place = self.partitioned_layout.in_room(number, request.buffer)
             # What has no place there is at hand, where it is kept.
@@ -234,7 +234,7 @@ class StageExchange(ABC):
                 place.copy_(values)
 
     def _numbered(self, numbers: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield pieces that this process keeps, one by one: each may be converted for this."""
+        """Yield segments that this process keeps, one by one: each may be converted for this."""
         return ((number, self._values(number)) for number in numbers)
 
 
@@ -255,12 +255,12 @@ class LocalStageExchange(StageExchange):
         if call is None:
             return [Delivery(DONE)]
         if isinstance(call, ParameterRequest):
-            self._fill(call, self._numbered(self.partitioned_layout.pieces[call.stage]))
+            self._fill(call, self._numbered(self.partitioned_layout.segments[call.stage]))
             return [Delivery(call.header)]
         # The gradients are nobody else's, so they may take sums.
         at_home = {
-            number: piece.to(device, non_blocking=True)
+            number: segment.to(device, non_blocking=True)
             for owner, device in enumerate(self._devices)
-            for number, piece in self._own_pieces(call, owner).items()
+            for number, segment in self._own_segments(call, owner).items()
         }
         return [Delivery(call.header, at_home, self._copies)]

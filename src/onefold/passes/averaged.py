@@ -4,8 +4,9 @@ Note: how averages are shown
 ----------------------------
 Each process first copies what it must put back: all trained parameters and buffers. Where all
 processes of a host compute with the same memory, all but the lead copy no more than their own
-pieces. Then the devices meet. The owner of each piece writes its average, rounded to the model's
-dtype, where models see the piece, and it is handed on as after an update. Masters stay as they are.
+segments. Then the devices meet. The owner of each segment writes its average, rounded to the
+model's dtype, where models see the segment, and it is handed on as after an update. Masters stay as
+they are.
 
 At the end the devices meet again, and everybody puts back its copies. That needs no word from
 anybody else, so it is also done when the block is left by an exception, which the others may not
@@ -25,7 +26,7 @@ from onefold.core.calldigest import Call, CallDigest, digest
 from onefold.core.flat import FlatTensors
 from onefold.step.engine import Engine
 from onefold.system.compat import copy_each
-from onefold.update.state import PieceState
+from onefold.update.state import SegmentState
 
 __all__ = ["Averaging"]
 
@@ -119,7 +120,7 @@ class Averaging:
                 self._agreement.averaged = False
                 self._put_back()
             if self._context.exchange.memory.is_common:
-                # Nobody goes on before every owner has put back its pieces.
+                # Nobody goes on before every owner has put back its segments.
                 self._context.exchange.memory.publish_parameters()
                 self._context.guard.note()
 
@@ -159,8 +160,8 @@ class Averaging:
         named = zip(self._first.buffers.places.names, kept.views, strict=True)
         return {name: view.to("cpu", copy=True) for name, view in named}
 
-    def loaded(self, rule: AverageRule | None, steps: int, buffers: Iterable[PieceState]) -> None:
-        """Go on as a checkpoint says, once the model and the states of pieces are loaded.
+    def loaded(self, rule: AverageRule | None, steps: int, buffers: Iterable[SegmentState]) -> None:
+        """Go on as a checkpoint says, once the model and the states of segments are loaded.
 
         Args:
             rule: of the average that it holds; None if that is none, or none that is wanted. Then
@@ -169,10 +170,10 @@ class Averaging:
             buffers: the averages of buffers, by number.
         """
         self._loaded, self.expected = True, None
-        brought = dict(self._averages.pieces)
+        brought = dict(self._averages.segments)
         self._averages.end()
         if rule is not None:
-            self._averages.pieces = brought
+            self._averages.segments = brought
             self._averages.adopt_buffers(self._first.buffers.flat, buffers)
             self._begin(rule, steps)
         elif self.asked is not None:
@@ -199,15 +200,15 @@ class Averaging:
         self._kept_buffers = first.buffers.flat.clone()
         aside = list(zip(first.buffers.flat.sections, self._kept_buffers.sections, strict=True))
         if common and first.number != 0:
-            aside += [(place, place.clone()) for place in self._shown_pieces()]
+            aside += [(place, place.clone()) for place in self._shown_segments()]
         else:
             # The lead's are all of them, as it also saves them.
             self._kept = first.trained.clone()
             aside += zip(first.trained.sections, self._kept.sections, strict=True)
         self._put_aside = aside
 
-    def _shown_pieces(self) -> list[torch.Tensor]:
-        """Where models see the pieces of this process."""
+    def _shown_segments(self) -> list[torch.Tensor]:
+        """Where models see the segments of this process."""
         return [
             (item.values if item.shown is None else item.shown).detach()
             for item in self._context.update.owned
@@ -215,9 +216,9 @@ class Averaging:
 
     def _show(self) -> None:
         """Write the averages where models see the values, on all devices."""
-        averages = [self._averages.pieces[item.number] for item in self._context.update.owned]
+        averages = [self._averages.segments[item.number] for item in self._context.update.owned]
         if averages:
-            copy_each(self._shown_pieces(), averages)
+            copy_each(self._shown_segments(), averages)
         kept = self._averages.buffers
         if kept is not None:
             self._first.buffers.flat.copy_(kept)

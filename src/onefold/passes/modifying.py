@@ -13,11 +13,11 @@ which stay the same objects; the gradients in their ``.grad`` are each process's
 
 Note: whose state it is
 -----------------------
-A device keeps the state of the pieces that it updates, under the tensors of these pieces. Between
-steps the optimizers' own ``state`` is therefore another mapping,
+A device keeps the state of the segments that it updates, under the tensors of these segments.
+Between steps the optimizers' own ``state`` is therefore another mapping,
 `onefold.update.optimizers.DividedState`. In a block that asks for it, all devices have the state of
 whole parameters there. When the block ends, the lead's is cut again, and each device takes that of
-its own pieces. Where one device has all of it, in pieces that are whole parameters, nothing is
+its own segments. Where one device has all of it, in segments that are whole parameters, nothing is
 divided, and nothing of this is done.
 """
 
@@ -36,7 +36,7 @@ from onefold.placement.context import StepContext
 from onefold.shard.gradients import keeping_gradients
 from onefold.step.engine import Engine
 from onefold.update.optimizers import Optimizers, optimizers_in
-from onefold.update.state import PieceState, packed, unpack
+from onefold.update.state import SegmentState, packed, unpack
 
 __all__ = ["Modifying"]
 
@@ -94,26 +94,26 @@ class FullOptimizerState:
         left, self._left = self._left, None
         if left is None:
             return
-        numbers = range(len(self._update.storage.pieces))
+        numbers = range(len(self._update.storage.segments))
         made = packed([*self._update.cut(left, numbers)]) if self._context.leads else None
         make = None if made is None else lambda device: made
         self._update.replace_states(
             unpack(self._context.exchange.transport.scatter_from_lead(make))
         )
 
-    def _joined(self, states: list[PieceState]) -> dict[torch.Tensor, dict[str, Any]]:
+    def _joined(self, states: list[SegmentState]) -> dict[torch.Tensor, dict[str, Any]]:
         storage, users = self._update.storage, self._update.users
         whole: dict[torch.Tensor, dict[str, Any]] = {}
-        for number, key, value, by_element in sorted(states, key=lambda state: state.piece):
-            piece = storage.pieces[number]
-            entry, user = storage.masters.entries[piece.entry], users[piece.entry]
+        for number, key, value, by_element in sorted(states, key=lambda state: state.segment):
+            segment = storage.segments[number]
+            entry, user = storage.masters.entries[segment.entry], users[segment.entry]
             mine = whole.setdefault(user, {})
             if by_element:
                 if key not in mine:
                     mine[key] = torch.empty_strided(
                         entry.shape, entry.stride, dtype=value.dtype, device=user.device
                     )
-                storage_order(mine[key])[piece.start : piece.stop] = value
+                storage_order(mine[key])[segment.start : segment.stop] = value
             elif isinstance(value, torch.Tensor):
                 mine[key] = value.to("cpu" if key == "step" else user.device, copy=True)
             else:

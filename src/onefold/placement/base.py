@@ -82,9 +82,9 @@ class PlacementLayout:
 class StepTotals:
     """What the shards of a step add up to."""
 
-    pieces: Sequence[torch.Tensor | None]
-    """The summed gradient of each piece that this process updates, shaped as the piece; None where
-    no shard gave one. Valid until parameters are published."""
+    segments: Sequence[torch.Tensor | None]
+    """The summed gradient of each segment that this process updates, shaped as the segment; None
+    where no shard gave one. Valid until parameters are published."""
     gave: Sequence[int]
     """For each trained parameter, the number of shards that gave it a gradient."""
     whole: Gradients | None = None
@@ -252,8 +252,8 @@ class Placement(ABC):
             context.guard.refuse_writing(task.step, values=context.checks.run_checks)
         with context.timed("exchange", "collect"):
             context.exchange.collect(batch.shares)
-        pieces = [total for n in context.own for total in context.exchange.totals(n)]
-        return StepTotals(pieces, context.table.times_given(), whole)
+        segments = [total for n in context.own for total in context.exchange.totals(n)]
+        return StepTotals(segments, context.table.times_given(), whole)
 
     def publish(self) -> None:
         """Have every device see the updated parameters; the memory of gradients is free again."""

@@ -1,4 +1,4 @@
-"""Brings the lead's first values to the owners of pieces whose models have none, or others."""
+"""Brings the lead's first values to the owners of segments whose models have none, or others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onefold.deferred.recipe import short_lived
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import FirstValues, Start
 from onefold.update.optimizer import MASTER, PartitionedOptimizer
-from onefold.update.state import PieceState, packed, unpack
+from onefold.update.state import SegmentState, packed, unpack
 
 __all__ = ["distribute_entries", "distribute_masters", "values_of_entry"]
 
@@ -25,20 +25,20 @@ def distribute_masters(
     assignment: Assignment,
     devices: Devices,
 ) -> None:
-    """Bring the exact values of pieces to owners whose models hold rounded ones.
+    """Bring the exact values of segments to owners whose models hold rounded ones.
 
     Called on all devices.
 
     Args:
         start: this process's values, of which the lead's count.
-        update: has the pieces of the trained parameters.
+        update: has the segments of the trained parameters.
         exchange: with all devices.
         assignment: says who owns what.
         devices: all of them.
     """
     storage, trained = update.storage, start.trained
 
-    @lru_cache(maxsize=1)  # the pieces of a parameter follow each other
+    @lru_cache(maxsize=1)  # the segments of a parameter follow each other
     def drawn(entry: int) -> torch.Tensor:
         return values_of_entry(trained[entry], storage.masters, entry)
 
@@ -46,9 +46,9 @@ def distribute_masters(
         numbers = devices.own if device in devices.own else (device,)
         states = []
         for number in chain.from_iterable(assignment.partitions[each] for each in numbers):
-            piece = storage.pieces[number]
-            values = drawn(piece.entry)[piece.start : piece.stop]
-            states.append(PieceState(number, MASTER, values, True))
+            segment = storage.segments[number]
+            values = drawn(segment.entry)[segment.start : segment.stop]
+            states.append(SegmentState(number, MASTER, values, True))
         return packed(states, exchange.memory.allocator)
 
     made = make if devices.has_lead else None
@@ -58,13 +58,13 @@ def distribute_masters(
 def distribute_entries(
     start: Start, update: PartitionedOptimizer, exchange: Exchange, *, leads: bool
 ) -> None:
-    """Bring the lead's values to the owners of their pieces; called on all devices.
+    """Bring the lead's values to the owners of their segments; called on all devices.
 
     One parameter goes to all devices at a time, so none has more than its own parts and that one.
 
     Args:
         start: this process's values, of which the lead's count.
-        update: has the pieces of the trained parameters.
+        update: has the segments of the trained parameters.
         exchange: with all devices.
         leads: whether this is the lead's process.
     """
@@ -72,8 +72,8 @@ def distribute_entries(
     for number, value in enumerate(start.trained):
         values = _shared(value, masters, number, exchange, leads=leads)
         for item in update.owned:
-            if item.piece.entry == number:
-                part = values[item.piece.start : item.piece.stop]
+            if item.segment.entry == number:
+                part = values[item.segment.start : item.segment.stop]
                 storage_order(item.values.data).copy_(part)
     for number, value in enumerate(start.frozen):
         assert memory.frozen is not None

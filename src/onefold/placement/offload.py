@@ -13,7 +13,7 @@ class Offloaded(Partitioned):
     """Parameters, gradients and optimizer state lie in a file of which memory holds what it can.
 
     A processor computes with what is in the file. A GPU has the parameters of a stage gathered from
-    there, as from another device, and the optimizer's state comes to it piece by piece.
+    there, as from another device, and the optimizer's state comes to it segment by segment.
     """
 
     def allocator(self) -> TensorAllocator:

@@ -90,7 +90,7 @@ def _may_send_early(
 ) -> bool:
     """Whether a device may send its last block stage by stage, while its last shard runs backward.
 
-    Not where the shard runs in pieces, or beside others.
+    Not where the shard runs in microbatches, or beside others.
     """
     shards = batch.shares.shards_of(replica.number)
     if replica.stages is None or task.gatherers is not None or not shards:

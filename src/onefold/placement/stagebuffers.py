@@ -48,7 +48,7 @@ class StageBuffers:
         """How many of them are trained; these are the first."""
         self._names = [*parts.trained, *parts.frozen]
         self._numbers = {id(parameter): n for n, parameter in enumerate(self.parameters)}
-        self._pieces = len(storage.pieces)
+        self._segments = len(storage.segments)
         self._update, self.frozen, self._device = update, frozen, device
         entries = enumerate(self.layout.layout.entries)
         self._placeholders = [
@@ -73,8 +73,8 @@ class StageBuffers:
         return self._names[self._numbers[id(tensor)]]
 
     def values_of(self, number: int) -> torch.Tensor:
-        """(numel,) a piece that this device keeps, as models see it."""
-        if number < self._pieces or self.frozen is None:
+        """(numel,) a segment that this device keeps, as models see it."""
+        if number < self._segments or self.frozen is None:
             return self._update.values_of(number)
         return self.frozen.part(number)
 
@@ -95,7 +95,7 @@ class StageBuffers:
         if stage in self._own_buffers and self._own_buffers[stage] is None:
             buffer = self._own_buffers[stage] = self.new_buffer(stage)
             for item in self._update.owned:
-                if item.number in self.layout.pieces[stage]:
+                if item.number in self.layout.segments[stage]:
                     place = self.layout.in_room(item.number, buffer)
                     values = item.values.detach()
                     item.values.data = place.as_strided(values.shape, values.stride()).copy_(values)
@@ -107,9 +107,9 @@ class StageBuffers:
         if not (alone and self._update.in_place):
             return []
         rounds = self._update.storage.rounds_entry
-        own = {item.number for item in self._update.owned if not rounds(item.piece.entry)}
+        own = {item.number for item in self._update.owned if not rounds(item.segment.entry)}
         own |= set() if self.frozen is None else set(self.frozen.numbers)
-        numbers = enumerate(self.layout.pieces)
+        numbers = enumerate(self.layout.segments)
         return [stage for stage, of in numbers if stage != ROOT and own.issuperset(of)]
 
     def show(self, stage: int, buffer: torch.Tensor) -> None:
@@ -174,10 +174,10 @@ class StageBuffers:
             before, now = self._sums.pop(stage), self._sums_of(stage)
             return next((number for number in now if now[number] != before[number]), None)
         for item in self._update.owned:
-            if item.number in self.layout.pieces[stage]:
+            if item.number in self.layout.segments[stage]:
                 came = self.layout.in_room(item.number, buffer)
                 if not same_bits(came, self._update.values_of(item.number)):
-                    return item.piece.entry
+                    return item.segment.entry
         return None
 
     def _sums_of(self, stage: int) -> dict[int, bytes]:
@@ -216,7 +216,7 @@ class StageBuffers:
         found = self._update.shown_otherwise()
         if found is not None:
             raise StateError(
-                f"parameter {self._names[found.piece.entry]} was written to in `with "
+                f"parameter {self._names[found.segment.entry]} was written to in `with "
                 f"trainer.gathered():`, in which the model is read: other devices would not "
                 f"follow. Change it in `with trainer.modifying():`"
             )

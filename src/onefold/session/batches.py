@@ -108,9 +108,9 @@ class Batches:
             raise ValueError("the batch is empty: expected at least one sample")
         if cut.others and self._settings.microbatch is not None:
             raise ValueError(
-                "microbatch cuts shards into pieces of samples, and this batch has parts of other "
-                "lengths (another loader's batch, onefold.Split or onefold.Broadcast): expected "
-                "microbatch=None. Use more shards instead: each is smaller"
+                "microbatch cuts shards into microbatches of samples, and this batch has parts of "
+                "other lengths (another loader's batch, onefold.Scatter or onefold.Broadcast): "
+                "expected microbatch=None. Use more shards instead: each is smaller"
             )
         return cut, cut.waited or (start, host_now_s())
 

@@ -48,7 +48,7 @@ _log = logging.getLogger("onefold")
 
 _LARGE_BYTES = 1 << 16
 """What is larger goes back to the system as soon as it is freed, where memory is short: so do the
-pieces of all but small models."""
+segments of all but small models."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # of mallopt(3)
 # No block by mmap, as these are handed back one by one; and the allocator's top is never trimmed.
 _KEEPS = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1))

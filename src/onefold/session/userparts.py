@@ -107,7 +107,8 @@ class UserParts:
             check_layers(self.module)
         if len(self.losses) > 1 and settings.microbatch == "auto":
             raise ValueError(
-                'microbatch="auto" looks for the largest pieces of one loss, and this Trainer has '
+                'microbatch="auto" looks for the largest microbatches of one loss, and this '
+                "Trainer has "
                 "several: expected a number of samples that fits for all of them"
             )
 

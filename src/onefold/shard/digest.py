@@ -172,7 +172,7 @@ def digest_of_all(tensors: Iterable[torch.Tensor], seed: int) -> int:
 
 
 def sum_of(one: Digest | None, other: Digest | None) -> Digest | None:
-    """The digest of two pieces of a shard together."""
+    """The digest of two microbatches of a shard together."""
     if one is None or other is None:
         return other if one is None else one
     if isinstance(one, int) and isinstance(other, int):

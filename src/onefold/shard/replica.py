@@ -1,6 +1,6 @@
 """The model on one device: computes one shard at a time and hands over its gradients.
 
-`GradientHooks` hands over the gradients of one piece, stage by stage, while backward runs.
+`GradientHooks` hands over the gradients of one microbatch, stage by stage, while backward runs.
 
 Note: one module for all devices of a process
 ---------------------------------------------
@@ -34,7 +34,7 @@ from onefold.core.gathering import Gatherer, Gathers, Refusing, gathering
 from onefold.core.mean import Contribution, LateWeight, known, seeing_whole_batch, weigh
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.settings import AS_GIVEN, Precision, added_up_in
-from onefold.core.shard import pieces_of, rows_of
+from onefold.core.shard import microbatch_bounds, rows_of
 from onefold.core.values import (
     GATHERS,
     LATE,
@@ -60,7 +60,7 @@ from onefold.shard.kernels import computing_in
 from onefold.shard.losscheck import LossWatch, refuse_uneven
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.stages import StageModules
-from onefold.shard.task import LossFunction, ShardPiece, ShardTask, with_next_piece
+from onefold.shard.task import LossFunction, Microbatch, ShardTask, add_microbatch
 from onefold.system.hooks import hooked
 from onefold.watch.timing import Stopwatch
 
@@ -208,10 +208,10 @@ class Replica:
         samples = batch.count_of(shard).samples
         result: ShardResult | None = None
         try:
-            for start, stop in pieces_of(samples, task.microbatch):
-                piece = ShardPiece(shard, start, stop, samples)
-                given = self.compute_piece(piece, batch, task, where)
-                result = with_next_piece(result, given, task.step) if result else given
+            for start, stop in microbatch_bounds(samples, task.microbatch):
+                microbatch = Microbatch(shard, start, stop, samples)
+                given = self.compute_microbatch(microbatch, batch, task, where)
+                result = add_microbatch(result, given, task.step) if result else given
         except Gathers:
             drop_gradients(self._parameters)
             self.put_back(task)
@@ -239,17 +239,17 @@ class Replica:
             result.digest,
         )
 
-    def compute_piece(
-        self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
+    def compute_microbatch(
+        self, microbatch: Microbatch, batch: ShardedBatch, task: ShardTask, where: str
     ) -> ShardResult:
-        """Run a piece of a shard, mostly all of it, forward and backward."""
-        payload = self.on_device(piece, batch)
-        gatherer = task.gatherer_of(piece, batch)
+        """Run a microbatch of a shard, mostly all of it, forward and backward."""
+        payload = self.on_device(microbatch, batch)
+        gatherer = task.gatherer_of(microbatch, batch)
         handing = None
         if task.send is not None and self.stages is not None:  # else shards keep their gradients
             handing = GradientHooks(
                 self.stages,
-                piece,
+                microbatch,
                 lambda stage: self.taken(self.of_stages[stage], batch, task, where),
                 task.send,
             )
@@ -259,7 +259,7 @@ class Replica:
             handing.watched() if handing else _NOTHING,
             task.gathered() if task.gathered else _NOTHING as begin_backward,
         ):
-            part, values = self.loss_of(piece, payload, batch, task, where, gatherer)
+            part, values = self.loss_of(microbatch, payload, batch, task, where, gatherer)
             middle = self.watch.now()
             if handing:
                 handing.begin_backward()
@@ -267,8 +267,8 @@ class Replica:
                 begin_backward()
             task.backward(part, batch, gatherer.roots if gatherer else ())
         if gatherer is None or not gatherer.takes_turns:
-            self.watch.note("forward", f"forward shard {piece.shard}", start, middle)
-            self.watch.note("backward", f"backward shard {piece.shard}", middle)
+            self.watch.note("forward", f"forward shard {microbatch.shard}", start, middle)
+            self.watch.note("backward", f"backward shard {microbatch.shard}", middle)
         gradients: Gradients = []
         if handing:
             handing.finish()
@@ -326,20 +326,20 @@ class Replica:
         """The gradients of a shard without samples: none for any parameter."""
         return [None] * len(self._parameters)
 
-    def on_device(self, piece: ShardPiece, batch: ShardedBatch) -> Any:
-        payload = batch.shards[piece.shard]
-        if piece.samples < piece.of:
-            payload = rows_of(payload, (piece.start, piece.stop), piece.of, dim=batch.dim)
+    def on_device(self, microbatch: Microbatch, batch: ShardedBatch) -> Any:
+        payload = batch.shards[microbatch.shard]
+        if microbatch.samples < microbatch.of:
+            payload = rows_of(payload, microbatch[1:3], microbatch.of, dim=batch.dim)
         if self.device.type == "cpu":
             return payload
         start = self.watch.now()
         payload = move(payload, self.device)
-        self.watch.note("data", f"move shard {piece.shard}", start)
+        self.watch.note("data", f"move shard {microbatch.shard}", start)
         return payload
 
     def loss_of(
         self,
-        piece: ShardPiece,
+        microbatch: Microbatch,
         payload: Any,
         batch: ShardedBatch,
         task: ShardTask,
@@ -355,18 +355,18 @@ class Replica:
             loss, values, outputs = split(result, f"the loss of {where}")
             refuse_uneven(batch, (loss, *values.values()), where)
             late = gatherer is None or isinstance(gatherer, Refusing)
-            part = weigh(loss, piece.samples, f"the loss of {where}", late=late)
+            part = weigh(loss, microbatch.samples, f"the loss of {where}", late=late)
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
-            self._look(loss, piece, batch, run_checks=task.run_checks, where=where)
+            self._look(loss, microbatch, batch, run_checks=task.run_checks, where=where)
             if task.run_checks:
-                self.loss_watch.look_at_count(loss, batch.count_of(piece.shard), where)
+                self.loss_watch.look_at_count(loss, batch.count_of(microbatch.shard), where)
         if gatherer is not None and not isinstance(gatherer, Refusing):
             divisors = gatherer.end_forward([(k, known(w)) for k, w in part.kinds_and_weights()])
             task = task if divisors is None else replace(task, divisors=divisors)
         if part.kind == "means":
             part = task.of_one_divisor(part, batch)
         # Before backward, which would keep waiting what only they have of the graph.
-        return part, read_values(values, outputs, piece.samples, where)
+        return part, read_values(values, outputs, microbatch.samples, where)
 
     def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Weighed:
         """Compute the kind and weight of each term of the loss, for each of this device's shards.
@@ -390,7 +390,8 @@ class Replica:
         }
 
     def rehearse(self, shard: int, batch: ShardedBatch, task: ShardTask) -> Contribution | None:
-        """Run a shard, or its first piece, without compiled code; inspect what the loss returns.
+        """Run a shard, or its first microbatch, without compiled code; inspect what the loss
+        returns.
 
         The shard runs again afterwards, from the same buffers and seeds. Returns None where the
         loss asks for other shards.
@@ -409,15 +410,15 @@ class Replica:
         *,
         inspected: bool = False,
     ) -> list[Read]:
-        """Run a shard's pieces forward, or the first if it is inspected; read what each returns."""
+        """Run a shard's microbatches forward, or only the first to inspect it; read the losses."""
         drop_gradients(self._parameters)
         where, samples = self.begin_shard(shard, task), batch.count_of(shard).samples
-        pieces, found = pieces_of(samples, task.microbatch), []
+        microbatches, found = microbatch_bounds(samples, task.microbatch), []
         try:
-            for start, stop in pieces[:1] if inspected else pieces:
-                piece = ShardPiece(shard, start, stop, samples)
-                # Read at once: the next piece must not begin while this one's graph is there.
-                found.append(read(self.piece_alone(piece, batch, task, where, inspected)))
+            for start, stop in microbatches[:1] if inspected else microbatches:
+                microbatch = Microbatch(shard, start, stop, samples)
+                # Read at once: the next microbatch must not begin while this one's graph is there.
+                found.append(read(self.run_forward(microbatch, batch, task, where, inspected)))
                 drop_gradients(self._parameters)
         except Exception as error:
             self.explain(error, shard, batch, where)
@@ -427,27 +428,27 @@ class Replica:
             self.put_back(task)
         return found
 
-    def piece_alone(
+    def run_forward(
         self,
-        piece: ShardPiece,
+        microbatch: Microbatch,
         batch: ShardedBatch,
         task: ShardTask,
         where: str,
         inspected: bool = False,
     ) -> Contribution:
-        """Run a piece forward alone; return what its loss adds, with its graph."""
-        payload = self.on_device(piece, batch)
+        """Run a microbatch forward alone; return what its loss adds, with its graph."""
+        payload = self.on_device(microbatch, batch)
         # Not under no_grad: a loss that differentiates something itself (a gradient penalty) needs
         # a graph, and would fail here and not in the step proper.
-        with gathering(task.gatherer_of(piece, batch)), self.autocast():
+        with gathering(task.gatherer_of(microbatch, batch)), self.autocast():
             result = task.loss(self.module, payload)
         loss = split(result, f"the loss of {where}")[0]
         if inspected:
-            self._look(loss, piece, batch, run_checks=True, where=where)
-        return weigh(loss, piece.samples, f"the loss of {where}", late=not inspected)
+            self._look(loss, microbatch, batch, run_checks=True, where=where)
+        return weigh(loss, microbatch.samples, f"the loss of {where}", late=not inspected)
 
-    def _look(self, loss: object, piece: ShardPiece, batch: ShardedBatch, **how: Any) -> None:
-        self.loss_watch.look(loss, samples=piece.samples, batch_samples=batch.samples, **how)
+    def _look(self, loss: object, microbatch: Microbatch, batch: ShardedBatch, **how: Any) -> None:
+        self.loss_watch.look(loss, samples=microbatch.samples, batch_samples=batch.samples, **how)
 
     def begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
@@ -501,21 +502,21 @@ class Replica:
 def _added_weights(
     rows: Sequence[Sequence[tuple[str, float | LateWeight]]], where: str
 ) -> list[tuple[str, float]]:
-    """Add up the weight of each term of a shard's loss over the shard's pieces."""
+    """Add up the weight of each term of a shard's loss over the shard's microbatches."""
     if any([kind for kind, _ in row] != [kind for kind, _ in rows[0]] for row in rows):
         raise LossError(
-            f"the loss of {where} has other terms in some pieces of the shard than in others: "
-            f"expected the same for every piece; one with nothing to count has the weight 0"
+            f"the loss of {where} has other terms in some microbatches than in others: expected "
+            f"the same terms in each, with the weight 0 if there is nothing to count"
         )
     return [(of[0][0], sum(known(weight) for _, weight in of)) for of in zip(*rows, strict=True)]
 
 
 class GradientHooks:
-    """What has been handed over of one piece, and what has not.
+    """What has been handed over of one microbatch, and what has not.
 
     Args:
         modules: the stages.
-        piece: of which shard.
+        microbatch: of which shard.
         take: takes the gradients of a stage out of ``.grad``.
         send: is given each stage.
     """
@@ -523,13 +524,13 @@ class GradientHooks:
     def __init__(
         self,
         modules: StageModules,
-        piece: ShardPiece,
+        microbatch: Microbatch,
         take: Callable[[int], Gradients],
         send: Callable[[GradientSend], None],
     ) -> None:
         self._modules = modules
         self._entries = modules.stages.entries
-        self._piece = piece
+        self._microbatch = microbatch
         self._take = take
         self._give = send
         self._left, self._handed = list(reversed(range(len(self._entries)))), HandedOver()
@@ -568,5 +569,5 @@ class GradientHooks:
             gradients = self._handed.apart(self._take(stage))
             for number, gradient in zip(numbers, gradients, strict=True):
                 self.given[number] = gradient is not None
-            last = self._piece.stop == self._piece.of
-            self._give(GradientSend(self._piece.shard, stage, last, gradients))
+            last = self._microbatch.stop == self._microbatch.of
+            self._give(GradientSend(self._microbatch.shard, stage, last, gradients))

@@ -20,7 +20,7 @@ import torch
 
 from onefold.core.flat import lay_out
 from onefold.core.stages import ROOT, Stages, cut_pipeline, merge
-from onefold.core.storage import Frozen, cut_partitions, cut_pieces
+from onefold.core.storage import Frozen, cut_partitions, cut_segments
 from onefold.core.structure import tensors_of
 
 __all__ = ["QUICK", "StageModules", "cut_by_itself", "frozen_of"]
@@ -214,6 +214,6 @@ def frozen_of(
     if not parameters:
         return None
     layout, stage_of = lay_out(parameters), tuple(map(modules.stage_of, parameters.values()))
-    pieces = cut_pieces(layout, by_element=True)
-    partitions = cut_partitions(pieces, devices, replace(modules.stages, stage_of=stage_of))
-    return Frozen(layout, stage_of, pieces, partitions)
+    segments = cut_segments(layout, by_element=True)
+    partitions = cut_partitions(segments, devices, replace(modules.stages, stage_of=stage_of))
+    return Frozen(layout, stage_of, segments, partitions)

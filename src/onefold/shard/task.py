@@ -1,7 +1,7 @@
 """What all shards of a step have in common, and what the loss of each means for the step.
 
 `ShardTask` also decides what a shard's loss means for the step: its divisors, its backward, and
-what it may gather. `ShardPiece` has samples of a shard that run at once.
+what it may gather. `Microbatch` has samples of a shard that run at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from onefold.shard.gradients import add_gradients
 if TYPE_CHECKING:
     from onefold.shard.digest import Digest, GradientSample, WholeDigests
 
-__all__ = ["LossFunction", "ShardPiece", "ShardTask", "with_next_piece"]
+__all__ = ["LossFunction", "Microbatch", "ShardTask", "add_microbatch"]
 
 
 LossFunction = Callable[[torch.nn.Module, Any], object]
@@ -34,9 +34,9 @@ LossFunction = Callable[[torch.nn.Module, Any], object]
 
 
 _OF_PIECES = (
-    "onefold.gather (or onefold.SyncBatchNorm) was called in a piece of a shard, as microbatch has "
-    "cut it: expected a whole shard, whose pieces do not know each other. Use more shards instead "
-    "of microbatch: each is smaller, and gather joins them all"
+    "onefold.gather (or onefold.SyncBatchNorm) was called in a microbatch of a shard, as "
+    "microbatch has cut it: expected a whole shard, whose microbatches do not know each other. Use "
+    "more shards instead of microbatch: each is smaller, and gather joins them all"
 )
 
 
@@ -91,13 +91,13 @@ class ShardTask:
 
         return WholeDigests()
 
-    def gatherer_of(self, piece: ShardPiece, batch: ShardedBatch) -> Gatherer | None:
-        """Find what `onefold.gather` does in a piece; None where it sees the whole batch anyway."""
+    def gatherer_of(self, microbatch: Microbatch, batch: ShardedBatch) -> Gatherer | None:
+        """Find what `onefold.gather` does in a microbatch; None if it sees the whole batch."""
         if self.is_plain(batch):
             return None
-        if piece.samples < piece.of:
+        if microbatch.samples < microbatch.of:
             return Refusing(partial(LossError, _OF_PIECES))
-        return self.gatherers(piece.shard) if self.gatherers else Refusing(Gathers)
+        return self.gatherers(microbatch.shard) if self.gatherers else Refusing(Gathers)
 
     def of_one_divisor(self, part: Contribution, batch: ShardedBatch) -> Contribution:
         """Combine the terms of a loss into one, where the whole batch's weights are known."""
@@ -148,7 +148,7 @@ class ShardTask:
         return weight if self.is_plain(batch) else float(batch.samples)
 
 
-class ShardPiece(NamedTuple):
+class Microbatch(NamedTuple):
     """Samples of a shard that run at once: mostly all of them."""
 
     shard: int
@@ -162,18 +162,21 @@ class ShardPiece(NamedTuple):
         return self.stop - self.start
 
 
-def with_next_piece(result: ShardResult, piece: ShardResult, step: int) -> ShardResult:
-    """Add the result of a shard's next piece; the memory of the first one takes the sum."""
-    totals = [each.total for each in (result, piece) if each.total is not None]
-    # None of one piece is refused by the values of the other.
-    values, others = result.values or piece.values, piece.values if result.values else None
+def add_microbatch(result: ShardResult, microbatch: ShardResult, step: int) -> ShardResult:
+    """Add the result of a shard's next microbatch; the memory of the first one takes the sum."""
+    totals = [each.total for each in (result, microbatch) if each.total is not None]
+    # None of one microbatch is refused by the values of the other.
+    values, others = (
+        result.values or microbatch.values,
+        microbatch.values if result.values else None,
+    )
     return ShardResult(
-        add_gradients(result.gradients, piece.gradients),
+        add_gradients(result.gradients, microbatch.gradients),
         totals[0] + totals[1] if len(totals) == 2 else None,
-        _weight_of_both(result.weight, piece.weight, step),
+        _weight_of_both(result.weight, microbatch.weight, step),
         values=values and values.plus(others, f"step {step}"),
-        given=[one or other for one, other in zip(result.given, piece.given, strict=True)],
-        digest=_digest_of_both(result.digest, piece.digest),
+        given=[one or other for one, other in zip(result.given, microbatch.given, strict=True)],
+        digest=_digest_of_both(result.digest, microbatch.digest),
     )
 
 

@@ -30,7 +30,7 @@ from onefold.core.assignment import Assignment, Devices
 from onefold.core.flat import lay_out, named_tensors, own_name, tensor_digests
 from onefold.core.settings import Settings
 from onefold.core.shard import Shares
-from onefold.core.storage import Storage, cut_pieces, divides_evenly
+from onefold.core.storage import Storage, cut_segments, divides_evenly
 from onefold.deferred.values import deferred_of, revealed
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
@@ -136,7 +136,7 @@ def assemble(
     assignment = Assignment.first(
         devices.all,
         shares=shares,
-        pieces=storage.pieces,
+        segments=storage.segments,
         stages=storage.stages,
         early=None if storage.mirrors else storage.early,
     )
@@ -205,25 +205,25 @@ def _storage(
     modules, devices_in_all = placed.modules, len(devices.all)
     # By the names that the model has when it is not compiled, so that a checkpoint fits both.
     layout = lay_out({own_name(name): p for name, p in held_in(settings.precision, parts).items()})
-    pieces, early = cut_pieces(layout, by_element=updates_by_element(optimizer)), placed.early
+    segments, early = cut_segments(layout, by_element=updates_by_element(optimizer)), placed.early
     # Small models are sent as a whole: each message costs more than it saves.
     if layout.nbytes < LEAST_SENT_EARLY_BYTES:
         early = None
     updated_in = torch.float32 if settings.precision.parameters else None
-    # What others' optimizers count or draw is known of one update of each piece alone.
+    # What others' optimizers count or draw is known of one update of each segment alone.
     each = optimizers_in(optimizer).values()
     mirrors = placed.mirrors and early is not None and not updated_in and steps_by_parameter(each)
     if (
         early is not None
         and not mirrors
-        and not divides_evenly(pieces, devices_in_all, early.stages)
+        and not divides_evenly(segments, devices_in_all, early.stages)
     ):
         early = None
     return Storage(
         parameters=layout,
         other=lay_out(parts.other),
         buffers=buffers.layout,
-        pieces=pieces,
+        segments=segments,
         shards=settings.shards,
         devices=devices_in_all,
         stages=None if modules is None else modules.stages,

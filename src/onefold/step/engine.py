@@ -326,7 +326,7 @@ class Engine:
 
     @cached_property
     def microbatches(self) -> MicrobatchSearch:
-        """Into pieces of how many samples shards are run."""
+        """Into microbatches of how many samples shards are run."""
         from onefold.step.microbatch import MicrobatchSearch
 
         return MicrobatchSearch(self.context)
@@ -346,12 +346,12 @@ class Engine:
         return ValueTrade(self.context)
 
     def _around_update(
-        self, optimizer: torch.optim.Optimizer, pieces: Sequence[torch.Tensor]
+        self, optimizer: torch.optim.Optimizer, segments: Sequence[torch.Tensor]
     ) -> None:
-        """Have hooks surround the update of some pieces."""
+        """Have hooks surround the update of some segments."""
         update: Callable[[], object] = optimizer.step
         for hook in reversed(self.hooks.updates):
-            update = partial(hook, self._task, optimizer, pieces, update)
+            update = partial(hook, self._task, optimizer, segments, update)
         update()
 
     def _gathered_if_needed(self) -> AbstractContextManager[None]:

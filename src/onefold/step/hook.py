@@ -15,7 +15,7 @@ Note: the order of a step
         task               once
         around_compute     each time that all shards are computed
         the loss and the gradient are judged
-        around_update      for each part of the pieces that is updated at once
+        around_update      for each part of the segments that is updated at once
         the parameters are published
       around is left       the step is done for everybody
       the scheduler and the position count it
@@ -172,15 +172,15 @@ class Hook:
         self,
         task: ShardTask,
         optimizer: torch.optim.Optimizer,
-        pieces: Sequence[torch.Tensor],
+        segments: Sequence[torch.Tensor],
         update: Update,
     ) -> None:
-        """Surround an update of pieces; on each device of them alone, so it waits for nobody.
+        """Surround an update of segments; on each device of them alone, so it waits for nobody.
 
         Args:
             task: that of the step.
             optimizer: has the gradients.
-            pieces: the values that it updates.
+            segments: the values that it updates.
             update: makes it; to be called at least once.
         """
         update()

@@ -1,12 +1,13 @@
-"""Into pieces of how many samples shards are run, and how that number is found.
+"""Into microbatches of how many samples shards are run, and how that number is found.
 
 Note: the search
 ----------------
-With ``"auto"`` the first step is computed for trial, with smaller and smaller pieces, until it fits
-on every device; nothing is handed over and nothing is updated. The optimizer makes its state in the
-first update, which leaves less room, so the step after it begins with a trial as well. From then on
-the number stays, also for a run that goes on from a checkpoint: another one would be another sum. A
-checkpoint holds how many trials are left, so that a run that goes on looks when this one would.
+With ``"auto"`` the first step is computed for trial, with smaller and smaller microbatches, until
+it fits on every device; nothing is handed over and nothing is updated. The optimizer makes its
+state in the first update, which leaves less room, so the step after it begins with a trial as well.
+From then on the number stays, also for a run that goes on from a checkpoint: another one would be
+another sum. A checkpoint holds how many trials are left, so that a run that goes on looks when this
+one would.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class MicrobatchSearch:
         self._updated = True
 
     def fitted(self, task: ShardTask, batch: ShardedBatch) -> ShardTask:
-        """Have a step run its shards in pieces that fit.
+        """Have a step run its shards in microbatches that fit.
 
         Raises:
             MemoryError: not even a single sample fits; raised alike on all devices.
@@ -92,7 +93,8 @@ class MicrobatchSearch:
         self.samples = None if search.found == largest else search.found
         if self.samples is not None and self._context.leads:
             _log.warning(
-                'microbatch="auto": shards of up to %d samples run in pieces of %d, the largest '
+                'microbatch="auto": shards of up to %d samples run in microbatches of %d, the '
+                "largest "
                 "that fit into the memory of every device. The number is part of the result: "
                 "to have the same elsewhere, write microbatch=%d",
                 largest,

@@ -3,10 +3,10 @@
 Note: the order
 ---------------
 Totals are first divided by what backward could not know yet, and by the scale of the loss. Then the
-norm of the whole gradient is added up, piece by piece in float64, and every device has it: a single
-value that is not finite makes the norm not finite, so one number decides for all devices whether
-anything is updated (`onefold.step.finite`). Only then is the gradient clipped, first by norm and
-then by value.
+norm of the whole gradient is added up, segment by segment in float64, and every device has it: a
+single value that is not finite makes the norm not finite, so one number decides for all devices
+whether anything is updated (`onefold.step.finite`). Only then is the gradient clipped, first by
+norm and then by value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GradientRules:
 
     Args:
         settings: the settings of the run.
-        update: holds the gradients of this process's pieces.
+        update: holds the gradients of this process's segments.
     """
 
     def __init__(self, settings: Settings, update: PartitionedOptimizer) -> None:
@@ -69,7 +69,7 @@ class GradientRules:
                 f"the loss of step {task.step} does not depend on any parameter that requires a "
                 f"gradient, in any shard: was it computed under no_grad, or detached?"
             )
-        update.take(totals.pieces, totals.gave, shards=batch.shares.shards)
+        update.take(totals.segments, totals.gave, shards=batch.shares.shards)
         divisor = task.divisor(batch, weight.value) if weight.divided else 1.0
         factor = divisor / weight.value / self.loss_scale
         if factor != 1.0:
@@ -123,7 +123,7 @@ def write_gradient(context: StepContext) -> None:
     whole = FlatTensors(update.storage.gradients, device=first.device)
     for item, gradient in zip(update.updated, update.gradients, strict=True):
         if gradient is not None:
-            whole.piece(item.piece).copy_(gradient)
+            whole.segment(item.segment).copy_(gradient)
     # Read before the exchange is over: from then on the table is no longer ours to read.
     gave = context.table.times_given()
     context.exchange.all_gather_gradient(whole)

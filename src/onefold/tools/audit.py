@@ -75,7 +75,7 @@ class WrongResult(NamedTuple):
 
     step: int
     shard: int
-    """-1 for the update of a piece."""
+    """-1 for the update of a segment."""
     devices: tuple[int, ...]
     """Who is at fault; two where it cannot be told which one."""
     persistent: bool
@@ -85,7 +85,7 @@ class WrongResult(NamedTuple):
     def __str__(self) -> str:
         who = " or ".join(f"device {device}" for device in self.devices)
         kind = "again and again" if self.persistent else "once"
-        what = f"shard {self.shard}" if self.shard >= 0 else "the update of a piece"
+        what = f"shard {self.shard}" if self.shard >= 0 else "the update of a segment"
         return f"step {self.step}, {what}: {who} computed wrong bits {kind}"
 
 
@@ -153,12 +153,12 @@ class Auditor(Hook):
         self,
         task: ShardTask,
         optimizer: torch.optim.Optimizer,
-        pieces: Sequence[torch.Tensor],
+        segments: Sequence[torch.Tensor],
         update: Update,
     ) -> None:
-        """Audit the update of one of the pieces, in a step of which shards were audited."""
+        """Audit the update of one of the segments, in a step of which shards were audited."""
         if task.audited:
-            self.update(optimizer, pieces, update)
+            self.update(optimizer, segments, update)
         else:
             update()
 
@@ -363,47 +363,47 @@ class Auditor(Hook):
     def update(
         self,
         optimizer: torch.optim.Optimizer,
-        pieces: Sequence[torch.Tensor],
+        segments: Sequence[torch.Tensor],
         update: Update,
     ) -> None:
-        """Make an optimizer's step, and the update of one of its pieces once more.
+        """Make an optimizer's step, and the update of one of its segments once more.
 
         Args:
             optimizer: has the gradients.
-            pieces: the values that it updates, on this process.
+            segments: the values that it updates, on this process.
             update: makes the step.
 
         Raises:
-            AuditError: two updates of the piece differ, and the run is not to go on.
+            AuditError: two updates of the segment differ, and the run is not to go on.
         """
-        gradients = [(each, each.grad) for each in pieces if each.grad is not None]
-        # Another optimizer's step may do more than update each piece by itself.
+        gradients = [(each, each.grad) for each in segments if each.grad is not None]
+        # Another optimizer's step may do more than update each segment by itself.
         known = type(optimizer).__module__.startswith("torch.optim.")
         known = known and not has_own_step(optimizer)
         if not gradients or not known:
             update()
             return
         drawn = derive_seed("audit piece", self._context.settings.seed, self._step)
-        piece, own = gradients[(drawn + self._context.first.number) % len(gradients)]
+        segment, own = gradients[(drawn + self._context.first.number) % len(gradients)]
         gradient = own.clone()
-        values, state = piece.detach().clone(), copy.deepcopy(optimizer.state.get(piece))
+        values, state = segment.detach().clone(), copy.deepcopy(optimizer.state.get(segment))
         update()
-        updated = piece.detach().clone()
-        # Once more, of this piece alone.
+        updated = segment.detach().clone()
+        # Once more, of this segment alone.
         for each, _ in gradients:
             each.grad = None
-        piece.grad = gradient
+        segment.grad = gradient
         with torch.no_grad():
-            piece.copy_(values)
-        optimizer.state.pop(piece, None)
+            segment.copy_(values)
+        optimizer.state.pop(segment, None)
         if state is not None:
-            optimizer.state[piece] = state
+            optimizer.state[segment] = state
         with on_other_cores() if self._context.first.device.type == "cpu" else nullcontext():
             update()
         for each, kept in gradients:
             each.grad = kept
-        if not same_bits(updated, piece.detach()):
-            # What it has made of the other pieces nobody knows, so this is not healed.
+        if not same_bits(updated, segment.detach()):
+            # What it has made of the other segments nobody knows, so this is not healed.
             who = (self._context.first.number,)
             self._report(WrongResult(self._step, -1, who, persistent=False, healed=False))
 

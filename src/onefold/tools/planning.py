@@ -23,7 +23,7 @@ from onefold.core.options import WITH_STATE
 from onefold.core.settings import Settings, added_up_in
 from onefold.core.shard import Shares
 from onefold.core.stages import cut_pipeline
-from onefold.core.storage import cut_pieces, divides_evenly
+from onefold.core.storage import cut_segments, divides_evenly
 from onefold.session.userparts import UserParts
 from onefold.shard.kernels import Compilers
 from onefold.shard.modelparts import ModelParts
@@ -122,8 +122,8 @@ def _measured(
     kept = list(layout.values())
     gradients = [each.numel() * added_up_in(each.dtype).itemsize for each in kept]
     early = StageModules(user.module, user.stages, parts.trained, merged=user.stages is None).stages
-    pieces = cut_pieces(lay_out(layout), by_element=updates_by_element(optimizer))
-    # With a microbatch nobody knows before a step whether a shard runs in pieces.
+    segments = cut_segments(lay_out(layout), by_element=updates_by_element(optimizer))
+    # With a microbatch nobody knows before a step whether a shard runs in microbatches.
     compiled = Compilers(user.module, *user.losses.values(), compiles=settings.compile).compiled
     whole = compiled or settings.microbatch is not None
     shown: list[dict[str, Any]] = [
@@ -146,7 +146,7 @@ def _measured(
         scratch=scratch,
         stage=max(stage["bytes"] for stage in shown),
         sent=0 if whole else max(sum(gradients[n] for n in own) for own in early.entries),
-        uneven=frozenset(n for n in devices if not divides_evenly(pieces, n, early)),
+        uneven=frozenset(n for n in devices if not divides_evenly(segments, n, early)),
         shards=settings.shards,
         frozen=sum(frozen),
         frozen_stage=max(frozen),

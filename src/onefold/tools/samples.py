@@ -24,7 +24,7 @@ from onefold.errors import OnefoldError
 from onefold.record.findings import SampleFinding
 from onefold.shard.operations import bits_digest
 from onefold.shard.replica import Replica
-from onefold.shard.task import ShardPiece, ShardTask
+from onefold.shard.task import Microbatch, ShardTask
 
 __all__ = ["ShardSamples", "finite_or_none", "words_of"]
 
@@ -64,7 +64,7 @@ class ShardSamples:
         """What is known of each sample.
 
         Args:
-            seen: what the loss of the shard's pieces returned.
+            seen: what the loss of the shard's microbatches returned.
             spoilt: whether loss or gradient of the shard is not finite.
         """
         losses, rows = self._returned(seen) or self._alone(), self._rows()
@@ -106,7 +106,7 @@ class ShardSamples:
         found: list[float | None] = []
         for place in range(self._count if self._count <= _MOST_ALONE else 0):
             try:
-                part = self._piece(place, place + 1, self._replica.piece_alone)
+                part = self._microbatch(place, place + 1, self._replica.run_forward)
                 weight = part.known_weight
                 found.append(float(part.total()) / (weight if weight > 0 else 1.0))
             except (OnefoldError, ValueError, RuntimeError, TypeError, IndexError):
@@ -129,18 +129,18 @@ class ShardSamples:
 
     def _is_bad(self, start: int, stop: int) -> bool:
         try:
-            result = self._piece(start, stop, self._replica.compute_piece)
+            result = self._microbatch(start, stop, self._replica.compute_microbatch)
         except (OnefoldError, ValueError, RuntimeError, TypeError, IndexError):
             return False
         gradients = [each for each in result.gradients if each is not None]
         total = 0.0 if result.total is None else float(result.total)
         return not math.isfinite(total) or not all(map(all_finite, gradients))
 
-    def _piece(self, start: int, stop: int, run: Callable[..., Any]) -> Any:
+    def _microbatch(self, start: int, stop: int, run: Callable[..., Any]) -> Any:
         where = self._replica.begin_shard(self._shard, self._task)
-        piece = ShardPiece(self._shard, start, stop, self._count)
+        microbatch = Microbatch(self._shard, start, stop, self._count)
         try:
-            return run(piece, self._batch, self._task, where)
+            return run(microbatch, self._batch, self._task, where)
         finally:
             self._replica.put_back(self._task)
             self._replica.begin(self._task)

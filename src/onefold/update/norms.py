@@ -1,11 +1,11 @@
-"""Computes the norm of the whole gradient, of which each device has the pieces that it owns.
+"""Computes the norm of the whole gradient, of which each device has the segments that it owns.
 
 Note: two norms
 ---------------
-Of several shards, the squares of each piece are added up in float64, and then those of the pieces:
-pieces do not depend on the number of devices, so neither does the order of addition. Of a single
-shard it is PyTorch's own, to the last bit: the norm of each parameter's gradient, and the norm of
-these norms.
+Of several shards, the squares of each segment are added up in float64, and then those of the
+segments: segments do not depend on the number of devices, so neither does the order of addition. Of
+a single shard it is PyTorch's own, to the last bit: the norm of each parameter's gradient, and the
+norm of these norms.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from onefold.core.shard import runs_of
 from onefold.core.storage import Storage
 from onefold.core.values import Gradients
 from onefold.system.compat import copy_each
-from onefold.update.staging import OwnedPiece
+from onefold.update.staging import OwnedSegment
 
-__all__ = ["PieceNorms", "Share", "exact_norms", "exact_total", "plain_norm"]
+__all__ = ["SegmentNorms", "Share", "exact_norms", "exact_total", "plain_norm"]
 
 
 def exact_norms(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
@@ -45,7 +45,7 @@ def exact_norms(gradients: Sequence[torch.Tensor | None], device: torch.device) 
             # Those of other memory one after the other, as there may be no room for all of them; by
             # the same kernels, which add up each tensor as if it were alone.
             (found[place],) = _norms([moved])
-    # All at once: on a GPU, launches of one kernel for each piece would take longer than kernels.
+    # All at once: on a GPU, launches of one kernel for each segment would take longer than kernels.
     found |= zip(here, _norms([*here.values()]), strict=True)
     return torch.stack([found[place] for place in range(len(gradients))])
 
@@ -71,14 +71,14 @@ def exact_total(norms: torch.Tensor) -> torch.Tensor:
     return norms.square().sum().sqrt()
 
 
-class PieceNorms:
-    """Computes the norms of the pieces of this process, and hears of those of the others.
+class SegmentNorms:
+    """Computes the norms of the segments of this process, and hears of those of the others.
 
     Args:
         storage: the sizes of the run.
         memory: of each device of this process, by number.
-        partitions: for each device of the run, the numbers of the pieces that it owns.
-        owned: the pieces of this process; all of a parameter's are one process's.
+        partitions: for each device of the run, the numbers of the segments that it owns.
+        owned: the segments of this process; all of a parameter's are one process's.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class PieceNorms:
         storage: Storage,
         memory: Mapping[int, FlatTensors],
         partitions: Sequence[Sequence[int]],
-        owned: Sequence[OwnedPiece],
+        owned: Sequence[OwnedSegment],
     ) -> None:
         self._storage, self._owned = storage, owned
         # A device whose partition is empty has a row as well: all devices must share alike.
         self._rows = {
-            device: torch.zeros(len(storage.pieces), dtype=torch.float64, device=flat.device)
+            device: torch.zeros(len(storage.segments), dtype=torch.float64, device=flat.device)
             for device, flat in memory.items()
         }
         # In slices: a list of their numbers would have to be copied to a GPU, and where scripts ask
@@ -105,10 +105,10 @@ class PieceNorms:
         """The squared norm, (), of the whole gradient.
 
         Args:
-            gradients: of the pieces of this process, in the order of their devices.
+            gradients: of the segments of this process, in the order of their devices.
             share: brings rows to all devices.
         """
-        # A norm for each piece and never for a partition: see the head of this file.
+        # A norm for each segment and never for a partition: see the head of this file.
         given = iter(gradients)
         for slots in filter(None, self._slots.values()):
             rows, counts = map(list, zip(*slots, strict=True))
@@ -122,7 +122,7 @@ class PieceNorms:
         """The norm, (), of the whole gradient of a single shard.
 
         Args:
-            gradients: of the pieces of this process.
+            gradients: of the segments of this process.
             gave: for each trained parameter, whether it was given a gradient.
             share: brings rows to all devices.
             widened: whether gradients are in the dtype in which sums are.
@@ -154,27 +154,27 @@ class PieceNorms:
             row[number] = norm_of(gradient.to(row.device))
         norms = self._shared(share)
         firsts: dict[int, int] = {}
-        for number, piece in enumerate(self._storage.pieces):
-            firsts.setdefault(piece.entry, number)
-        # Pieces lie in the order of memory, where parameters of one dtype are together.
+        for number, segment in enumerate(self._storage.segments):
+            firsts.setdefault(segment.entry, number)
+        # Segments lie in the order of memory, where parameters of one dtype are together.
         return {entry: norms[firsts[entry]] for entry in sorted(firsts) if gave[entry]}
 
     def _whole(self, gradients: Gradients) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield each parameter's gradient with the number of its first piece, and its device."""
+        """Yield each parameter's gradient with the number of its first segment, and its device."""
         pairs = zip(self._owned, gradients, strict=True)
-        for entry, group in groupby(pairs, key=lambda pair: pair[0].piece.entry):
+        for entry, group in groupby(pairs, key=lambda pair: pair[0].segment.entry):
             items, parts = zip(*group, strict=True)
             given = [part for part in parts if part is not None]
             if not given:
                 continue
             whole = given[0]
-            if not items[0].piece.whole:
+            if not items[0].segment.whole:
                 shaped = self._storage.gradients.entries[entry]
                 whole = torch.cat([storage_order(part) for part in given])
                 whole = whole.as_strided(shaped.shape, shaped.stride)
             yield items[0].number, items[0].device, whole
 
     def _shared(self, share: Share) -> torch.Tensor:
-        """What all devices have, (pieces,): a piece has one owner, and adding zeros is exact."""
+        """The numbers of all devices, (segments,): one owner each; adding zeros is exact."""
         rows = share(self._rows)
         return rows.sum(dim=0) if len(rows) > 1 else rows[0]

@@ -1,16 +1,17 @@
 """The user's own optimizer, at work on the partitions of this process.
 
 Where a model is updated stage by stage, the optimizer's ``step()`` is called once for each stage,
-with the pieces of that stage in its groups: what it needs besides is there for one stage at a time.
+with the segments of that stage in its groups: what it needs besides is there for one stage at a
+time.
 
 Note: how an optimizer is divided
 ---------------------------------
 The user's optimizer object is kept, so that schedulers attached to it, its hooks and its parameter
-groups go on working. For the length of ``step`` its groups hold this process's pieces in place of
-the parameters; its state is keyed by pieces for good. A whole piece is the parameter itself; any
-other is a flat view of a part of it, so that updating the piece updates the parameter in place. An
-optimizer finds a piece's state by the identity of the tensor object: as long as this process owns a
-piece, the very same object must stand for it.
+groups go on working. For the length of ``step`` its groups hold this process's segments in place of
+the parameters; its state is keyed by segments for good. A whole segment is the parameter itself;
+any other is a flat view of a part of it, so that updating the segment updates the parameter in
+place. An optimizer finds a segment's state by the identity of the tensor object: as long as this
+process owns a segment, the very same object must stand for it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from typing import Any
 import torch
 
 from onefold.core.assignment import Assignment
-from onefold.core.flat import FlatTensors, Piece, laid_out, same_bits, storage_order
+from onefold.core.flat import FlatTensors, Segment, laid_out, same_bits, storage_order
 from onefold.core.storage import Storage
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.compat import copy_each, limit_each, multiply_each
 from onefold.update.clipping import clipping_each
-from onefold.update.norms import PieceNorms
+from onefold.update.norms import SegmentNorms
 from onefold.update.optimizers import (
     TAKEN,
     StateView,
@@ -42,23 +43,23 @@ from onefold.update.optimizers import (
     refuse_own_steps,
     steps_by_parameter,
 )
-from onefold.update.staging import DeviceStaging, OwnedPiece, Staging
-from onefold.update.state import AVERAGE, Averages, PieceState, is_by_element
+from onefold.update.staging import DeviceStaging, OwnedSegment, Staging
+from onefold.update.state import AVERAGE, Averages, SegmentState, is_by_element
 
 __all__ = ["MASTER", "PartitionedOptimizer"]
 
 
 MASTER = "onefold.master"
-"""The key under which a piece's values travel beside its state, where models hold rounded ones."""
+"""Key of a segment's values beside its state, where models hold rounded values."""
 
 
 class PartitionedOptimizer:
-    """Runs the user's optimizer on the pieces that this process owns.
+    """Runs the user's optimizer on the segments that this process owns.
 
     Args:
         optimizer: that of the user, already checked.
         users: the user's own parameters, in the order of the layouts.
-        storage: the layouts, and the pieces.
+        storage: the layouts, and the segments.
         memory: the trained parameters on each device of this process, by the device's number.
         assignment: who updates what.
         allocator: where state, averages and values of higher precision lie; if that is a disk, the
@@ -81,7 +82,7 @@ class PartitionedOptimizer:
         self._device = next(iter(memory.values())).device
         self._staging = (DeviceStaging if allocator.apart else Staging)(self._device, allocator)
         self.averages = Averages(allocator, self._staging)
-        """The averages of these pieces, if the run keeps any."""
+        """The averages of these segments, if the run keeps any."""
         self.users = users
         """The user's own parameters, in the order of the layouts."""
         self._memory = memory
@@ -96,27 +97,27 @@ class PartitionedOptimizer:
         self.view = StateView(optimizer)
         """What the script sees of the optimizer's state."""
         self.state = self.view.kept
-        """The optimizer's state, by piece."""
-        self._cuts = not all(piece.whole for piece in storage.pieces)
+        """The optimizer's state, by segment."""
+        self._cuts = not all(segment.whole for segment in storage.segments)
         TAKEN.update(self._each)
         self._draws = UpdateDraws(self._each, {flat.device for flat in memory.values()})
         self.around: Callable[[torch.optim.Optimizer, Sequence[torch.Tensor]], None] | None = None
-        """Makes the step of the optimizer for some pieces; None to make it as it is."""
+        """Makes the step of the optimizer for some segments; None to make it as it is."""
         self._stepping: bool | None = False
         """Whether this runs the optimizer just now; None once nobody may."""
-        # First the pieces, then the state that is cut as they are.
-        self.owned = [self._own_piece(d, n) for d in memory for n in assignment.partitions[d]]
-        """This process's pieces."""
+        # First the segments, then the state that is cut as they are.
+        self.owned = [self._own_segment(d, n) for d in memory for n in assignment.partitions[d]]
+        """This process's segments."""
         self._own = {item.number for item in self.owned}
         self.updated = self._with_others(next(iter(memory))) if storage.mirrors else self.owned
-        """The pieces that this process updates: with `Storage.mirrors` all, else its own."""
+        """The segments that this process updates: with `Storage.mirrors` all, else its own."""
         self.gradients: list[torch.Tensor | None] = [None] * len(self.updated)
-        """The gradient of each of these pieces, from `take` to the end of `step`: shaped as the
-        piece, in the dtype in which gradients are added up; None where no shard gave one."""
+        """The gradient of each of these segments, from `take` to the end of `step`: shaped as the
+        segment, in the dtype in which gradients are added up; None where no shard gave one."""
         self._by_number = {item.number: item for item in self.updated}
         self._apart = [(item, item.home) for item in self.owned if item.home is not None]
-        self.norms = PieceNorms(storage, memory, assignment.partitions, self.owned)
-        self._entries = [item.piece.entry for item in self.updated]
+        self.norms = SegmentNorms(storage, memory, assignment.partitions, self.owned)
+        self._entries = [item.segment.entry for item in self.updated]
         self._whole = self._part(range(len(self.updated)))
         self._parts = [self._whole]
         # Where all has room, one call of the optimizer is quicker than several.
@@ -135,20 +136,20 @@ class PartitionedOptimizer:
         this = weakref.ref(self)
         refuse_own_steps(view.optimizers, lambda: None if (it := this()) is None else it._stepping)
 
-    def _with_others(self, device: int) -> list[OwnedPiece]:
-        """All pieces, of which a device owns some and updates all."""
+    def _with_others(self, device: int) -> list[OwnedSegment]:
+        """All segments, of which a device owns some and updates all."""
         own = {item.number: item for item in self.owned}
-        numbers = range(len(self.storage.pieces))
-        return [own[n] if n in own else self._own_piece(device, n) for n in numbers]
+        numbers = range(len(self.storage.segments))
+        return [own[n] if n in own else self._own_segment(device, n) for n in numbers]
 
     @property
     def owned_gradients(self) -> list[torch.Tensor | None]:
-        """Those of `gradients` that belong to owned pieces."""
+        """Those of `gradients` that belong to owned segments."""
         pairs = zip(self.updated, self.gradients, strict=True)
         return [gradient for item, gradient in pairs if item.number in self._own]
 
     def _part(self, places: Sequence[int]) -> Part:
-        """Divide some of the pieces that this process updates among the optimizer's groups."""
+        """Divide some of the segments that this process updates among the optimizer's groups."""
         divided: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
         for item in (self.updated[place] for place in places):
             divided[self._group_of[id(item.parameter)]].append(item.values)
@@ -156,7 +157,7 @@ class PartitionedOptimizer:
 
     @property
     def in_place(self) -> bool:
-        """Whether pieces are kept in the memory in which the device computes."""
+        """Whether segments are kept in the memory in which the device computes."""
         return not self._staging.moves
 
     @property
@@ -165,23 +166,23 @@ class PartitionedOptimizer:
         return bool(self._apart)
 
     def exact_values(self) -> dict[int, torch.Tensor]:
-        """The values of the owned pieces by number, shaped as the piece, as they are updated."""
+        """Values of the owned segments by number, each in its segment's shape."""
         return {item.number: item.values.detach() for item in self.owned}
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is memory for all parameters, in which models see the pieces."""
+        """Whether there is memory for all parameters, in which models see the segments."""
         return all(flat.is_there for flat in self._memory.values())
 
     def values_of(self, number: int) -> torch.Tensor:
-        """The values of an owned piece as models see them: (numel,) in storage order."""
+        """The values of an owned segment as models see them: (numel,) in storage order."""
         item = self._by_number[number]
-        entry = self.storage.parameters.entries[item.piece.entry]
+        entry = self.storage.parameters.entries[item.segment.entry]
         values = item.values.detach().to(self.storage.parameters.dtypes[entry.section])
         return storage_order(values)
 
-    def shown_otherwise(self) -> OwnedPiece | None:
-        """Find a piece of which models see other values than are kept; they have memory of both."""
+    def shown_otherwise(self) -> OwnedSegment | None:
+        """Find a segment whose values in the model differ from the kept ones."""
         for item in self.owned:
             assert item.shown is not None
             shown, kept = storage_order(item.shown.detach()), self.values_of(item.number)
@@ -193,26 +194,26 @@ class PartitionedOptimizer:
                 return item
         return None
 
-    def _own_piece(self, device: int, number: int) -> OwnedPiece:
-        piece, home = self.storage.pieces[number], self._memory[device]
-        user = self.users[piece.entry]
-        if not self.is_whole or self.storage.rounds_entry(piece.entry):
+    def _own_segment(self, device: int, number: int) -> OwnedSegment:
+        segment, home = self.storage.segments[number], self._memory[device]
+        user = self.users[segment.entry]
+        if not self.is_whole or self.storage.rounds_entry(segment.entry):
             # A parameter, as optimizers may look for one; its exact values come with the state.
-            return OwnedPiece(number, device, piece, user, self._master(piece, home), home)
-        values: torch.Tensor = home.piece(piece)
-        if piece.whole:
+            return OwnedSegment(number, device, segment, user, self._master(segment, home), home)
+        values: torch.Tensor = home.segment(segment)
+        if segment.whole:
             # Between calls the module, and so the user's parameter, points at the first device's
             # memory. On the others a stand-in must do, or the update would go to the wrong memory.
             values = user if device == next(iter(self._memory)) else torch.nn.Parameter(values)
-        return OwnedPiece(number, device, piece, user, values)
+        return OwnedSegment(number, device, segment, user, values)
 
-    def _master(self, piece: Piece, home: FlatTensors) -> torch.Tensor:
-        entry = self.storage.masters.entries[piece.entry]
+    def _master(self, segment: Segment, home: FlatTensors) -> torch.Tensor:
+        entry = self.storage.masters.entries[segment.entry]
         dtype = self.storage.masters.dtypes[entry.section]
         if home.is_there:
-            values = home.piece(piece)
+            values = home.segment(segment)
             return torch.nn.Parameter(self._allocator.like(values, dtype).copy_(values))
-        shape, stride = (entry.shape, entry.stride) if piece.whole else ((piece.numel,), (1,))
+        shape, stride = (entry.shape, entry.stride) if segment.whole else ((segment.numel,), (1,))
         return torch.nn.Parameter(self._staging.new(shape, stride, dtype))
 
     def take(
@@ -221,8 +222,8 @@ class PartitionedOptimizer:
         """Accept the gradients of a step.
 
         Args:
-            totals: one summed gradient for each piece of `updated`, shaped as it; changed in place.
-            gave: for each trained parameter the number of shards that gave it a gradient; a
+            totals: one summed gradient for each segment of `updated`, shaped as it; changed in
+            place. gave: for each trained parameter the number of shards that gave it a gradient; a
                 parameter that got none is left alone, as plain PyTorch does.
             shards: how many shards the batch is cut into; where fewer gave a gradient, the missing
                 ones count as zeros.
@@ -245,7 +246,7 @@ class PartitionedOptimizer:
             self.gradients[number] = total
 
     def scale(self, factor: float | torch.Tensor) -> None:
-        """Multiply all gradients of this process's pieces by a factor.
+        """Multiply all gradients of this process's segments by a factor.
 
         Args:
             factor: a number, or a () tensor, which the host does not read.
@@ -259,7 +260,7 @@ class PartitionedOptimizer:
             self._staging.change(lambda tensors, _: _scale(tensors, factor), gradients)
 
     def limit(self, magnitude: float) -> None:
-        """Limit each element of all gradients of this process's pieces to a magnitude."""
+        """Limit each element of all gradients of this process's segments to a magnitude."""
         gradients = [gradient for gradient in self.gradients if gradient is not None]
         if gradients:
             limit_each(gradients, magnitude)
@@ -269,7 +270,7 @@ class PartitionedOptimizer:
         self.gradients = [None] * len(self.updated)
 
     def step(self) -> None:
-        """Run the user's optimizer on the owned pieces with the gradients taken."""
+        """Run the user's optimizer on the owned segments with the gradients taken."""
         groups = self.optimizer.param_groups
         # The very list objects, for whoever else holds them gets the same ones back.
         users = [group["params"] for group in groups]
@@ -294,14 +295,14 @@ class PartitionedOptimizer:
             # parameter may go on pointing at them.
             for item in self.updated:
                 item.values.grad = None
-                if item.piece.whole:
+                if item.segment.whole:
                     item.parameter.grad = None
             self.gradients = [None] * len(self.updated)
 
     def _step(self, part: Part) -> None:
-        """Call the optimizer for a part of the pieces, for some of them or for all."""
-        for group, pieces in zip(self.optimizer.param_groups, part.divided, strict=True):
-            group["params"] = pieces
+        """Call the optimizer for a part of the segments, for some of them or for all."""
+        for group, segments in zip(self.optimizer.param_groups, part.divided, strict=True):
+            group["params"] = segments
         with self._staging.updating(self.optimizer, partial(self._visitors, part)):
             self._update(part)
         if self._allocator.on_disk:
@@ -312,11 +313,11 @@ class PartitionedOptimizer:
             self._allocator.trim()
 
     def _visitors(self, part: Part) -> Sequence[Sequence[torch.Tensor]]:
-        """For each group, the pieces that the optimizer looks at."""
+        """For each group, the segments that the optimizer looks at."""
         # PyTorch's own look at none without a gradient.
         idle = {id(self.updated[p].values) for p in part.places if self.gradients[p] is None}
         idle = idle if steps_by_parameter(self._each) else set()
-        return [[each for each in pieces if id(each) not in idle] for pieces in part.divided]
+        return [[each for each in segments if id(each) not in idle] for segments in part.divided]
 
     def _update(self, part: Part) -> None:
         moves = self._staging.moves
@@ -329,7 +330,7 @@ class PartitionedOptimizer:
             values.grad = gradient
             # Another device of this process has a stand-in. A hook may go through the model instead
             # of the groups: what it does to the gradient there must reach the stand-in.
-            if item.piece.whole and item.home is None and values.device == item.parameter.device:
+            if item.segment.whole and item.home is None and values.device == item.parameter.device:
                 item.parameter.grad = gradient
         if self.around is not None and not moves and steps_by_parameter(self._each):
             self.around(self.optimizer, [self.updated[place].values for place in part.places])
@@ -337,13 +338,13 @@ class PartitionedOptimizer:
             self.optimizer.step()
 
     def _keep(self, state: dict[str, Any]) -> None:
-        """Have what is large in the state of a piece lie where it is kept."""
+        """Have what is large in the state of a segment lie where it is kept."""
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 state[key] = self._allocator.kept(value)
 
-    def states(self) -> list[PieceState]:
-        """List the state of the owned pieces as it is now, masters and averages with it.
+    def states(self) -> list[SegmentState]:
+        """List the state of the owned segments as it is now, masters and averages with it.
 
         The tensors are the optimizer's own.
 
@@ -366,34 +367,34 @@ class PartitionedOptimizer:
             )
         for item in self.owned if self.storage.rounds else ():
             values = storage_order(item.values.detach())
-            found.append(PieceState(item.number, MASTER, values, True))
+            found.append(SegmentState(item.number, MASTER, values, True))
         return found + self.optimizer_states()
 
-    def optimizer_states(self) -> list[PieceState]:
-        """List what the optimizer itself keeps of the owned pieces; the tensors are its own."""
+    def optimizer_states(self) -> list[SegmentState]:
+        """List what the optimizer itself keeps of the owned segments; the tensors are its own."""
         found = []
         for item in self.owned:
             for key, value in self.state.get(item.values, {}).items():
-                stride = item.values.stride() if item.piece.whole else None
+                stride = item.values.stride() if item.segment.whole else None
                 by_element = is_by_element(key, value, item.values.shape, stride)
-                # In storage order a piece's state joins its neighbours' as their values do.
+                # In storage order a segment's state joins its neighbours' as their values do.
                 if by_element:
                     value = storage_order(laid_out(value, item.values.stride()))
-                found.append(PieceState(item.number, key, value, by_element))
+                found.append(SegmentState(item.number, key, value, by_element))
         return found
 
     def take_states(
-        self, states: Iterable[PieceState], shown: Mapping[int, torch.Tensor] | None = None
+        self, states: Iterable[SegmentState], shown: Mapping[int, torch.Tensor] | None = None
     ) -> None:
-        """Replace the state of all pieces that this process updates.
+        """Replace the state of all segments that this process updates.
 
         Args:
-            states: of these pieces; tensors are copied.
+            states: of these segments; tensors are copied.
             shown: their values as models see them, (numel,) by number, if these have no memory.
         """
         self.view.hide(undivided=self.is_undivided)
         self._forget()
-        self.averages.pieces.clear()
+        self.averages.segments.clear()
         # Where the states bring no masters, the models' own values are all that there is.
         seen = self._shown() if shown is None else shown
         for number, values in seen.items():
@@ -401,16 +402,16 @@ class PartitionedOptimizer:
         self.adopt_states(states)
         self._follow(seen)
 
-    def adopt_states(self, states: Iterable[PieceState]) -> None:
-        """Add the states of pieces that have none yet.
+    def adopt_states(self, states: Iterable[SegmentState]) -> None:
+        """Add the states of segments that have none yet.
 
         Args:
-            states: of pieces that this process updates; tensors are copied, as those given may lie
-                in memory that is used again.
+            states: of segments that this process updates; tensors are copied, as those given may
+                lie in memory that is used again.
         """
         found: dict[torch.Tensor, dict[str, Any]] = {}
         for state in states:
-            item, value = self._by_number[state.piece], state.value
+            item, value = self._by_number[state.segment], state.value
             values = item.values
             if state.key == MASTER:
                 # A run whose models have full precision has no use for them.
@@ -418,10 +419,10 @@ class PartitionedOptimizer:
                     storage_order(values.data).copy_(value)
             elif state.key == AVERAGE:
                 # Only owners keep averages.
-                if state.piece in self._own:
-                    self.averages.adopt(state.piece, values.detach(), value)
+                if state.segment in self._own:
+                    self.averages.adopt(state.segment, values.detach(), value)
             elif state.by_element:
-                # In the piece's own strides: fused kernels read state and values in step.
+                # In the segment's own strides: fused kernels read state and values in step.
                 value = self._allocator.like(values.detach(), value.dtype)
                 storage_order(value).copy_(state.value)
             elif isinstance(value, torch.Tensor):
@@ -431,10 +432,10 @@ class PartitionedOptimizer:
         self.state.update(found)
 
     def show(self) -> None:
-        """Have the models see the values of this process's pieces, rounded to their precision."""
+        """Have the models see the values of this process's segments, rounded to their precision."""
         if self.is_whole and self._apart:
             exact = [item.values.data for item, _ in self._apart]
-            copy_each([home.piece(item.piece) for item, home in self._apart], exact)
+            copy_each([home.segment(item.segment) for item, home in self._apart], exact)
 
     def end(self) -> None:
         """Let go of the state, which lies in parts on the devices, and have nobody use it."""
@@ -476,7 +477,7 @@ class PartitionedOptimizer:
         # A count of steps lives on the host, as kernels need it as a number; fused and capturable
         # ones read it on the device, and fail if it is not there.
         held = zip(self.optimizer.param_groups, self._whole.divided, strict=True)
-        group = next(group for group, pieces in held if any(p is values for p in pieces))
+        group = next(group for group, segments in held if any(p is values for p in segments))
         there = group.get("capturable") or group.get("fused")
         return values.device if there else torch.device("cpu")
 
@@ -490,7 +491,7 @@ class PartitionedOptimizer:
         if self._cuts and any(map(has_own_step, self._each)):
             raise ValueError(
                 f"{self._name} got a hook on its step, or another step, after Trainer "
-                f"was made, which has cut parameters into pieces that are updated by themselves: "
+                f"was made, which has cut parameters into segments that are updated by themselves: "
                 f"expected it before, and then step() and its hooks see whole parameters"
             )
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
@@ -508,17 +509,19 @@ class PartitionedOptimizer:
         for item in self.updated:
             self._keep(self.state.get(item.values, {}))
 
-    def cut(self, whole: Mapping[Any, Any], numbers: Iterable[int]) -> Iterator[PieceState]:
-        """Cut the state of the user's parameters as these are cut, for pieces of some numbers."""
+    def cut(self, whole: Mapping[Any, Any], numbers: Iterable[int]) -> Iterator[SegmentState]:
+        """Cut the state of the user's parameters as these are cut, for segments of some numbers."""
         for number in numbers:
-            piece = self.storage.pieces[number]
-            entry = self.storage.masters.entries[piece.entry]
-            for key, value in whole.get(self.users[piece.entry], {}).items():
-                stride = entry.stride if piece.whole else None
+            segment = self.storage.segments[number]
+            entry = self.storage.masters.entries[segment.entry]
+            for key, value in whole.get(self.users[segment.entry], {}).items():
+                stride = entry.stride if segment.whole else None
                 by_element = is_by_element(key, value, entry.shape, stride)
                 if by_element:
-                    value = storage_order(laid_out(value, entry.stride))[piece.start : piece.stop]
-                yield PieceState(number, key, value, by_element)
+                    value = storage_order(laid_out(value, entry.stride))[
+                        segment.start : segment.stop
+                    ]
+                yield SegmentState(number, key, value, by_element)
 
     @property
     def is_undivided(self) -> bool:
@@ -526,14 +529,14 @@ class PartitionedOptimizer:
         own = [item for item in self.owned if item.values is item.parameter]
         return len(own) == len(self.users)
 
-    def replace_states(self, states: Iterable[PieceState]) -> None:
-        """Replace the state of all pieces that this process updates, but not values and averages.
+    def replace_states(self, states: Iterable[SegmentState]) -> None:
+        """Replace the state of all segments that this process updates, but not values and averages.
 
         Args:
-            states: of all pieces; tensors are copied.
+            states: of all segments; tensors are copied.
         """
         self._forget()
-        self.adopt_states(state for state in states if state.piece in self._by_number)
+        self.adopt_states(state for state in states if state.segment in self._by_number)
 
     def adopt_assigned(self) -> None:
         """Adopt what a script has put in the place of an optimizer's state, as to begin anew."""
@@ -562,6 +565,6 @@ class Part:
     """What one call of ``step()`` updates."""
 
     places: Sequence[int]
-    """Among the pieces of this process."""
+    """Among the segments of this process."""
     divided: Sequence[Sequence[torch.Tensor]]
     """For each group of the optimizer, the values of those that lie in it."""

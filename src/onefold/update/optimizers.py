@@ -258,7 +258,7 @@ class DividedState(MutableMapping[Any, Any]):
 
     Args:
         optimizer: whose state it is.
-        kept: the state by piece; what it has under other keys than tensors is whole.
+        kept: the state by segment; what it has under other keys than tensors is whole.
         why: why there is no way to see it whole; empty if there is one.
     """
 
@@ -272,7 +272,7 @@ class DividedState(MutableMapping[Any, Any]):
         )
         name = type(self._optimizer).__name__
         return RuntimeError(
-            f"the state of {name} was looked up where it is divided: it lies in pieces, with the "
+            f"the state of {name} was looked up where it is divided: it lies in segments, with the "
             f"devices that update them. Expected that of whole parameters: {way}"
         )
 
@@ -331,7 +331,7 @@ class StateView:
         self.optimizers = _with_inner(optimizers_in(optimizer).values())
         """Those of the user, and those inside of them."""
         self.kept: State = optimizer.state
-        """The state by piece, which the optimizers see while they step."""
+        """The state by segment, which the optimizers see while they step."""
         self._all: list[tuple[Any, State]] = [
             (one, one.state) for one in self.optimizers if "state" in vars(one)
         ]
@@ -343,7 +343,7 @@ class StateView:
         """Whether the script is in a block in which it sees the state of whole parameters."""
 
     def step(self) -> None:
-        """Have optimizers see the state by piece."""
+        """Have optimizers see the state by segment."""
         for one, kept in self._all:
             one.state = kept
 
@@ -359,7 +359,7 @@ class StateView:
         """Have the script see no parameter's state; return what it was shown, if it was.
 
         Args:
-            undivided: whether the state by piece is that of whole parameters, and all of it.
+            undivided: whether the state by segment is that of whole parameters, and all of it.
         """
         found: dict[Any, Any] = {}
         for one, kept in self._all if self._brought else ():

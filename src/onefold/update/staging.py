@@ -1,15 +1,15 @@
-"""The pieces that this process updates, and how they come to the device that computes with them.
+"""The segments that this process updates, and how they come to the device that computes with them.
 
-`OwnedPiece` is a piece of the model that a device of this process updates. `Staging` brings pieces
-that are kept in other memory to the device while they are updated.
+`OwnedSegment` is a segment of the model that a device of this process updates. `Staging` brings
+segments that are kept in other memory to the device while they are updated.
 
 Note: what is computed where
 ----------------------------
 Where a device keeps nothing, gradients are added up in the memory of the host: a sum of two numbers
 has the same bits everywhere, and so has a product with one number that the host knows. (A script
 that flushes denormal numbers on the host has others there.) All else is computed on the device, one
-piece or one stage at a time, as processors and GPUs order the additions of a norm differently, and
-round a product that is added at once in another place.
+segment or one stage at a time, as processors and GPUs order the additions of a norm differently,
+and round a product that is added at once in another place.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any
 
 import torch
 
-from onefold.core.flat import FlatTensors, Piece
+from onefold.core.flat import FlatTensors, Segment
 from onefold.system.allocator import TensorAllocator
 
-__all__ = ["DeviceStaging", "OwnedPiece", "Staging"]
+__all__ = ["DeviceStaging", "OwnedSegment", "Staging"]
 
 
 Change = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
 class Staging:
-    """Pieces and their state stay where they are updated, in the memory of an allocator.
+    """Segments and their state stay where they are updated, in the memory of an allocator.
 
     Args:
         device: that computes.
@@ -41,13 +41,13 @@ class Staging:
     """
 
     moves = False
-    """Whether pieces are kept in other memory than that in which the device computes."""
+    """Whether segments are kept in other memory than that in which the device computes."""
 
     def __init__(self, device: torch.device, allocator: TensorAllocator) -> None:
         self._device, self._allocator = device, allocator
 
     def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of any content, where pieces are kept."""
+        """A tensor of any content, where segments are kept."""
         return torch.empty_strided(shape, stride, dtype=dtype, device=self._device)
 
     def change(
@@ -67,24 +67,24 @@ class Staging:
         optimizer: torch.optim.Optimizer,
         divided: Callable[[], Sequence[Collection[torch.Tensor]]],
     ) -> AbstractContextManager[None]:
-        """Have pieces on the device inside this context; what becomes of them is kept.
+        """Have segments on the device inside this context; what becomes of them is kept.
 
         Args:
-            optimizer: whose pieces they are.
-            divided: for each group of the optimizer, the values of those of its pieces that come.
+            optimizer: whose segments they are.
+            divided: for each group of the optimizer, the values of those of its segments that come.
         """
         return nullcontext()
 
 
 class DeviceStaging(Staging):
-    """Brings pieces and their state to a device while they are updated."""
+    """Brings segments and their state to a device while they are updated."""
 
     moves = True
 
     def __init__(self, device: torch.device, allocator: TensorAllocator) -> None:
         super().__init__(device, allocator)
         self._came: dict[torch.Tensor, frozenset[str]] = {}
-        """For each piece that has been updated, what of its state the optimizer had there."""
+        """For each segment that has been updated, what of its state the optimizer had there."""
 
     def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         flat = self._allocator.empty(math.prod(shape) * dtype.itemsize).view(dtype)
@@ -106,11 +106,11 @@ class DeviceStaging(Staging):
     ) -> Iterator[None]:
         # Each leaves, whatever happens to others, and also if some cannot come.
         with ExitStack() as leaving:
-            for group, pieces in zip(optimizer.param_groups, divided(), strict=True):
+            for group, segments in zip(optimizer.param_groups, divided(), strict=True):
                 # Of a state that was loaded: counts of steps are read on the host, but by kernels
                 # that want them on the device.
                 counts = bool(group.get("capturable") or group.get("fused"))
-                for values in pieces:
+                for values in segments:
                     self._come(values, optimizer, leaving, counts=counts)
             yield
 
@@ -167,20 +167,20 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedPiece:
-    """A piece that a device of this process updates."""
+class OwnedSegment:
+    """A segment that a device of this process updates."""
 
     number: int
-    """The piece's number among all pieces of the model."""
+    """The segment's number among all segments of the model."""
     device: int
     """Number of the device that updates it."""
-    piece: Piece
+    segment: Segment
     """Which elements of which parameter it covers."""
     parameter: torch.nn.Parameter
     """The user's own parameter that it is cut from; its group and earlier state are found by it."""
     values: torch.Tensor
-    """The piece's values on its device, which the optimizer updates in place: (numel,), or shaped
-    as the parameter where the piece is whole. Models compute with these very values, unless they
+    """The segment's values on its device, which the optimizer updates in place: (numel,), or shaped
+    as the parameter where the segment is whole. Models compute with these very values, unless they
     hold parameters in a lower precision, or only for a while."""
     home: FlatTensors | None = None
     """The device's memory of parameters, where models then see the values, rounded or not."""
@@ -188,4 +188,4 @@ class OwnedPiece:
     @property
     def shown(self) -> torch.Tensor | None:
         """Where models see the values, if that is elsewhere; there must be memory for it."""
-        return None if self.home is None else self.home.piece(self.piece)
+        return None if self.home is None else self.home.segment(self.segment)

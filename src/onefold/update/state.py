@@ -1,11 +1,12 @@
-"""Converts the optimizer's state between pieces and whole tensors, and keeps the model's averages.
+"""Converts the optimizer's state between segments and whole tensors, and keeps the model's
+averages.
 
-Devices hold pieces, and files hold whole tensors. `Averages` keeps the averages of the model: of
-parameters piece by piece at their owners, of buffers everywhere.
+Devices hold segments, and files hold whole tensors. `Averages` keeps the averages of the model: of
+parameters segment by segment at their owners, of buffers everywhere.
 
-A process packs the state of its pieces into one stretch of bytes, so that it can travel; the lead
+A process packs the state of its segments into one stretch of bytes, so that it can travel; the lead
 joins what it receives from all into whole tensors, under the parameters' names. For a process that
-goes on from a file, the lead packs the pieces that the process owns now.
+goes on from a file, the lead packs the segments that the process owns now.
 
 Note: a packed stretch
 ----------------------
@@ -16,11 +17,11 @@ may come over a network. The memory may be a transport's that is used again, so 
 
 Note: where an average lies
 ---------------------------
-The owner of a piece keeps its average, as it keeps the piece's state of the optimizer, so all
+The owner of a segment keeps its average, as it keeps the segment's state of the optimizer, so all
 devices together hold one. An average travels, and is saved, among that state under a key of its
 own. Every process keeps the averages of all buffers, which are few and alike everywhere.
 
-Pieces do not depend on the number of devices, and an average is computed element by element from
+Segments do not depend on the number of devices, and an average is computed element by element from
 values that every run has alike. So the bits of the averages do not depend on it either.
 """
 
@@ -38,7 +39,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from onefold.core.flat import (
     FlatTensors,
     Layout,
-    Piece,
+    Segment,
     bits_of,
     dense_stride,
     is_dense,
@@ -59,7 +60,7 @@ __all__ = [
     "AVERAGE",
     "Averages",
     "JoinedState",
-    "PieceState",
+    "SegmentState",
     "check_saved",
     "described",
     "is_by_element",
@@ -96,17 +97,17 @@ def is_by_element(
     return value.dim() > 0 or key != "step"
 
 
-class PieceState(NamedTuple):
-    """One value of the state of one piece."""
+class SegmentState(NamedTuple):
+    """One value of the state of one segment."""
 
-    piece: int
-    """Number of the piece, among those of the model."""
+    segment: int
+    """Number of the segment, among those of the model."""
     key: str
     """The optimizer's name of the value."""
     value: Any
     """A tensor of any shape and dtype, or what JSON can hold."""
     by_element: bool
-    """Whether it is a tensor with one number for each element of the piece, in storage order."""
+    """Whether it is a tensor with one number for each element of the segment, in storage order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class JoinedState:
     """Of the tensors with several dimensions that do not lie as their parameters do."""
 
 
-def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> torch.Tensor:
+def pack(states: Sequence[SegmentState], room: Callable[[int], torch.Tensor]) -> torch.Tensor:
     """Copy states into one stretch of bytes.
 
     Args:
@@ -145,7 +146,7 @@ def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> t
     return memory
 
 
-def described(states: Sequence[PieceState]) -> bytes:
+def described(states: Sequence[SegmentState]) -> bytes:
     """Describe states, for `read_described`: all but the values of tensors.
 
     Raises:
@@ -156,7 +157,7 @@ def described(states: Sequence[PieceState]) -> bytes:
     return json.dumps([_listed(states), forms]).encode()
 
 
-def read_described(text: bytes) -> Iterator[PieceState]:
+def read_described(text: bytes) -> Iterator[SegmentState]:
     """Yield the states that were described; their tensors have no values, and are on no device."""
     listed, forms = json.loads(text)
     tensors = (
@@ -166,32 +167,32 @@ def read_described(text: bytes) -> Iterator[PieceState]:
     return _read(listed, tensors)
 
 
-def _listed(states: Sequence[PieceState]) -> list[list[Any]]:
+def _listed(states: Sequence[SegmentState]) -> list[list[Any]]:
     """All of the states but their tensors."""
     listed: list[list[Any]] = []
-    for piece, key, value, by_element in states:
+    for segment, key, value, by_element in states:
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and value.dtype not in DTYPES:
             raise TypeError(f"the optimizer's {key} is of {value.dtype}, which no file can hold")
         kept = None if is_tensor else to_json(value, f"the optimizer's {key}")
-        listed.append([piece, key, kept, by_element, is_tensor])
+        listed.append([segment, key, kept, by_element, is_tensor])
     return listed
 
 
-def _read(listed: list[list[Any]], tensors: Iterator[Any]) -> Iterator[PieceState]:
-    for piece, key, value, by_element, is_tensor in listed:
+def _read(listed: list[list[Any]], tensors: Iterator[Any]) -> Iterator[SegmentState]:
+    for segment, key, value, by_element, is_tensor in listed:
         found = next(tensors) if is_tensor else from_json(value)
-        yield PieceState(piece, key, found, by_element)
+        yield SegmentState(segment, key, found, by_element)
 
 
 def packed(
-    states: Sequence[PieceState], allocator: TensorAllocator = DEFAULT_ALLOCATOR
+    states: Sequence[SegmentState], allocator: TensorAllocator = DEFAULT_ALLOCATOR
 ) -> torch.Tensor:
     """Pack states into new memory on the host: (k,) uint8, see `pack`."""
     return pack(states, allocator.empty)
 
 
-def unpack(memory: torch.Tensor) -> Iterator[PieceState]:
+def unpack(memory: torch.Tensor) -> Iterator[SegmentState]:
     """Yield the states that were packed; their tensors are views of the same memory.
 
     Args:
@@ -202,24 +203,25 @@ def unpack(memory: torch.Tensor) -> Iterator[PieceState]:
 
 
 def join(
-    states: Iterable[PieceState],
-    pieces: Sequence[Piece],
+    states: Iterable[SegmentState],
+    segments: Sequence[Segment],
     layout: Layout,
     coming: Callable[[int, str], Iterable[Bytes]] | None = None,
 ) -> JoinedState:
-    """Join the pieces of all devices into whole tensors, without copying any.
+    """Join the segments of all devices into whole tensors, without copying any.
 
     Args:
         states: those of all processes, from `unpack` or `read_described`.
-        pieces: the pieces of the model.
+        segments: the segments of the model.
         layout: the trained parameters'.
         coming: where only descriptions are at hand, how the bytes of a tensor are found, given the
             number of its parameter and its key.
     """
-    grouped: dict[tuple[int, str], list[PieceState]] = defaultdict(list)
-    # By number: pieces of one parameter then follow each other in storage order, whoever sent them.
-    for state in sorted(states, key=lambda state: state.piece):
-        grouped[pieces[state.piece].entry, state.key].append(state)
+    grouped: dict[tuple[int, str], list[SegmentState]] = defaultdict(list)
+    # By number: segments of one parameter then follow each other in storage order, whoever sent
+    # them.
+    for state in sorted(states, key=lambda state: state.segment):
+        grouped[segments[state.segment].entry, state.key].append(state)
     tensors: list[TensorParts] = []
     keys: dict[str, list[str]] = defaultdict(list)
     values: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -230,7 +232,7 @@ def join(
             values[entry.name][key] = to_json(first.value, f"the optimizer's {key}")
             continue
         keys[entry.name].append(key)
-        # A count of steps is the same for all pieces of a parameter: the first stands for all.
+        # A count of steps is the same for all segments of a parameter: the first stands for all.
         used = parts if first.by_element else parts[:1]
         shape = entry.shape if first.by_element else tuple(first.value.shape)
         stretches = (
@@ -253,7 +255,7 @@ def join(
 def check_saved(
     keys: Mapping[str, Sequence[str]],
     kind_of: Callable[[str], tuple[tuple[int, ...], str] | None],
-    pieces: Sequence[Piece],
+    segments: Sequence[Segment],
     layout: Layout,
     strides: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
@@ -262,7 +264,7 @@ def check_saved(
     Args:
         keys: see `JoinedState`.
         kind_of: takes a tensor's name, and returns its shape and dtype; None if there is none.
-        pieces: the pieces of the model.
+        segments: the segments of the model.
         layout: the trained parameters'.
         strides: see `JoinedState`.
 
@@ -271,7 +273,7 @@ def check_saved(
             neither the shape of its parameter nor that of a single number.
     """
     # State of a parameter that is never cut may have any shape, as Adafactor's rows and columns.
-    divided = {piece.entry for piece in pieces if not piece.whole}
+    divided = {segment.entry for segment in segments if not segment.whole}
     for number, entry in enumerate(layout.entries):
         for key in keys.get(entry.name, ()):
             name = f"{entry.name}.{key}"
@@ -299,32 +301,32 @@ def take_apart(
     values: Mapping[str, Mapping[str, Any]],
     read: Callable[[str], torch.Tensor],
     owned: Iterable[int],
-    pieces: Sequence[Piece],
+    segments: Sequence[Segment],
     layout: Layout,
     strides: Mapping[str, Sequence[int]] | None = None,
-) -> Iterator[PieceState]:
-    """Yield the states of some pieces, cut from whole tensors.
+) -> Iterator[SegmentState]:
+    """Yield the states of some segments, cut from whole tensors.
 
     Args:
         keys: see `JoinedState`.
         values: see `JoinedState`.
         read: takes a tensor's name, and returns the tensor.
-        owned: numbers of the wanted pieces, in order.
-        pieces: the pieces of the model.
+        owned: numbers of the wanted segments, in order.
+        segments: the segments of the model.
         layout: the trained parameters'.
         strides: see `JoinedState`.
 
     Raises:
-        ValueError: a parameter is cut into pieces, and a tensor of its state cannot be.
+        ValueError: a parameter is cut into segments, and a tensor of its state cannot be.
     """
     # Only the current parameter's: in order, each tensor is read once, and only a few are held.
     laid: dict[str, torch.Tensor] = {}
     for number in owned:
-        piece = pieces[number]
-        entry = layout.entries[piece.entry]
+        segment = segments[number]
+        entry = layout.entries[segment.entry]
         for key in keys.get(entry.name, ()):
             name = f"{entry.name}.{key}"
-            own = (strides or {}).get(name) if piece.whole else None
+            own = (strides or {}).get(name) if segment.whole else None
             if name not in laid:
                 laid = {n: t for n, t in laid.items() if n.startswith(f"{entry.name}.")}
                 whole = read(name)
@@ -334,27 +336,27 @@ def take_apart(
             tensor = laid[name]
             by_element = not own and is_by_element(key, tensor, entry.shape)
             if by_element:
-                tensor = storage_order(tensor)[piece.start : piece.stop]
-            elif not piece.whole and tensor.dim():
+                tensor = storage_order(tensor)[segment.start : segment.stop]
+            elif not segment.whole and tensor.dim():
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)}, expected that of its parameter, "
                     f"{entry.shape}"
                 )
-            yield PieceState(number, key, tensor, by_element)
+            yield SegmentState(number, key, tensor, by_element)
         for key, value in values.get(entry.name, {}).items():
-            yield PieceState(number, key, from_json(value), False)
+            yield SegmentState(number, key, from_json(value), False)
 
 
 AVERAGE = "onefold.average"
-"""The key under which the average of a piece, or of a buffer, travels and is saved."""
+"""The key under which the average of a segment, or of a buffer, travels and is saved."""
 
 
 class Averages:
     """The averages that this process keeps; none until `begin`.
 
     Args:
-        allocator: where those of pieces lie.
-        staging: brings pieces to the device that computes.
+        allocator: where those of segments lie.
+        staging: brings segments to the device that computes.
     """
 
     def __init__(self, allocator: TensorAllocator, staging: Staging) -> None:
@@ -363,9 +365,9 @@ class Averages:
         """How they follow the model; None where there are none."""
         self.steps = 0
         """How many steps they have followed; those that were skipped do not count."""
-        self.pieces: dict[int, torch.Tensor] = {}
-        """The average of each piece of this process, by the piece's number: of the shape and the
-        strides of the values that the optimizer updates."""
+        self.segments: dict[int, torch.Tensor] = {}
+        """The average of each segment of this process, by the segment's number: of the shape and
+        the strides of the values that the optimizer updates."""
         self.buffers: FlatTensors | None = None
         """The averages of the module's buffers, on this process's first device."""
 
@@ -381,13 +383,13 @@ class Averages:
 
         Args:
             rule: how the averages are to follow.
-            values: of the pieces of this process, by number.
+            values: of the segments of this process, by number.
             buffers: the module's buffers.
             steps: how many steps the averages that were brought have followed.
         """
         self.rule, self.steps = rule, steps
         for number, value in values.items():
-            if number not in self.pieces:
+            if number not in self.segments:
                 self.adopt(number, value, storage_order(value))
         if self.buffers is None:
             self.buffers = FlatTensors(buffers.layout.converted(added_up_in), device=buffers.device)
@@ -396,13 +398,13 @@ class Averages:
     def end(self) -> None:
         """Keep no averages any more."""
         self.rule, self.steps, self.buffers = None, 0, None
-        self.pieces.clear()
+        self.segments.clear()
 
     def follow(self, values: Mapping[int, torch.Tensor], buffers: FlatTensors) -> None:
         """Update the averages after a step that updated the model, when that is due.
 
         Args:
-            values: of the pieces of this process, by number.
+            values: of the segments of this process, by number.
             buffers: the module's buffers.
         """
         if self.rule is None or self.buffers is None:
@@ -413,31 +415,31 @@ class Averages:
         kept = self.rule.kept(self.steps // self.rule.every)
         self._staging.change(
             lambda averages, newest: _move(averages, newest, kept),
-            [self.pieces[number] for number in values],
+            [self.segments[number] for number in values],
             list(values.values()),
         )
         for average, section in zip(self.buffers.sections, buffers.sections, strict=True):
             _move_buffers(average, section, kept)
 
-    def states(self) -> list[PieceState]:
-        """List the averages of the pieces as states that travel."""
+    def states(self) -> list[SegmentState]:
+        """List the averages of the segments as states that travel."""
         return [
-            PieceState(number, AVERAGE, storage_order(average), True)
-            for number, average in self.pieces.items()
+            SegmentState(number, AVERAGE, storage_order(average), True)
+            for number, average in self.segments.items()
         ]
 
     def adopt(self, number: int, values: torch.Tensor, average: torch.Tensor) -> None:
-        """Keep the average of a piece that has come from elsewhere.
+        """Keep the average of a segment that has come from elsewhere.
 
         Args:
-            number: the number of the piece.
-            values: of the piece; their shape, strides and device are the average's.
+            number: the number of the segment.
+            values: of the segment; their shape, strides and device are the average's.
             average: (numel,) in storage order; copied.
         """
-        self.pieces[number] = self._allocator.like(values, added_up_in(values.dtype))
-        storage_order(self.pieces[number]).copy_(average)
+        self.segments[number] = self._allocator.like(values, added_up_in(values.dtype))
+        storage_order(self.segments[number]).copy_(average)
 
-    def adopt_buffers(self, layout_of: FlatTensors, states: Iterable[PieceState]) -> None:
+    def adopt_buffers(self, layout_of: FlatTensors, states: Iterable[SegmentState]) -> None:
         """Keep averages of buffers that have come from elsewhere.
 
         Args:
@@ -447,7 +449,7 @@ class Averages:
         layout = layout_of.layout.converted(added_up_in)
         self.buffers = FlatTensors(layout, device=layout_of.device)
         for state in states:
-            self.buffers.views[state.piece].copy_(state.value)
+            self.buffers.views[state.segment].copy_(state.value)
 
 
 def _move(averages: Sequence[torch.Tensor], values: Sequence[torch.Tensor], kept: float) -> None:

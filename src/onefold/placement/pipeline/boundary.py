@@ -102,7 +102,7 @@ class StageInputs:
 
 @dataclass(slots=True)
 class PipelineContext:
-    """One shard, or a piece of one, on its way forth and back through a device."""
+    """One shard, or a microbatch of one, on its way forth and back through a device."""
 
     progress: LossProgress
     inputs: StageInputs | None

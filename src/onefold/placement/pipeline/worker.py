@@ -12,7 +12,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.gathering import Gathers, gathering
-from onefold.core.shard import pieces_of
+from onefold.core.shard import microbatch_bounds
 from onefold.core.stages import ROOT, Move, in_groups, moves
 from onefold.core.values import Gradients, ShardResult, ShardValues, code_of
 from onefold.errors import PipelineError
@@ -33,7 +33,7 @@ from onefold.placement.pipeline.shapetensor import LossProgress, ShapeTensor
 from onefold.placement.pipeline.shardstate import ShardState
 from onefold.shard.digest import sum_of
 from onefold.shard.replica import Replica
-from onefold.shard.task import ShardPiece, ShardTask, with_next_piece
+from onefold.shard.task import Microbatch, ShardTask, add_microbatch
 
 __all__ = ["PipelineWorker"]
 
@@ -74,20 +74,20 @@ class PipelineWorker:
         stages = self._reduction.stages
         self._own = [s for s, place in enumerate(stages.places) if place == self._place and s]
         self._foreign = [s for s, place in enumerate(stages.places) if place != self._place and s]
-        self._pieces = self._in_order()
-        self._moves = deque(moves(self._place, self._devices, len(self._pieces)))
+        self._microbatches = self._in_order()
+        self._moves = deque(moves(self._place, self._devices, len(self._microbatches)))
         self._underway: dict[int, PipelineContext] = {}
         self._left: dict[int, tuple[ShardState, ShardResult]] = {}
-        """What the last piece of a shard leaves to the next one, by the shard's number."""
+        """What the last microbatch of a shard leaves to the next one, by the shard's number."""
 
-    def _in_order(self) -> list[ShardPiece | None]:
+    def _in_order(self) -> list[Microbatch | None]:
         batch = self._batch
         shards = [s for s in batch.shares.read_by(self._device) if s in batch.shards]
         sizes = [batch.count_of(shard).samples for shard in shards]
-        cuts = [pieces_of(size, self._task.microbatch) for size in sizes]
+        cuts = [microbatch_bounds(size, self._task.microbatch) for size in sizes]
         order = in_groups([len(cut) for cut in cuts], self._devices)
         return [
-            None if at is None else ShardPiece(shards[at[0]], *cuts[at[0]][at[1]], sizes[at[0]])
+            None if at is None else Microbatch(shards[at[0]], *cuts[at[0]][at[1]], sizes[at[0]])
             for at in order
         ]
 
@@ -100,7 +100,7 @@ class PipelineWorker:
         """Whether what the next move needs has been sent; always where others compute meanwhile."""
         move, number = self._moves[0]
         step = -1 if move is Move.FORTH else 1
-        if self._pieces[number] is None or not 0 <= self._place + step < self._devices:
+        if self._microbatches[number] is None or not 0 <= self._place + step < self._devices:
             return True
         return self._transport.has_message(self._device, self._device + step)
 
@@ -113,39 +113,39 @@ class PipelineWorker:
             PeerError: another device is lost or has failed.
         """
         move, number = self._moves.popleft()
-        piece = self._pieces[number]
-        if piece is None:
+        microbatch = self._microbatches[number]
+        if microbatch is None:
             return
         try:
             if move is Move.FORTH:
-                self._forth(number, piece)
+                self._forth(number, microbatch)
             else:
-                self._back(number, piece)
+                self._back(number, microbatch)
         except Exception as error:
             self._replica.put_back(self._task)
-            self._replica.explain(error, piece.shard, self._batch, self._where(piece))
+            self._replica.explain(error, microbatch.shard, self._batch, self._where(microbatch))
             raise
 
-    def _where(self, piece: ShardPiece) -> str:
-        return f"step {self._task.step}, shard {piece.shard}"
+    def _where(self, microbatch: Microbatch) -> str:
+        return f"step {self._task.step}, shard {microbatch.shard}"
 
-    def _forth(self, number: int, piece: ShardPiece) -> None:
-        """Compute this device's stages of a piece, and send on what the last of them gives."""
-        replica, task, where = self._replica, self._task, self._where(piece)
+    def _forth(self, number: int, microbatch: Microbatch) -> None:
+        """Compute this device's stages of a microbatch, and send on what the last of them gives."""
+        replica, task, where = self._replica, self._task, self._where(microbatch)
         context = self._underway[number] = PipelineContext(
-            LossProgress(where, replica.device), self._arrival(), piece.shard, replica
+            LossProgress(where, replica.device), self._arrival(), microbatch.shard, replica
         )
         with self._attached(replica), self._discarding():
-            replica.begin_shard(piece.shard, task)
-            begun = self._go_on(piece, context)
-            payload = replica.on_device(piece, self._batch)
+            replica.begin_shard(microbatch.shard, task)
+            begun = self._go_on(microbatch, context)
+            payload = replica.on_device(microbatch, self._batch)
             marks = marks_of(payload)
-            gatherer = task.gatherer_of(piece, self._batch)
+            gatherer = task.gatherer_of(microbatch, self._batch)
             start = replica.watch.now()
             try:
                 with gathering(gatherer), self._boundary.followed(context):
                     context.part, context.values = replica.loss_of(
-                        piece, payload, self._batch, task, where, gatherer
+                        microbatch, payload, self._batch, task, where, gatherer
                     )
             except StageHandover as passed:
                 self._send_on(context, passed.outputs, begun)
@@ -169,7 +169,7 @@ class PipelineWorker:
                     f"in common: change a copy (x = x.clone(), or dict(batch)), launch a process "
                     f"for each device (onefold run --devices), or use --placement partition"
                 )
-            replica.watch.note("forward", f"forward shard {piece.shard}", start)
+            replica.watch.note("forward", f"forward shard {microbatch.shard}", start)
             if self._is_last:
                 context.ended = ShardState.of(replica)
             replica.put_back(task)
@@ -183,14 +183,14 @@ class PipelineWorker:
             self._replica.buffers.discard(ShapeTensor)
             raise
 
-    def _go_on(self, piece: ShardPiece, context: PipelineContext) -> ShardState | None:
-        """Begin where the piece before has ended; return where, if there is one."""
-        if not piece.start:
+    def _go_on(self, microbatch: Microbatch, context: PipelineContext) -> ShardState | None:
+        """Begin where the microbatch before has ended; return where, if there is one."""
+        if not microbatch.start:
             return None
         inputs = context.inputs
-        begun = self._left[piece.shard][0] if inputs is None else inputs.begun
+        begun = self._left[microbatch.shard][0] if inputs is None else inputs.begun
         assert begun is not None
-        begun.put(self._replica, piece.shard)
+        begun.put(self._replica, microbatch.shard)
         return begun
 
     def _arrival(self) -> StageInputs | None:
@@ -235,8 +235,8 @@ class PipelineWorker:
                 f"takes one shard after the other. Use --placement partition"
             )
 
-    def _back(self, number: int, piece: ShardPiece) -> None:
-        """Take a piece back through this device's stages, and hand over their gradients."""
+    def _back(self, number: int, microbatch: Microbatch) -> None:
+        """Take a microbatch back through this device's stages, and hand over their gradients."""
         replica, task = self._replica, self._task
         context = self._underway.pop(number)
         gradients: list[torch.Tensor | None] = []
@@ -245,7 +245,7 @@ class PipelineWorker:
             state, gradients, theirs = self._back_from_next(context)
         assert state is not None
         with self._attached(replica), self._discarding():
-            state.put(replica, piece.shard)
+            state.put(replica, microbatch.shard)
             start = replica.watch.now()
             # Layers with checkpoints are computed once more.
             context.progress.arrived, context.progress.is_shaped = "", False
@@ -258,8 +258,8 @@ class PipelineWorker:
                 if pairs:
                     torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
             replica.buffers.discard(ShapeTensor)
-            replica.watch.note("backward", f"backward shard {piece.shard}", start)
-            self._end(piece, self._gather_up(piece, context, theirs), context)
+            replica.watch.note("backward", f"backward shard {microbatch.shard}", start)
+            self._end(microbatch, self._gather_up(microbatch, context, theirs), context)
             replica.put_back(task)
 
     def _back_from_next(
@@ -284,17 +284,17 @@ class PipelineWorker:
         return ShardState(*head["state"]), here[:count], result
 
     def _gather_up(
-        self, piece: ShardPiece, context: PipelineContext, theirs: ShardResult | None
+        self, microbatch: Microbatch, context: PipelineContext, theirs: ShardResult | None
     ) -> ShardResult:
-        """Hand over the gradients of own stages; return what the piece has given as far as here."""
+        """Hand over the gradients of own stages; return the microbatch's result up to here."""
         stages = self._reduction.stages
         given = [False] * len(stages.stage_of)
-        last = piece.stop == piece.of
+        last = microbatch.stop == microbatch.of
         for stage in reversed(self._own):
-            gradients = self._taken(stage, given, piece)
-            self._reduction.give(GradientSend(piece.shard, stage, last, gradients))
-        self._refuse_foreign(piece)
-        root, digest = self._taken(ROOT, given, piece), self._replica.take_digest()
+            gradients = self._taken(stage, given, microbatch)
+            self._reduction.give(GradientSend(microbatch.shard, stage, last, gradients))
+        self._refuse_foreign(microbatch)
+        root, digest = self._taken(ROOT, given, microbatch), self._replica.take_digest()
         if theirs is None:
             part = context.part
             assert part is not None
@@ -309,8 +309,8 @@ class PipelineWorker:
         for name, (own, other) in zip(self._replica.of_stages[ROOT].names, pairs, strict=True):
             if own is not None and other is not None:
                 raise PipelineError(
-                    f"{self._where(piece)}: parameter {name} is used on device {self._device} and "
-                    f"on a later one (its weights are tied, perhaps): a pipeline cannot add up "
+                    f"{self._where(microbatch)}: parameter {name} is used on device {self._device} "
+                    f"and on a later one (its weights are tied, perhaps): a pipeline cannot add up "
                     f"what both give as one device does. Use --placement partition"
                 )
         return replace(
@@ -320,16 +320,16 @@ class PipelineWorker:
             digest=sum_of(digest, theirs.digest),
         )
 
-    def _taken(self, stage: int, given: list[bool], piece: ShardPiece) -> Gradients:
+    def _taken(self, stage: int, given: list[bool], microbatch: Microbatch) -> Gradients:
         numbers = self._reduction.stages.entries[stage]
         gradients = self._replica.taken(
-            self._replica.of_stages[stage], self._batch, self._task, self._where(piece)
+            self._replica.of_stages[stage], self._batch, self._task, self._where(microbatch)
         )
         for number, gradient in zip(numbers, gradients, strict=True):
             given[number] = gradient is not None
         return gradients
 
-    def _refuse_foreign(self, piece: ShardPiece) -> None:
+    def _refuse_foreign(self, microbatch: Microbatch) -> None:
         for stage in self._foreign:
             taken = self._replica.of_stages[stage]
             for name, parameter in zip(taken.names, taken.parameters, strict=True):
@@ -337,29 +337,29 @@ class PipelineWorker:
                     stage_name = self._reduction.stages.names[stage]
                     raise PipelineError.outside_of_stage(name, stage_name, self._device)
 
-    def _end(self, piece: ShardPiece, result: ShardResult, context: PipelineContext) -> None:
+    def _end(self, microbatch: Microbatch, result: ShardResult, context: PipelineContext) -> None:
         """Send back what the device before needs, or record what the shard has given."""
         state = ShardState.of(self._replica)
         inputs = context.inputs
-        last = piece.stop == piece.of
+        last = microbatch.stop == microbatch.of
         if inputs is not None:
             self._send_back(inputs, result, state)
             # They hold each other.
             inputs.entered, inputs.gradients, context.watched = [], {}, []
             inputs.outputs = replace(inputs.outputs, tensors=())
             return
-        self._reduction.give(GradientSend(piece.shard, ROOT, last, result.gradients))
-        before = self._left.pop(piece.shard, None)
+        self._reduction.give(GradientSend(microbatch.shard, ROOT, last, result.gradients))
+        before = self._left.pop(microbatch.shard, None)
         result = replace(result, gradients=[])
         if before is not None:
-            result = with_next_piece(before[1], result, self._task.step)
+            result = add_microbatch(before[1], result, self._task.step)
         if not last:
-            self._left[piece.shard] = state, result
+            self._left[microbatch.shard] = state, result
             return
         buffers = self._replica.buffers.changed()
-        left_out = self._batch.size_of(piece.shard) - piece.of
+        left_out = self._batch.size_of(microbatch.shard) - microbatch.of
         ended = replace(result, buffers=buffers, left_out=left_out)
-        self._table.record(self._device, piece.shard, ended)
+        self._table.record(self._device, microbatch.shard, ended)
 
     def _send_back(self, inputs: StageInputs, result: ShardResult, state: ShardState) -> None:
         values = result.values

@@ -38,7 +38,7 @@ import torch
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch, map_parts
 from onefold.core.context import LaunchContext
-from onefold.core.structure import Broadcast, Split
+from onefold.core.structure import Broadcast, Scatter
 from onefold.data_order.indexed import FunctionBatches, Items
 from onefold.data_order.loader import Loader
 from onefold.data_order.reader import Collate, is_stream
@@ -304,7 +304,7 @@ class Verifying(Hook):
         """Convert a part of a batch of the script's own."""
         if isinstance(part, ShardedBatch):
             return self.plain(part)
-        if isinstance(part, Split | Broadcast):
+        if isinstance(part, Scatter | Broadcast):
             return replace(part, value=cast_floats(part.value, self._dtype))
         return cast_floats(part, self._dtype)
 

@@ -408,15 +408,15 @@ class Mathematics:
         names = list(self._engine.context.replicas[0].parts.trained)
         left_out = self._engine.objective.left_out
         for item, mine in zip(update.updated, update.gradients, strict=True):
-            if item.piece.entry in left_out:
+            if item.segment.entry in left_out:
                 continue
-            name = names[item.piece.entry]
-            entry = update.storage.gradients.entries[item.piece.entry]
+            name = names[item.segment.entry]
+            entry = update.storage.gradients.entries[item.segment.entry]
             whole = self._gradients[name]
-            folded = torch.zeros(item.piece.numel) if mine is None else _flat(mine)
-            alone = torch.zeros(item.piece.numel)
+            folded = torch.zeros(item.segment.numel) if mine is None else _flat(mine)
+            alone = torch.zeros(item.segment.numel)
             if whole is not None:
-                alone = _flat(laid_out(whole, entry.stride))[item.piece.start : item.piece.stop]
+                alone = _flat(laid_out(whole, entry.stride))[item.segment.start : item.segment.stop]
             three = folded - alone, folded, alone
             sums = torch.stack([each.double().square().sum() for each in three])
             squares[name] = squares[name] + sums if name in squares else sums
