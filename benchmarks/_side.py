@@ -28,11 +28,11 @@ __all__ = ["main", "serve", "train"]
 def train(loop: Loop, steps: int) -> dict[str, float]:
     """Run `steps` steps; returns their seconds, processor seconds, last loss, and peak memory."""
     loss_of_last: Callable[[], float] = float  # of no step: 0
-    synchronise(loop.devices)
+    synchronize(loop.devices)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     for batch in itertools.islice(itertools.cycle(loop.batches), steps):
         loss_of_last = loop.step(batch)
-    synchronise(loop.devices)
+    synchronize(loop.devices)
     seconds, cpu_seconds = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     return {
         "seconds": seconds,
@@ -50,7 +50,7 @@ def peak_bytes(devices: Iterable[torch.device]) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def synchronise(devices: Iterable[torch.device]) -> None:
+def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait until GPUs have done what they were told; processors always have."""
     for device in devices:
         if device.type == "cuda":

@@ -4,9 +4,9 @@
         [--directory DIR] [--output FILE]
 
 One run on each number of processors trains in blocks of `--every` steps, in turn: one block begins
-with a checkpoint in the background, its neighbour has none. Writing is part of its block, to the
+with a checkpoint in the background, its neighbor has none. Writing is part of its block, to the
 end: were it not done with the last step, it would be waited for. The stall is what a block takes
-longer than its neighbour, in percent of it.
+longer than its neighbor, in percent of it.
 
 After the blocks the calls are timed with nothing to train beside them; PyTorch's own ways to save
 the same model are there for comparison. What is loaded has just been written, so it comes from the
@@ -158,7 +158,7 @@ def values(ones: Iterable[Mapping[str, float]], name: str) -> list[float]:
 
 
 def stall_percent(longer: Sequence[float], shorter: Sequence[float]) -> Spread:
-    """How much longer the ones are than their neighbours, in percent of these."""
+    """How much longer the ones are than their neighbors, in percent of these."""
     times = ratio(longer, shorter)
     low, median, high = ((of - 1.0) * 100.0 for of in (times.low, times.median, times.high))
     return Spread(median=median, low=low, high=high)

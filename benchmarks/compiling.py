@@ -4,7 +4,7 @@
                                    [--output FILE]
 
 On one device with one thread, loops that are compiled and loops that are not train equal models in
-turn, a block of few steps at a time, with one shard and with eight. Ratios are those of neighbours.
+turn, a block of few steps at a time, with one shard and with eight. Ratios are those of neighbors.
 Steps are timed by the processor time that they take, which on a machine of one's own is the time by
 the clock, and on one that others use as well is nearer to it than the clock is.
 

@@ -1,4 +1,4 @@
-"""Composes small labelled data sets out of MNIST and CrackForest, for docs/studies/results.md.
+"""Composes small labeled data sets out of MNIST and CrackForest, for docs/studies/results.md.
 
     python benchmarks/composed.py DATA OUTPUT
 

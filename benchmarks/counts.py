@@ -31,7 +31,7 @@ __all__ = ["main"]
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS, SAMPLES, WARM_UP, STEPS = 8, 16, 8, 2
-"""The order in which stages are sent is learnt in the first steps, and checks are made in them."""
+"""The order in which stages are sent is learned in the first steps, and checks are made in them."""
 LIMIT_S = 900
 SMALL = {
     "resnet18": WORKLOADS["resnet18"],

@@ -107,7 +107,7 @@ def main() -> None:
         workload = workload.scaled(args.batch_size / workload.batch_size)
     device = torch.device(args.device)
     torch.backends.cudnn.allow_tf32 = False
-    # Only finds reads of uninitialised memory, and costs a pass over every new tensor.
+    # Only finds reads of uninitialized memory, and costs a pass over every new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
@@ -246,16 +246,16 @@ def train(
     step: Callable[[Batch], object], batches: Sequence[Batch], steps: int, device: torch.device
 ) -> tuple[float, float]:
     """Seconds a step until the device has done some, and until the host had handed them over."""
-    synchronise(device)
+    synchronize(device)
     start = time.perf_counter()
     for number in range(steps):
         step(batches[number % len(batches)])
     queued = time.perf_counter() - start
-    synchronise(device)
+    synchronize(device)
     return (time.perf_counter() - start) / steps, queued / steps
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device.index)

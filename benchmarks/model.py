@@ -319,7 +319,7 @@ def _kept_bytes(run: Run) -> float:
 
 
 def _gradients(run: Run) -> float:
-    """Gradients, all devices together, that are there at once towards the end of backward.
+    """Gradients, all devices together, that are there at once toward the end of backward.
 
     A device keeps the sums of its earlier blocks while it runs the last one. In a block a shard's
     gradient is made while the left halves of all nodes that it lies in the right half of wait: one

@@ -5,7 +5,7 @@
 In one process with one thread, on one device, four loops train equal models in turn, a block of few
 steps at a time: `Trainer.step` with one shard, the same arithmetic as a bare loop of plain PyTorch,
 `Trainer.step` with two shards, and a bare loop over two half batches. What is told is the
-difference between neighbours, block by block. With one shard the bits of both must be the same in
+difference between neighbors, block by block. With one shard the bits of both must be the same in
 the end, so nothing can have been left out.
 """
 
@@ -39,7 +39,7 @@ from workloads import WORKLOADS, Batch, Workload
 __all__ = ["main"]
 
 BLOCK_S = 0.01
-"""About how long the bare loop takes for a block: short, so that the same happens to neighbours."""
+"""About how long the bare loop takes for a block: short, so that the same happens to neighbors."""
 WARM_UP_STEPS = 5
 LEAST_ROUNDS = 2
 SHARDS = (1, 2)

@@ -28,7 +28,7 @@ SHARPNESS = 2
 """Pixels of the file for each that is shown."""
 COLUMNS = 4
 ROWS = 2
-GREY, BLUE, LIGHT_BLUE, LINE = "#9aa0a6", "#1f6feb", "#8fb8f6", "#3c4043"
+GRAY, BLUE, LIGHT_BLUE, LINE = "#9aa0a6", "#1f6feb", "#8fb8f6", "#3c4043"
 TITLE = "Training speed, as a multiple of PyTorch's plain loop on one thread"
 BEGIN, END = "<!-- tables: written by benchmarks/picture.py -->", "<!-- end of the tables -->"
 
@@ -43,10 +43,10 @@ class Bar:
 
 
 BARS = [
-    Bar("plain-all", "plain loop, all cores", GREY),
-    Bar("ddp-2", "DDP, 2 processes", GREY),
-    Bar("accelerate-2", "Accelerate, 2 processes", GREY),
-    Bar("fabric-2", "Fabric, 2 processes", GREY),
+    Bar("plain-all", "plain loop, all cores", GRAY),
+    Bar("ddp-2", "DDP, 2 processes", GRAY),
+    Bar("accelerate-2", "Accelerate, 2 processes", GRAY),
+    Bar("fabric-2", "Fabric, 2 processes", GRAY),
     Bar("onefold-1", "onefold, 1 device, 1 shard", LIGHT_BLUE),
     Bar("onefold-1-two-shards", "onefold, 1 device, 2 shards", LIGHT_BLUE),
     Bar("onefold-2-collective", "onefold, 2 devices, by network", LIGHT_BLUE),

@@ -11,7 +11,7 @@ it so does not count, however short its steps. Several precisions are measured i
 side runs once for each of them.
 
 By default the C allocator hands large blocks back to the system and gets them anew in every step,
-cleared page by page. How often depends on the sizes, so it favours one side here and another one
+cleared page by page. How often depends on the sizes, so it favors one side here and another one
 there; `--keep-memory` has the processes of all sides keep what they once got.
 """
 

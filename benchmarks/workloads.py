@@ -83,7 +83,7 @@ class Workload:
 
 
 def images(count: int) -> torch.Tensor:
-    """Grey images (count, 1, 28, 28) float32."""
+    """Gray images (count, 1, 28, 28) float32."""
     return torch.randn(count, 1, 28, 28)
 
 
@@ -98,7 +98,7 @@ def tokens(count: int) -> torch.Tensor:
 
 
 def pictures(pixels: int, count: int) -> torch.Tensor:
-    """Coloured pictures (count, 3, pixels, pixels) float32."""
+    """Colored pictures (count, 3, pixels, pixels) float32."""
     return torch.randn(count, 3, pixels, pixels)
 
 

@@ -21,20 +21,20 @@ def save(path: Path, pixels: Any, **how: Any) -> Path:
     return path
 
 
-def grey(*shape: int, seed: int = 0) -> Any:
+def gray(*shape: int, seed: int = 0) -> Any:
     """Pixels of any brightness, uint8."""
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
 def black_and_white(*shape: int, seed: int = 0) -> Any:
     """Pixels of 0 and 255, uint8."""
-    return np.where(grey(*shape, seed=seed) > 127, 255, 0).astype(np.uint8)
+    return np.where(gray(*shape, seed=seed) > 127, 255, 0).astype(np.uint8)
 
 
 def save_pairs(folder: Path, sizes: Sequence[tuple[int, int]], first: int = 0) -> None:
     """Noise as ``images/N.png``, and where it is bright as ``masks/N.png``."""
     for number, (height, width) in enumerate(sizes, start=first):
-        pixels = grey(height, width, seed=number)
+        pixels = gray(height, width, seed=number)
         save(folder / "images" / f"{number}.png", pixels)
         save(folder / "masks" / f"{number}.png", np.where(pixels > 127, 255, 0).astype(np.uint8))
 

@@ -328,12 +328,12 @@ def test_what_cannot_be_seen_is_said_once(caplog: pytest.LogCaptureFixture) -> N
 
 
 def two_losses(model: nn.Module, batch: Any) -> onefold.LossTerms:
-    """FixMatch's form: a mean over the few labelled samples, and one over the many others."""
-    (inputs, targets), (others, _) = batch["labelled"], batch["others"]
-    of_labelled = (model(inputs) - targets).square().mean(dim=1)
+    """FixMatch's form: a mean over the few labeled samples, and one over the many others."""
+    (inputs, targets), (others, _) = batch["labeled"], batch["others"]
+    of_labeled = (model(inputs) - targets).square().mean(dim=1)
     of_others = 0.5 * model(others).square().mean(dim=1)
-    labelled = onefold.Mean(of_labelled.sum(), len(inputs))
-    return labelled + onefold.Mean(of_others.sum(), len(others))
+    labeled = onefold.Mean(of_labeled.sum(), len(inputs))
+    return labeled + onefold.Mean(of_others.sum(), len(others))
 
 
 def two_loaders(trainer: onefold.Trainer) -> tuple[onefold.Loader, onefold.Loader]:
@@ -349,15 +349,15 @@ def endless(loader: onefold.Loader) -> Iterator[Any]:
 def zipped(trainer: onefold.Trainer) -> Iterator[Any]:
     few, many = two_loaders(trainer)
     for _ in trainer.epochs(2):
-        yield from ((labelled, others) for others, labelled in zip(many, few, strict=False))
+        yield from ((labeled, others) for others, labeled in zip(many, few, strict=False))
 
 
 def endlessly(trainer: onefold.Trainer) -> Iterator[Any]:
     few, many = two_loaders(trainer)
-    labelled = endless(few)
+    labeled = endless(few)
     for _ in trainer.epochs(2):
         for others in many:
-            yield next(labelled), others
+            yield next(labeled), others
 
 
 def without_epochs(trainer: onefold.Trainer) -> Iterator[Any]:
@@ -384,8 +384,8 @@ def trainer_of(devices: int = 1, loss: Any = two_losses, **choices: Any) -> onef
 def run(pairs: Pairs, trainer: onefold.Trainer, stop: int = 0, folder: Any = None) -> list[Any]:
     """Losses and samples of each step, and what the trainer ends with; or save on the way."""
     found: list[Any] = []
-    for labelled, others in pairs(trainer):
-        step = trainer.step({"labelled": labelled, "others": others})
+    for labeled, others in pairs(trainer):
+        step = trainer.step({"labeled": labeled, "others": others})
         found.append((float(step.loss), step.samples))
         if step.number == stop:
             trainer.save(folder)
@@ -399,7 +399,7 @@ def test_two_loaders_have_the_bits_of_one_device_also_after_a_stop(
 ) -> None:
     whole = run(pairs, trainer_of())
     assert whole == run(pairs, trainer_of(3))
-    assert {samples for _, samples in whole[:-1]} == {4, 3}  # the labelled ones
+    assert {samples for _, samples in whole[:-1]} == {4, 3}  # the labeled ones
     for stop in range(1, len(whole) - 1):
         run(pairs, trainer_of(2), stop, tmp_path / str(stop))
         again = trainer_of()
@@ -409,10 +409,10 @@ def test_two_loaders_have_the_bits_of_one_device_also_after_a_stop(
 
 def test_two_loaders_in_one_shard_are_the_plain_loop() -> None:
     trainer, optimizer = trainer_of(shards=1), sgd(model := line())
-    for labelled, others in itertools.islice(zipped(trainer), 5):
-        batch = {"labelled": labelled, "others": others}
+    for labeled, others in itertools.islice(zipped(trainer), 5):
+        batch = {"labeled": labeled, "others": others}
         assert trainer.gradient(batch).samples == trainer.step(batch).samples
-        (x, y), (u, _) = labelled.shards[0], others.shards[0]
+        (x, y), (u, _) = labeled.shards[0], others.shards[0]
         optimizer.zero_grad()
         ((model(x) - y).square().mean() + 0.5 * model(u).square().mean()).backward()
         optimizer.step()
@@ -524,7 +524,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         make_trainer(microbatch=2).step((XS, onefold.Broadcast(XS)))
     trainer = trainer_of(2)
     few, many = two_loaders(trainer)
-    labelled = next(iter(few))
+    labeled = next(iter(few))
     trainer.shares = (1, 2)
     with pytest.raises(ValueError, match=r"several shares, \(2, 1\), \(1, 2\)"):
-        trainer.step({"labelled": labelled, "others": next(iter(many))})
+        trainer.step({"labeled": labeled, "others": next(iter(many))})

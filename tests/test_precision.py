@@ -144,8 +144,8 @@ def test_models_hold_low_precision_and_small_updates_are_not_lost() -> None:
     for _ in range(20):
         trainer.step((torch.ones(2, 1),))
     assert float(model.weight.detach()) == float(torch.tensor(0.983).bfloat16())
-    normalised = trainer_of("fp16-params").model.named_parameters()
-    kept = {name for name, p in normalised if p.dtype != torch.half}
+    normalized = trainer_of("fp16-params").model.named_parameters()
+    kept = {name for name, p in normalized if p.dtype != torch.half}
     assert kept == {"1.weight", "1.bias", "3.weight", "3.bias"}
 
 

@@ -135,7 +135,7 @@ def test_convert_keeps_parameters_names_and_modes() -> None:
     assert onefold.SyncBatchNorm.convert(net)[0] is first
 
 
-def test_what_cannot_be_normalised_is_refused() -> None:
+def test_what_cannot_be_normalized_is_refused() -> None:
     with pytest.raises(ValueError, match=r"LazyBatchNorm1d does not know its number of channels"):
         onefold.SyncBatchNorm.convert(nn.Sequential(nn.LazyBatchNorm1d()))
     with pytest.raises(ValueError, match=r"expected input \(n, C, \.\.\.\), got shape \(3,\)"):

@@ -109,7 +109,7 @@ def shown(step: Any) -> list[Any]:
 
 
 def result(trainer: onefold.Trainer, steps: list[Batch]) -> list[Any]:
-    """Rows of the step before decide what is drawn, as in prioritised replay."""
+    """Rows of the step before decide what is drawn, as in prioritized replay."""
     found: list[Any] = []
     priorities = torch.ones(len(steps[0][0]))
     for inputs, labels in steps:

@@ -31,9 +31,9 @@ set_seed(seed)
 files = {part: str(data / f"{part}.tsv") for part in ("train", "dev", "test")}
 texts = load_dataset("csv", data_files=files, sep="\t", quoting=3, column_names=["text", "label"])
 special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-learnt = ByteLevelBPETokenizer()
-learnt.train_from_iterator(texts["train"]["text"], vocab_size=4000, special_tokens=special)
-learnt.save_model(".")
+learned = ByteLevelBPETokenizer()
+learned.train_from_iterator(texts["train"]["text"], vocab_size=4000, special_tokens=special)
+learned.save_model(".")
 tokenizer = RobertaTokenizerFast.from_pretrained(".")
 tokens = texts.map(tokenize, batched=True)
 config = RobertaConfig(

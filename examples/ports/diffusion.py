@@ -21,7 +21,7 @@ import onefold
 MOMENTS = 40
 
 
-def centres():
+def centers():
     """Where the data lie: six places on a circle, (6, 2) float32."""
     turn = torch.arange(6) * math.pi / 3
     return torch.stack([turn.cos(), turn.sin()], dim=1)
@@ -31,7 +31,7 @@ def make_points(size, seed):
     """Points near the six places: (size, 2) float32."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(6, (size,), generator=generator)
-    return centres()[chosen] + 0.05 * torch.randn(size, 2, generator=generator)
+    return centers()[chosen] + 0.05 * torch.randn(size, 2, generator=generator)
 
 
 class NoiseModel(nn.Module):
@@ -95,7 +95,7 @@ def main(epochs=15):
         near = 0.0
         if not trainer.replaying:  # what the model draws here, no record of a stopped run knows
             with trainer.averaged():
-                distances = torch.cdist(draw_points(trainer.model, 300), centres()).amin(dim=1)
+                distances = torch.cdist(draw_points(trainer.model, 300), centers()).amin(dim=1)
             near = float((distances < 0.2).float().mean())
         near = trainer.state("near", near)
         print(f"epoch {epoch}: loss {total / max(samples, 1):.4f}, {near:.1%} of samples are near")

@@ -16,7 +16,7 @@ from torch import nn
 
 import onefold
 
-CLASSES, LABELLED, RATIO, SURE = 4, 16, 3, 0.8
+CLASSES, LABELED, RATIO, SURE = 4, 16, 3, 0.8
 
 
 def make_bars(size, seed):
@@ -61,14 +61,14 @@ def strong(pictures):
 
 
 def loss(model, batch):
-    (pictures, kinds), (unlabelled,) = batch
+    (pictures, kinds), (unlabeled,) = batch
     each = F.cross_entropy(model(weak(pictures)), kinds, reduction="none")
     supervised = onefold.Mean(each.sum(), len(kinds))
     with torch.no_grad():
-        sure, guessed = model(weak(unlabelled)).softmax(1).max(1)
-    each = F.cross_entropy(model(strong(unlabelled)), guessed, reduction="none")
+        sure, guessed = model(weak(unlabeled)).softmax(1).max(1)
+    each = F.cross_entropy(model(strong(unlabeled)), guessed, reduction="none")
     used = (sure > SURE).to(each.dtype)
-    count = len(unlabelled)
+    count = len(unlabeled)
     values = {"used": onefold.Mean(used.sum(), count)}
     return supervised + onefold.Mean((used * each).sum(), count), values
 
@@ -77,14 +77,14 @@ def main(epochs=6):
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-    few = torch.utils.data.TensorDataset(*make_bars(LABELLED * 10, seed=1))
-    many = torch.utils.data.TensorDataset(make_bars(LABELLED * RATIO * 10, seed=2)[0])
+    few = torch.utils.data.TensorDataset(*make_bars(LABELED * 10, seed=1))
+    many = torch.utils.data.TensorDataset(make_bars(LABELED * RATIO * 10, seed=2)[0])
     trainer = onefold.Trainer(model, optimizer, loss, shards=4, seed=0)
-    labelled = trainer.loader(few, batch_size=LABELLED, shuffle=True)
-    unlabelled = trainer.loader(many, batch_size=LABELLED * RATIO, shuffle=True)
+    labeled = trainer.loader(few, batch_size=LABELED, shuffle=True)
+    unlabeled = trainer.loader(many, batch_size=LABELED * RATIO, shuffle=True)
     for epoch in trainer.epochs(epochs):
         step = None
-        for batch in zip(labelled, unlabelled, strict=True):
+        for batch in zip(labeled, unlabeled, strict=True):
             step = trainer.step(batch)
         if step is not None:
             print(f"epoch {epoch}: loss {step.loss:.4f}, used {step.values['used']:.2f}")

@@ -4,7 +4,7 @@ What changes against the plain loop:
 
 - Every device plays the same episodes, with a generator that is seeded from the number of the
   step, and `trainer.step` cuts the whole batch. Playing is not shared out; learning is.
-- Returns are normalised before the step, over all samples, so no shard needs the others.
+- Returns are normalized before the step, over all samples, so no shard needs the others.
 - Nothing else: a batch of another size in each step is nothing special.
 
     python examples/ports/reinforce.py

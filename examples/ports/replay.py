@@ -1,4 +1,4 @@
-"""Double Q-learning with prioritised replay: how wrong the model was on each sample goes back.
+"""Double Q-learning with prioritized replay: how wrong the model was on each sample goes back.
 
 What changes against the plain loop:
 

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation: each batch's gradient twice, the second time a little uphill.
+"""Sharpness-aware minimization: each batch's gradient twice, the second time a little uphill.
 
 What changes against the plain loop:
 

@@ -5,7 +5,7 @@ What changes against the plain loop:
 - `onefold.gather` inside the loss: a shard sees the features of all shards, with gradients.
 - The second view needs no loader of its own: the data set gives both, each with its own random
   numbers.
-- The features of all pictures, for the nearest neighbours, come from `trainer.predict`.
+- The features of all pictures, for the nearest neighbors, come from `trainer.predict`.
 
     python examples/ports/simclr.py
     onefold run --devices 2 examples/ports/simclr.py
@@ -84,8 +84,8 @@ def features(model, pictures):
     return {"features": F.normalize(model.features(pictures), dim=1)}
 
 
-def neighbours(trainer, known, asked):
-    """How many pictures have a nearest neighbour of their own kind."""
+def neighbors(trainer, known, asked):
+    """How many pictures have a nearest neighbor of their own kind."""
     (pictures, kinds), (others, answers) = known, asked
     known_features = trainer.predict(features, pictures, batch_size=100)["features"]
     asked_features = trainer.predict(features, others, batch_size=100)["features"]
@@ -100,14 +100,14 @@ def main(epochs=6):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-6)
     trainer = onefold.Trainer(model, optimizer, loss, shards=4, seed=0)
     loader = trainer.loader(TwoViews(known[0]), batch_size=128, shuffle=True, drop_last=True)
-    print(f"before: {neighbours(trainer, known, asked):.1%} have a neighbour of their kind")
+    print(f"before: {neighbors(trainer, known, asked):.1%} have a neighbor of their kind")
     for epoch in trainer.epochs(epochs):
         step = None
         for batch in loader:
             step = trainer.step(batch)
-        share = neighbours(trainer, known, asked)
+        share = neighbors(trainer, known, asked)
         if step is not None:
-            print(f"epoch {epoch}: loss {step.loss:.4f}, {share:.1%} have a neighbour")
+            print(f"epoch {epoch}: loss {step.loss:.4f}, {share:.1%} have a neighbor")
     return trainer.fingerprint()
 
 

@@ -282,9 +282,9 @@ def test_another_run_is_refused_by_name_and_taken_on_request(tmp_path: Path, wha
     assert promise in str(caught.value)
     assert (bits(other.model), other.steps) == (before, 0)
     with pytest.raises(
-        ValueError, match=r"expected allow_changed to name some of .*got \['colour'\]"
+        ValueError, match=r"expected allow_changed to name some of .*got \['color'\]"
     ):
-        other.load(tmp_path, allow_changed=["colour"])
+        other.load(tmp_path, allow_changed=["color"])
     wrong = sorted(CHANGES.keys() - {what})
     with pytest.raises(CheckpointError):
         other.load(tmp_path, allow_changed=wrong)

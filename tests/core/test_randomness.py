@@ -86,7 +86,7 @@ LENGTHS = st.lists(st.integers(0, 20), max_size=300).map(torch.LongTensor)
 def test_an_order_visits_every_sample_once(
     lengths: torch.Tensor, batch_size: int, seed: int, epoch: int
 ) -> None:
-    """With lengths the short last batch is what it would be without: to leave it out favours
+    """With lengths the short last batch is what it would be without: to leave it out favors
     none. No length lies between those of a batch that it is not in, and batches are sorted."""
     count = len(lengths)
     plain = sample_order(count, seed=seed, epoch=epoch)
@@ -102,7 +102,7 @@ def test_an_order_visits_every_sample_once(
 
 
 def test_the_longest_samples_come_at_no_fixed_time() -> None:
-    """Or a rate that falls over an epoch would favour some lengths."""
+    """Or a rate that falls over an epoch would favor some lengths."""
     orders = [order_by_length(torch.arange(60), batch_size=10, seed=0, epoch=e) for e in range(50)]
     assert {int(order[0]) // 10 for order in orders} == set(range(6))
 

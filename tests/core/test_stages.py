@@ -29,7 +29,7 @@ def test_every_shard_goes_forth_and_back_and_few_are_under_way(devices: int, cou
 
 @given(DEVICES, st.integers(1, 12))
 def test_a_line_ends_after_the_time_that_it_is_said_to_wait(devices: int, count: int) -> None:
-    """Each device does one thing at a time, once its neighbour has done the same."""
+    """Each device does one thing at a time, once its neighbor has done the same."""
     orders = [list(moves(place, devices, count)) for place in range(devices)]
     done: dict[tuple[int, Move, int], int] = {}
     free = [0] * devices
@@ -73,7 +73,7 @@ def test_the_largest_share_is_as_small_as_can_be(sizes: list[int], devices: int)
 
 
 @given(st.lists(st.integers(0, 1 << 26), max_size=12))
-def test_small_neighbours_are_merged(sizes: list[int]) -> None:
+def test_small_neighbors_are_merged(sizes: list[int]) -> None:
     """From the end on; none that is large enough by itself takes another one behind it."""
     stages = merge(sizes)
     assert [stage for stage, _ in groupby(stages)] == list(range(len(set(stages))))

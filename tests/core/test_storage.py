@@ -76,7 +76,7 @@ def test_devices_have_as_much_where_each_stage_has_few_segments(
             assert not own or not places or places[stage] == place % pipeline
 
 
-def test_small_neighbours_are_one_chunk_also_where_they_are_added_up_in_a_wider_dtype() -> None:
+def test_small_neighbors_are_one_chunk_also_where_they_are_added_up_in_a_wider_dtype() -> None:
     layout = layout_of(*(torch.empty(n, dtype=torch.bfloat16) for n in (10, 0, 3, 700)))
     wide = layout.converted(lambda _: torch.float32)
     segments = cut_segments(layout, by_element=True)

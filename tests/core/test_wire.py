@@ -39,7 +39,7 @@ def test_so_do_tensors_and_arrays_as_what_they_show() -> None:
     assert type(decode(encode(collections.OrderedDict(a=1), "value"))) is dict
 
 
-class Colour(enum.IntEnum):
+class Color(enum.IntEnum):
     RED = 1
 
 
@@ -54,7 +54,7 @@ def test_everything_else_is_refused_by_name() -> None:
     for value, words in (
         (object(), "the value is of type object, which no device can send"),
         ([1, {2}], r"the value\[1\] is of type set"),
-        ({"a": (Colour.RED,)}, r"the value\['a'\]\[0\] is of type Colour"),
+        ({"a": (Color.RED,)}, r"the value\['a'\]\[0\] is of type Color"),
         (Pair(1, 2), "of type Pair"),
         ({3: 1}, "the value has the key 3, of type int: expected text"),
         (np.array([object()]), "a NumPy ndarray of object.*tolist"),

@@ -17,7 +17,7 @@ from onefold.data_order.reader import digest_of, digest_samples, join_digests
 from tests.tables import for_each
 
 Pair = namedtuple("Pair", "left right")
-Colour = enum.Enum("Colour", "RED BLUE")
+Color = enum.Enum("Color", "RED BLUE")
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ def test_a_digest_depends_on_the_value_alone(one: Any, other: Any) -> None:
         ({1, 2}, {1, 3}),
         (Pair(1, 2), (1, 2)),
         (OrderedDict(a=1), {"a": 1}),
-        (Colour.RED, Colour.BLUE),
+        (Color.RED, Color.BLUE),
         (len, print),
         (Pair, Record),
     ],

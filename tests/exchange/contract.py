@@ -57,7 +57,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 STAGES = Stages(("rest", "first", "second", "empty"), (1, 2, 0, 2, 1, 2))
-"""Neighbours in memory are in different stages, and one stage has nothing."""
+"""Neighbors in memory are in different stages, and one stage has nothing."""
 
 
 def storage(devices: int, *, staged: bool = False) -> Storage:

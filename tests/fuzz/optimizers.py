@@ -131,6 +131,6 @@ HOOKS: dict[str, tuple[Attach, HookTraits]] = {
     "after": (_after(lambda g: g * 0.5), HookTraits()),
     "turned": (_after(lambda g: g.t().contiguous().t() if g.dim() == 2 else g), TURNED),
     "dropped": (_dropped, HookTraits()),
-    "normalised": (_at_step("pre", lambda p: p.grad.div_(p.grad.norm() + 1e-3)), HookTraits()),
+    "normalized": (_at_step("pre", lambda p: p.grad.div_(p.grad.norm() + 1e-3)), HookTraits()),
     "bounded": (_at_step("post", lambda p: p.clamp_(-0.9, 0.9)), HookTraits()),
 }

@@ -26,7 +26,7 @@ SPOILT = 9
 
 
 class Net(nn.Module):
-    """Convolution, both kinds of normalisation, dropout, and layers of several segments."""
+    """Convolution, both kinds of normalization, dropout, and layers of several segments."""
 
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()

@@ -66,14 +66,14 @@ def test_the_size_is_told_and_whether_pictures_were_made_smaller(
         assert result["shrunk"] is smaller
 
 
-def test_pictures_are_normalised_by_the_training_set(data: Path) -> None:
+def test_pictures_are_normalized_by_the_training_set(data: Path) -> None:
     task = task_of(data, augment="none", flip="no")
     pixels = torch.stack([task.train_set[i][0] for i in range(len(task.train_set))])
     assert pixels.mean(dim=(0, 2, 3)) == pytest.approx(torch.zeros(3), abs=1e-5)
     assert pixels.std(dim=(0, 2, 3)) == pytest.approx(torch.ones(3), abs=1e-3)
 
 
-def test_a_file_of_weights_brings_its_stem_and_normalisation(data: Path, tmp_path: Path) -> None:
+def test_a_file_of_weights_brings_its_stem_and_normalization(data: Path, tmp_path: Path) -> None:
     large, path = resnet18(num_classes=1000, small_images=False), str(tmp_path / "published.pth")
     torch.save(large.state_dict(), path)
     task = task_of(data, pretrained=path, image_size=32)

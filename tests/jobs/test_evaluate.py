@@ -1,4 +1,4 @@
-"""A trained run on labelled data: what is read, what is refused, and which scores come of it."""
+"""A trained run on labeled data: what is read, what is refused, and which scores come of it."""
 
 import gzip
 import io

@@ -20,7 +20,7 @@ from tests.tables import for_each
 
 
 def small(classes: int = 3, blocks: tuple[int, ...] = (1, 1), seed: int = 0, **more: Any) -> ResNet:
-    """A ResNet for grey pictures, and batch norms that are not at their beginning."""
+    """A ResNet for gray pictures, and batch norms that are not at their beginning."""
     torch.manual_seed(seed)
     model = ResNet(blocks=blocks, num_classes=classes, in_channels=1, **{"width": 4, **more})
     for module in model.modules():
@@ -194,14 +194,14 @@ def test_only_frozen_parts_stay(frozen: tuple[str, ...], kept: tuple[str, ...]) 
 
 
 class Activated(nn.BatchNorm2d):
-    """Does more than normalise, as some of timm do."""
+    """Does more than normalize, as some of timm do."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input).relu()
 
 
 @for_each("training", [True, False, None])
-def test_a_frozen_batch_norm_normalises_with_its_kept_statistics(training: bool | None) -> None:
+def test_a_frozen_batch_norm_normalizes_with_its_kept_statistics(training: bool | None) -> None:
     model = small()
     model.bn1 = Activated(4)
     images, _ = pictures()

@@ -239,7 +239,7 @@ def test_numbers_are_made_of_logits_as_the_description_says(tmp_path: Path) -> N
 def test_masks_are_padded_as_the_description_says(runs: Any) -> None:
     run = onefold_jobs.load_run(runs["segment"][1])
     how = run.description["preprocessing"]
-    assert how["padded"].startswith("zeros after normalisation, on the right and below, ")
+    assert how["padded"].startswith("zeros after normalization, on the right and below, ")
     picture = noise((70, 9))
     (found,) = run.preprocess([picture])["images"]
     height, width = (

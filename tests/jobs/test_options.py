@@ -51,7 +51,7 @@ NUMBERS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Odd(TrainOptions):
-    colour: Literal["red", "blue"] | None = option(None, "Of the line.", shown="none")
+    color: Literal["red", "blue"] | None = option(None, "Of the line.", shown="none")
 
 
 def flag(name: str) -> str:
@@ -149,7 +149,7 @@ TYPES = [("epochs", 1.0, WHOLE), ("epochs", "3", WHOLE), ("epochs", True, WHOLE)
 TYPES += [("shards", None, WHOLE), ("lr", "0.1", NUMBER), ("lr", False, NUMBER)]
 TYPES += [("weight_decay", {}, NUMBER), ("data", [3], "text"), ("freeze_until", True, "text")]
 TYPES += [("resume", 1, "true or false"), ("optimizer", ["sgd"], FEW), ("optimizer", "\udce9", FEW)]
-TYPES += [("freeze", True, LIST), ("freeze", ["a", None], LIST), ("colour", "green", "red, blue")]
+TYPES += [("freeze", True, LIST), ("freeze", ["a", None], LIST), ("color", "green", "red, blue")]
 
 
 @for_each(("name", "value", "expected"), TYPES)

@@ -23,7 +23,7 @@ from tests import simulated
 from tests.capabilities import needs_text
 from tests.checkpoint.folders import reseal
 from tests.jobs.tiny import run_here
-from tests.masked import grey, on_cpu, save, save_pairs
+from tests.masked import gray, on_cpu, save, save_pairs
 from tests.tables import for_each
 
 pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold-jobs[images]"')
@@ -53,7 +53,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     folder, runs = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("runs")
     for number, name in enumerate(CLASSES):
         for seed in range(9):
-            pixels = (grey(16, 16, seed=seed) // 3 + 85 * number).astype(np.uint8)
+            pixels = (gray(16, 16, seed=seed) // 3 + 85 * number).astype(np.uint8)
             part = "train" if seed < 4 else "test"
             save(folder / "classify" / part / name / f"{seed}.png", pixels)
     save_pairs(folder / "segment" / "train", [(40, 40)] * 4)
@@ -207,7 +207,7 @@ ODD = ["a,b.png", 'say "x".png', "two\nlines.png", " .png", "é.png", os.fsdecod
 def test_each_picture_is_told_once_in_the_given_order(kinds: Kinds, tmp_path: Path) -> None:
     classifier = kinds.run["classify"]
     for name in ("b/2.png", "b/10.png", "b/a/1.png", "z.png", "a.png"):
-        save(tmp_path / name, grey(16, 16))
+        save(tmp_path / name, gray(16, 16))
     (tmp_path / "linked").symlink_to(tmp_path / "b")
     again = tmp_path / "b" / "." / "2.png"
     paths = [tmp_path / "z.png", tmp_path / "b", again, tmp_path / "a.png"]
@@ -215,14 +215,14 @@ def test_each_picture_is_told_once_in_the_given_order(kinds: Kinds, tmp_path: Pa
     assert names(predicted(classifier, *paths)) == told
     assert names(predicted(classifier, tmp_path / "linked")) == told[1:4]
     # Of one name in two folders.
-    one, two = (save(tmp_path / folder / "x.png", grey(16, 16)) for folder in ("c", "d"))
+    one, two = (save(tmp_path / folder / "x.png", gray(16, 16)) for folder in ("c", "d"))
     assert names(predicted(classifier, one.parent, two)) == [str(one), str(two)]
 
 
 @here
 def test_what_cannot_be_read_is_left_out_when_asked(kinds: Kinds, tmp_path: Path) -> None:
     run, bad = kinds.run["classify"], tmp_path / "b.png"
-    save(tmp_path / "a.png", grey(16, 16))
+    save(tmp_path / "a.png", gray(16, 16))
     bad.write_bytes(b"no picture")
     refused(f"1 file cannot be used:\n  {bad}: ", run, tmp_path)
     prediction = predicted(run, tmp_path, skip_bad=True)
@@ -256,7 +256,7 @@ def test_what_cannot_be_looked_at_is_refused(kinds: Kinds, tmp_path: Path) -> No
     run, text = kinds.run["classify"], kinds.run["text"]
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").write_bytes(b"\n")
-    save(tmp_path / "bad" / "x.png", grey(2, 2)).write_bytes(b"")
+    save(tmp_path / "bad" / "x.png", gray(2, 2)).write_bytes(b"")
     refused("empty: expected images, found none", run, tmp_path / "empty")
     refused(r"empty\.txt: expected texts, found none", text, tmp_path / "empty.txt")
     refused("expected images, found none", run, tmp_path / "bad", skip_bad=True)
@@ -285,7 +285,7 @@ def test_what_is_no_run_or_has_no_weights_is_refused(kinds: Kinds, tmp_path: Pat
 @nowhere
 def test_an_output_that_does_not_suit_is_refused(kinds: Kinds, tmp_path: Path) -> None:
     run, text, masks = (kinds.run[kind] for kind in ("classify", "text", "segment"))
-    picture, file = save(tmp_path / "a" / "x.png", grey(8, 8)), tmp_path / "x.txt"
+    picture, file = save(tmp_path / "a" / "x.png", gray(8, 8)), tmp_path / "x.txt"
     file.write_text("fine\n")
     (tmp_path / "link").symlink_to(picture.parent)
     place = "expected a folder that can be written to, got .*: --output names another one"
@@ -299,7 +299,7 @@ def test_an_output_that_does_not_suit_is_refused(kinds: Kinds, tmp_path: Path) -
         refused(words, masks, picture.parent, output=tmp_path / name)
     refused(r"expected another place, .*x\.txt would be lost", text, file, output=file)
     for name in ("a/x.jpg", "b/x.png"):
-        other = save(tmp_path / name, grey(8, 8))
+        other = save(tmp_path / name, gray(8, 8))
         words = r"x\..* and .*x\..* would have a mask .* x\.png"
         refused(words, masks, picture, other, output=tmp_path / "masks")
 
@@ -429,9 +429,9 @@ def test_files_of_others_are_not_written_over(tmp_path: Path, name: str, kind: s
 @here
 def test_masks_are_not_written_over_pictures_of_others(kinds: Kinds, tmp_path: Path) -> None:
     run, given, masks, elsewhere = kinds.run["segment"], *(tmp_path / n for n in ("a", "b", "c"))
-    save(given / "x.png", grey(16, 16, 3))
-    save(given / "sub" / "y.png", grey(16, 16, 3))
-    before = save(masks / "x.png", grey(4, 4)).read_bytes()
+    save(given / "x.png", gray(16, 16, 3))
+    save(given / "sub" / "y.png", gray(16, 16, 3))
+    before = save(masks / "x.png", gray(4, 4)).read_bytes()
     words = r"expected new masks, or masks of before, .*x\.png is a"
     refused(words, run, given, output=masks)
     assert (masks / "x.png").read_bytes() == before
@@ -465,7 +465,7 @@ def test_no_cell_is_a_formula(text: str) -> None:
 def test_masks_have_the_size_of_their_pictures(kinds: Kinds, tmp_path: Path, format: Any) -> None:
     sizes = {"a/x.jpg": (40, 30), "a/b/x.1.png": (33, 70), "y.bmp": (1, 65)}
     for name, size in sizes.items():
-        save(tmp_path / "in" / name, grey(*size, 3))
+        save(tmp_path / "in" / name, gray(*size, 3))
     folder = tmp_path / "new" / "out"
     prediction = predicted(kinds.run["segment"], tmp_path / "in", output=folder)
     assert put(prediction, folder, format=format) == folder / f"masks.{format}"

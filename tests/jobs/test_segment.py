@@ -15,7 +15,7 @@ from torch import nn
 import onefold
 from onefold.errors import CheckpointError, DataError
 from onefold_jobs import segment_job
-from onefold_jobs.data.augment import IMAGENET, Normalise
+from onefold_jobs.data.augment import IMAGENET, Normalize
 from onefold_jobs.data.masks import VOID, MaskRule
 from onefold_jobs.data.pairs import Pair
 from onefold_jobs.finetune import best_checkpoint
@@ -23,7 +23,7 @@ from onefold_jobs.segment_job import MaskModel, SegmentOptions
 from onefold_jobs.segment_pictures import Augment, Padded, PicturePairs, inside
 from onefold_jobs.training import Task
 from tests.jobs.tiny import run_here, write_class_masks
-from tests.masked import black_and_white, grey, save, save_pairs
+from tests.masked import black_and_white, gray, save, save_pairs
 from tests.small import bits, make_trainer
 from tests.tables import for_each
 
@@ -32,7 +32,7 @@ pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold-job
 SIZES = [(40, 50), (33, 90), (32, 32), (20, 70), (9, 7)]
 """Height and width; crops of 32 cut all but the last and, in one direction, the one before it."""
 TINY: dict[str, Any] = {"encoder": "resnet18", "width": 4, "devices": "cpu:1"}
-PLAIN = Normalise((0.0,) * 3, (1.0,) * 3)
+PLAIN = Normalize((0.0,) * 3, (1.0,) * 3)
 RIGHT, WRONG = (float(F.softplus(torch.tensor(sign * 1.5))) for sign in (-1, 1))
 """The loss of a pixel of which `pixelwise` is right, and of one of which it is not."""
 
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
     """A run with crops of 32 and a last batch of one picture."""
     runs = tmp_path_factory.mktemp("runs")
-    return run_here("segment", folder, runs, crop=32, normalise="imagenet", **TINY)[0]
+    return run_here("segment", folder, runs, crop=32, normalize="imagenet", **TINY)[0]
 
 
 def options(**chosen: Any) -> SegmentOptions:
@@ -206,7 +206,7 @@ VOID_OPTIONS: dict[str, Any] = {"foreground": ("2",), "void": ("255",)}
 def voids(tmp_path: Path) -> Path:
     """Masks of a class 1, a class 2, and a border of 255 between them and the rest."""
     for number in range(9):
-        pixels, mask = grey(40, 44, 3, seed=number), np.zeros((40, 44), dtype=np.uint8)
+        pixels, mask = gray(40, 44, 3, seed=number), np.zeros((40, 44), dtype=np.uint8)
         mask[8:32, 6:22], mask[8:32, 22:38] = 255, 255
         mask[10:30, 8:20], mask[10:30, 24:36] = 1, 2
         pixels[mask == 2] //= 4
@@ -261,7 +261,7 @@ def test_void_is_kept_in_crops_and_does_not_weigh(voids: Path) -> None:
 def test_a_run_keeps_what_its_model_needs(folder: Path, run: Path, tmp_path: Path) -> None:
     kind = MaskModel.of_run(run)
     assert (kind.encoder, kind.width, kind.threshold) == ("resnet18", 4, 0.5)
-    assert kind.normalise == Normalise(*IMAGENET)
+    assert kind.normalize == Normalize(*IMAGENET)
     kept = kind.build()
     onefold.load_weights(kept, best_checkpoint(run))
     task = task_of(folder, pretrained=str(run))

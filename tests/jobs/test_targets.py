@@ -53,7 +53,7 @@ def test_scores_are_those_of_scikit_learn() -> None:
 
 
 def write_shades(root: Path, count: int = 40) -> None:
-    """Pictures of any of three colours, and tables of the colours and of how bright they are."""
+    """Pictures of any of three colors, and tables of the colors and of how bright they are."""
     root.mkdir()
     draw = np.random.default_rng(3)
     tags, numbers = [], [["image", "level"]]
@@ -189,7 +189,7 @@ def test_options_that_are_not_for_a_task_are_refused(
 
 
 @pytest.mark.processes
-def test_masks_of_several_classes_are_learnt_drawn_and_scored(tmp_path: Path) -> None:
+def test_masks_of_several_classes_are_learned_drawn_and_scored(tmp_path: Path) -> None:
     data = write_class_masks(tmp_path / "data")
     options = {
         "classes": ("ground=0", "bird=3", "person=15"),

@@ -139,7 +139,7 @@ def test_a_warning_names_only_options_of_its_task(asked: Train, monkeypatch: Any
     output = invoke("text", "--data", "x").output
     assert output.count("More --epochs, another --lr or --batch-size may help") == 1
     assert "--class-weights" not in output
-    ious = [{"class": "sky", "colour": "#000000", "iou": 0.25, "share": math.nan}]
+    ious = [{"class": "sky", "color": "#000000", "iou": 0.25, "share": math.nan}]
     told_of = {**result, "score": "lowest rmse", "ious": ious}
     monkeypatch.setattr(train, "run_job", lambda *_: told_of)
     output = invoke("segment", "--data", "x").output

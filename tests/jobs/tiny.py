@@ -15,7 +15,7 @@ job_of = {job.name: job for job in JOBS}.__getitem__
 
 
 def write_pictures(root: Path, *, train: int = 8, test: int = 4) -> Path:
-    """Squares whose colour tells their class, as ``train/CLASS/*.png`` and ``test/CLASS/*.png``."""
+    """Squares whose color tells their class, as ``train/CLASS/*.png`` and ``test/CLASS/*.png``."""
     draw = np.random.default_rng(0)
     for part, count in (("train", train), ("test", test)):
         for channel, name in enumerate(CLASSES):
@@ -45,18 +45,18 @@ def write_masks(root: Path, *, train: int = 6, test: int = 3) -> Path:
 
 
 VOC = {0: (0, 0, 0), 3: (128, 128, 0), 15: (192, 128, 128), 255: (224, 224, 192)}
-"""Values of masks as the Pascal VOC challenge has them, and their colours in its palette."""
+"""Values of masks as the Pascal VOC challenge has them, and their colors in its palette."""
 
 
 def write_class_masks(root: Path, *, train: int = 6, test: int = 3, kind: str = "palette") -> Path:
     """Pictures of two kinds of rectangles, and masks with their classes and a border of 255.
 
-    Masks have a ``palette``, or are of plain ``numbers``, or of ``colours``.
+    Masks have a ``palette``, or are of plain ``numbers``, or of ``colors``.
     """
     draw = np.random.default_rng(4)
     palette = np.zeros((256, 3), dtype=np.uint8)
-    for value, colour in VOC.items():
-        palette[value] = colour
+    for value, color in VOC.items():
+        palette[value] = color
     for part, count in (("train", train), ("test", test)):
         for folder in ("images", "masks"):
             (root / part / folder).mkdir(parents=True)
@@ -68,7 +68,7 @@ def write_class_masks(root: Path, *, train: int = 6, test: int = 3, kind: str = 
                 mask[y : y + 18, x : x + 18] = value
             pixels = palette[mask] // 2 + draw.integers(0, 60, (48, 64, 3))
             Image.fromarray(pixels.astype(np.uint8)).save(root / part / "images" / f"{number}.png")
-            picture = Image.fromarray(palette[mask] if kind == "colours" else mask)
+            picture = Image.fromarray(palette[mask] if kind == "colors" else mask)
             if kind == "palette":
                 picture.putpalette(palette.tobytes())
             picture.save(root / part / "masks" / f"{number}.png")

@@ -71,7 +71,7 @@ class Sharing(nn.Module):
 
 
 class Narrow(nn.Module):
-    """Small stages that are merged with their neighbours, of which one is used without a call."""
+    """Small stages that are merged with their neighbors, of which one is used without a call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def without_hooks(module: nn.Module) -> nn.Module:
 
 
 def merged_scripted() -> nn.Module:
-    """One that takes no hooks is small, and leaves with its neighbours."""
+    """One that takes no hooks is small, and leaves with its neighbors."""
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(5)]
     return nn.Sequential(*layers[:2], without_hooks(nn.LayerNorm(WIDTH)), *layers[2:])
 
@@ -120,8 +120,8 @@ def now_and_then(model: nn.Module, x: torch.Tensor) -> Any:
 def gathering_later(model: nn.Module, x: torch.Tensor) -> Any:
     """Asks for the others' rows from the fourth step on, when nobody expects it any more."""
     found = model(x)
-    centre = onefold.gather(found).mean(0) if model.steps > 3 else 0.0
-    return (found - centre).square().mean(1)
+    center = onefold.gather(found).mean(0) if model.steps > 3 else 0.0
+    return (found - center).square().mean(1)
 
 
 def two_terms(model: nn.Module, x: torch.Tensor) -> Any:
@@ -252,7 +252,7 @@ def test_most_stages_leave_before_backward_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All but what is done last, at the model's beginning, what is not used at all, and a stage
-    that takes no hooks and has no neighbour to leave with."""
+    that takes no hooks and has no neighbor to leave with."""
     left: dict[str, int] = Counter()
     started, finish, ending = CollectiveMemory._start_next, GradientHooks.finish, [False]
 

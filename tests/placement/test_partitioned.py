@@ -41,14 +41,14 @@ class Skipping(nn.Module):
         return x * torch.cat([self.layers[1].bias[:6], self.layers[2].bias[6:]]) + biases
 
 
-def penalised(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def penalized(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     outputs = model(batch).square().mean(dim=1)
     penalty = sum(p.abs().sum() for p in model.parameters())
     assert isinstance(model, Skipping)
     return outputs + 0.01 * penalty + 0.001 * model.beside  # type: ignore[no-any-return]
 
 
-skipping = partial(trainer_of, Skipping, penalised)
+skipping = partial(trainer_of, Skipping, penalized)
 
 
 def batches(count: int = 1) -> list[torch.Tensor]:
@@ -74,11 +74,11 @@ def with_loss(loss: Any, settings: dict[str, Any]) -> str:
 @for_each(
     ("loss", "settings", "devices"),
     [
-        (penalised, {}, 3),
+        (penalized, {}, 3),
         (terms, {}, 2),
-        (penalised, {"microbatch": "auto"}, 2),
-        (penalised, {"microbatch": 2, "clip_norm": 0.1}, 2),
-        (penalised, {"precision": "bf16-params"}, 2),
+        (penalized, {"microbatch": "auto"}, 2),
+        (penalized, {"microbatch": 2, "clip_norm": 0.1}, 2),
+        (penalized, {"precision": "bf16-params"}, 2),
     ],
 )
 def test_steps_have_the_bits_of_one_device(loss: Any, settings: Any, devices: int) -> None:

@@ -169,7 +169,7 @@ def one_by_one(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def normalising(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def normalizing(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     batch.mul_(0.5)
     return model(batch.clone()).square().mean(dim=1)
 
@@ -221,7 +221,7 @@ REFUSED = {
         layer=Overwriting,
         in_processes="that is not its own",
     ),
-    "in place": Refused("the loss changes its batch", loss=normalising, in_processes="-"),
+    "in place": Refused("the loss changes its batch", loss=normalizing, in_processes="-"),
     "mask": Refused("writes in place to a tensor of shape", with_a_mask, layer=Overwriting),
     "scale": Refused(
         "parameter scale is used on device 1 and on a later one", around(lambda m, x: x * m.scale)

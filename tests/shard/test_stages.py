@@ -52,7 +52,7 @@ class Skips(nn.Module):
         return [self.stem, *self.down, self.side, *self.up, self.head]
 
 
-def penalised(model: Any, batch: torch.Tensor) -> torch.Tensor:
+def penalized(model: Any, batch: torch.Tensor) -> torch.Tensor:
     outputs = model(batch)
     (slope,) = torch.autograd.grad(outputs.sum(), [model.down[0].weight], create_graph=True)
     return outputs.square().mean(dim=1) + slope.square().sum()  # type: ignore[no-any-return]
@@ -82,7 +82,7 @@ def trained(change: Callable[[Skips], object], loss: Any, settings: dict[str, An
         (lambda m: setattr(m, "again", True), squared, {}),
         (lambda m: setattr(m, "early", True), squared, {"microbatch": 2}),
         (lambda m: m.up[1].requires_grad_(False), squared, {}),
-        (lambda m: None, penalised, {}),
+        (lambda m: None, penalized, {}),
     ],
 )
 def test_no_gradient_of_a_stage_is_lost_or_taken_too_early(

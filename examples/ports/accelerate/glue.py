@@ -78,7 +78,7 @@ def metric(predictions, references):
 
 
 def grouped(model):
-    """No weight decay for biases and normalisation."""
+    """No weight decay for biases and normalization."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     return [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]

@@ -15,10 +15,10 @@ LATENT, WIDTH, BATCH = 16, 16, 40
 def make_pictures(size):
     """Bright discs of different places and sizes: (size, 1, 16, 16) float32 of -1 to 1."""
     generator = torch.Generator().manual_seed(1)
-    centre = 5 + 6 * torch.rand(size, 2, 1, 1, generator=generator)
+    center = 5 + 6 * torch.rand(size, 2, 1, 1, generator=generator)
     radius = 2 + 3 * torch.rand(size, 1, 1, generator=generator)
     row, column = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
-    distance = ((row - centre[:, 0]).square() + (column - centre[:, 1]).square()).sqrt()
+    distance = ((row - center[:, 0]).square() + (column - center[:, 1]).square()).sqrt()
     return (radius - distance).clamp(-1, 1).unsqueeze(1)
 
 

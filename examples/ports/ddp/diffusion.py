@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 MOMENTS = 40
 
 
-def centres():
+def centers():
     """Where the data lie: six places on a circle, (6, 2) float32."""
     turn = torch.arange(6) * math.pi / 3
     return torch.stack([turn.cos(), turn.sin()], dim=1)
@@ -23,7 +23,7 @@ def make_points(size, seed):
     """Points near the six places: (size, 2) float32."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(6, (size,), generator=generator)
-    return centres()[chosen] + 0.05 * torch.randn(size, 2, generator=generator)
+    return centers()[chosen] + 0.05 * torch.randn(size, 2, generator=generator)
 
 
 class NoiseModel(nn.Module):
@@ -111,7 +111,7 @@ def main(epochs=15):
             total, samples = total + value.item() * len(batch), samples + len(batch)
         if rank != 0:
             continue
-        distances = torch.cdist(draw_points(averaged.module, 300), centres()).amin(dim=1)
+        distances = torch.cdist(draw_points(averaged.module, 300), centers()).amin(dim=1)
         near = (distances < 0.2).float().mean()
         print(f"epoch {epoch}: loss {total / max(samples, 1):.4f}, {near:.1%} of samples are near")
     dist.barrier()

@@ -52,8 +52,8 @@ def play(policy, step, device):
 
 
 @torch.no_grad()
-def normalised(returns):
-    """The returns, normalised over all ranks, and how many there are on all of them."""
+def normalized(returns):
+    """The returns, normalized over all ranks, and how many there are on all of them."""
     sums = torch.stack([torch.ones_like(returns), returns, returns.square()]).sum(dim=1)
     dist.all_reduce(sums)
     count, total, squares = sums
@@ -101,7 +101,7 @@ def main(steps=60, checkpoint=None):
         first = saved["step"]
     for step in range(first, steps):
         states, actions, returns, length = play(policy, step, device)
-        advantages, count = normalised(returns)
+        advantages, count = normalized(returns)
         optimizer.zero_grad()
         value = loss(ddp, (states, actions, advantages, count))
         value.backward()

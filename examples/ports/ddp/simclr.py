@@ -79,8 +79,8 @@ def features(model, pictures):
     return torch.cat([F.normalize(model.features(p), dim=1) for p in pictures.split(100)])
 
 
-def neighbours(model, known, asked):
-    """How many pictures have a nearest neighbour of their own kind."""
+def neighbors(model, known, asked):
+    """How many pictures have a nearest neighbor of their own kind."""
     (pictures, kinds), (others, answers) = known, asked
     known_features = features(model, pictures)
     asked_features = features(model, others)
@@ -110,9 +110,9 @@ def main(epochs=6):
     sampler = DistributedSampler(views)
     size = 128 // world
     loader = torch.utils.data.DataLoader(views, size, sampler=sampler, drop_last=True)
-    share = neighbours(model, known, asked)
+    share = neighbors(model, known, asked)
     if rank == 0:
-        print(f"before: {share:.1%} have a neighbour of their kind")
+        print(f"before: {share:.1%} have a neighbor of their kind")
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for batch in loader:
@@ -121,9 +121,9 @@ def main(epochs=6):
             value = loss(ddp, batch)
             value.backward()
             optimizer.step()
-        share = neighbours(model, known, asked)
+        share = neighbors(model, known, asked)
         if rank == 0:
-            print(f"epoch {epoch}: loss {value:.4f}, {share:.1%} have a neighbour")
+            print(f"epoch {epoch}: loss {value:.4f}, {share:.1%} have a neighbor")
     dist.barrier()
     dist.destroy_process_group()
     return model

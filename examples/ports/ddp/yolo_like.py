@@ -15,8 +15,8 @@ CLASSES, SIZES = 3, (32, 40, 48)
 
 
 def draw(generator):
-    """A picture (3, 48, 48) of up to four squares, each of one of three colours, and their boxes:
-    (objects, 5) class, centre, width and height, as parts of the picture."""
+    """A picture (3, 48, 48) of up to four squares, each of one of three colors, and their boxes:
+    (objects, 5) class, center, width and height, as parts of the picture."""
     picture, boxes = 0.3 * torch.rand(3, 48, 48, generator=generator), []
     for _ in range(int(torch.randint(5, (), generator=generator))):
         kind = int(torch.randint(CLASSES, (), generator=generator))
@@ -24,8 +24,8 @@ def draw(generator):
         x, y = torch.randint(48 - edge, (2,), generator=generator).tolist()
         picture[:, y : y + edge, x : x + edge] = 0.1
         picture[kind, y : y + edge, x : x + edge] = 0.9
-        centre = [(place + edge / 2) / 48 for place in (x, y)]
-        boxes.append([kind, *centre, edge / 48, edge / 48])
+        center = [(place + edge / 2) / 48 for place in (x, y)]
+        boxes.append([kind, *center, edge / 48, edge / 48])
     return picture, torch.tensor(boxes).view(-1, 5)
 
 
@@ -54,7 +54,7 @@ def make_detector(width=32):
 
 
 def overlap(boxes, others):
-    """Intersection over union, box by box, of (objects, 4) each: centre, width and height."""
+    """Intersection over union, box by box, of (objects, 4) each: center, width and height."""
     low = torch.maximum(boxes[:, :2] - boxes[:, 2:] / 2, others[:, :2] - others[:, 2:] / 2)
     high = torch.minimum(boxes[:, :2] + boxes[:, 2:] / 2, others[:, :2] + others[:, 2:] / 2)
     shared = (high - low).clamp(min=0).prod(dim=1)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-CLASSES, LABELLED, RATIO, SURE = 4, 16, 3, 0.8
+CLASSES, LABELED, RATIO, SURE = 4, 16, 3, 0.8
 
 
 def make_bars(size, seed):
@@ -49,11 +49,11 @@ def strong(pictures):
 
 
 def loss(model, batch):
-    (pictures, kinds), (unlabelled,) = batch
+    (pictures, kinds), (unlabeled,) = batch
     supervised = F.cross_entropy(model(weak(pictures)), kinds)
     with torch.no_grad():
-        sure, guessed = model(weak(unlabelled)).softmax(1).max(1)
-    each = F.cross_entropy(model(strong(unlabelled)), guessed, reduction="none")
+        sure, guessed = model(weak(unlabeled)).softmax(1).max(1)
+    each = F.cross_entropy(model(strong(unlabeled)), guessed, reduction="none")
     used = (sure > SURE).to(each.dtype)
     return supervised + (used * each).mean(), {"used": used.mean()}
 
@@ -62,12 +62,12 @@ def main(epochs=6):
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-    few = torch.utils.data.TensorDataset(*make_bars(LABELLED * 10, seed=1))
-    many = torch.utils.data.TensorDataset(make_bars(LABELLED * RATIO * 10, seed=2)[0])
-    labelled = torch.utils.data.DataLoader(few, batch_size=LABELLED, shuffle=True)
-    unlabelled = torch.utils.data.DataLoader(many, batch_size=LABELLED * RATIO, shuffle=True)
+    few = torch.utils.data.TensorDataset(*make_bars(LABELED * 10, seed=1))
+    many = torch.utils.data.TensorDataset(make_bars(LABELED * RATIO * 10, seed=2)[0])
+    labeled = torch.utils.data.DataLoader(few, batch_size=LABELED, shuffle=True)
+    unlabeled = torch.utils.data.DataLoader(many, batch_size=LABELED * RATIO, shuffle=True)
     for epoch in range(epochs):
-        for batch in zip(labelled, unlabelled, strict=True):
+        for batch in zip(labeled, unlabeled, strict=True):
             optimizer.zero_grad()
             total, values = loss(model, batch)
             total.backward()

@@ -72,8 +72,8 @@ def features(model, pictures):
     return torch.cat([F.normalize(model.features(p), dim=1) for p in pictures.split(100)])
 
 
-def neighbours(model, known, asked):
-    """How many pictures have a nearest neighbour of their own kind."""
+def neighbors(model, known, asked):
+    """How many pictures have a nearest neighbor of their own kind."""
     (pictures, kinds), (others, answers) = known, asked
     known_features = features(model, pictures)
     asked_features = features(model, others)
@@ -88,15 +88,15 @@ def main(epochs=6):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-6)
     views = TwoViews(known[0])
     loader = torch.utils.data.DataLoader(views, batch_size=128, shuffle=True, drop_last=True)
-    print(f"before: {neighbours(model, known, asked):.1%} have a neighbour of their kind")
+    print(f"before: {neighbors(model, known, asked):.1%} have a neighbor of their kind")
     for epoch in range(epochs):
         for batch in loader:
             optimizer.zero_grad()
             value = loss(model, batch)
             value.backward()
             optimizer.step()
-        share = neighbours(model, known, asked)
-        print(f"epoch {epoch}: loss {value:.4f}, {share:.1%} have a neighbour")
+        share = neighbors(model, known, asked)
+        print(f"epoch {epoch}: loss {value:.4f}, {share:.1%} have a neighbor")
     return model
 
 

@@ -12,8 +12,8 @@ def make_points(size, seed):
     """Points in three clouds that overlap, most of them in the first: (size, 8) and (size,)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.multinomial(torch.tensor(SHARES), size, True, generator=generator)
-    centres = 0.8 * torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(centres[labels] + torch.randn(size, 8, generator=generator), labels)
+    centers = 0.8 * torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(centers[labels] + torch.randn(size, 8, generator=generator), labels)
 
 
 def loss(model, batch):

@@ -24,7 +24,7 @@ from onefold.system.cuda import has_bfloat16
 __all__ = ["check_device", "check_model", "check_precision", "held_in"]
 
 
-_NORMALISING = (BatchNorm, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
+_NORMALIZING = (BatchNorm, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 
 
 def check_precision(precision: Precision, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -62,7 +62,7 @@ def check_device(precision: Precision, device: torch.device) -> None:
 def held_in(precision: Precision, parts: ModelParts) -> dict[str, torch.Tensor]:
     """Stand-ins for the trained parameters, in the dtypes in which models are to hold them.
 
-    Those of normalising layers stay as they are. Batch norm's go with running means, which low
+    Those of normalizing layers stay as they are. Batch norm's go with running means, which low
     precision would freeze, and the kernels of all of them take low parameters only with inputs that
     are low as well.
     """
@@ -70,7 +70,7 @@ def held_in(precision: Precision, parts: ModelParts) -> dict[str, torch.Tensor]:
     kept = {
         id(parameter)
         for module in parts.module.modules()
-        if isinstance(module, _NORMALISING)
+        if isinstance(module, _NORMALIZING)
         for parameter in module.parameters(recurse=False)
     }
     return {

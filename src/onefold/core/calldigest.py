@@ -139,7 +139,7 @@ def read_agreed(words: Sequence[bytes], settings: Callable[[], str] = str) -> Ag
     """
     reports = [_REPORT.unpack_from(word, _HEAD.size) for word in words]
     agreed = Agreed(tuple(changed for changed, _ in reports), any(stop for _, stop in reports))
-    # This runs in every step, so equal heads are recognised as bytes, without being unpacked.
+    # This runs in every step, so equal heads are recognized as bytes, without being unpacked.
     first = words[0][: _HEAD.size]
     if any(word[: _HEAD.size] != first for word in words):
         _refuse_difference(words, settings, any(agreed.changed))

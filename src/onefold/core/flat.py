@@ -5,7 +5,7 @@ bits of a model.
 
 Note: where a tensor begins
 ---------------------------
-Every tensor starts at a multiple of 256 bytes, whatever lies before it: a vectorised kernel may
+Every tensor starts at a multiple of 256 bytes, whatever lies before it: a vectorized kernel may
 treat the elements up to the first aligned address separately, and libraries for GPUs choose kernels
 of matrix products by how far addresses are aligned, up to 256 bytes.
 
@@ -122,7 +122,7 @@ class Layout:
         return self.dtypes[self.entries[number].section]
 
     def is_large(self, number: int) -> bool:
-        """Whether an entry is large enough to be treated alone rather than with its neighbours."""
+        """Whether an entry is large enough to be treated alone rather than with its neighbors."""
         return self.entries[number].numel * self.dtype_of(number).itemsize >= _LARGE_BYTES
 
 

@@ -8,7 +8,7 @@ V, and is the sum of its left and its right half. A node whose right half lies w
 its left half; nothing is added to it, not even a zero, which would turn -0.0 into 0.0. The tree
 depends on V alone. A *block* is the range of one node; any shards are a row of whole blocks, so a
 device can add up inside its own blocks and publish one partial sum per block, and whoever adds the
-rest continues in the very same tree. Of neighbours the blocks are few.
+rest continues in the very same tree. Of neighbors the blocks are few.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def blocks_of(shards_run: Sequence[int], shards: int) -> tuple[Block, ...]:
 
 
 def max_blocks(shards: int) -> int:
-    """The most blocks that any row of neighbours among ``shards`` shards splits into."""
+    """The most blocks that any row of neighbors among ``shards`` shards splits into."""
     # Two at each level below the root's children: one at the left end of the range, one at the
     # right. Memory is allocated for this many, so that new shares never need more.
     return max(1, 2 * ((shards - 1).bit_length() - 1))

@@ -1,6 +1,6 @@
 """`gather`, by which a loss sees the tensors of all shards, and how it finds the shard it is in.
 
-`SyncBatchNorm` gathers by it, and normalises by the whole batch.
+`SyncBatchNorm` gathers by it, and normalizes by the whole batch.
 
 What is done with a tensor is up to the `Gatherer` of the shard that is being computed; those of a
 step that joins shards are in `onefold.step.joint`.
@@ -215,7 +215,7 @@ def unpacked_bytes(
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch norm that normalises by the whole batch of a step, and not by a shard of it.
+    """Batch norm that normalizes by the whole batch of a step, and not by a shard of it.
 
     Arguments, names of parameters and buffers, and results in evaluation mode are those of
     `torch.nn.BatchNorm1d`, ``2d`` and ``3d``, so weights of theirs fit. Where one shard is the
@@ -274,7 +274,7 @@ class SyncBatchNorm(BatchNorm):
         return new
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise (n, C, ...) by channel, over the samples of all shards."""
+        """Normalize (n, C, ...) by channel, over the samples of all shards."""
         if not (self.training and joins()):
             result: torch.Tensor = super().forward(input)
             return result
@@ -284,7 +284,7 @@ class SyncBatchNorm(BatchNorm):
         # Of all shards there are as many as of this one, or more: mostly nobody waits to know it.
         if wide.numel() <= wide.shape[1] and int(count) <= 1:
             raise ValueError(
-                f"expected more than one value per channel in the whole batch to normalise by, got "
+                f"expected more than one value per channel in the whole batch to normalize by, got "
                 f"input of shape {tuple(input.shape)}"
             )
         self._track(mean.detach(), square.detach() / (count - 1))

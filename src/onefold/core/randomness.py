@@ -344,7 +344,7 @@ def order_by_length(
 
     The samples are shuffled and sorted by length within pools of a few batches, and the batches are
     shuffled in turn. Those of a short last batch are drawn from all samples, so that leaving that
-    batch out favours no length.
+    batch out favors no length.
 
     Args:
         lengths: (samples,) int64.

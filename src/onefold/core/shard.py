@@ -45,7 +45,7 @@ def cut_bounds(samples: int, shards: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=1024)
 def runs_of(numbers: Sequence[int]) -> tuple[slice, ...]:
-    """Where numbers in ascending order lie in a table: one slice for each row of neighbours.
+    """Where numbers in ascending order lie in a table: one slice for each row of neighbors.
 
     >>> runs_of((0, 1, 2, 5))
     (slice(0, 3, None), slice(5, 6, None))
@@ -59,9 +59,9 @@ def runs_of(numbers: Sequence[int]) -> tuple[slice, ...]:
 class Shares:
     """Which device runs which shards: ``counts[d]`` for device ``d``, in device order.
 
-    A device's shards are neighbours, so that it can add up most of them by itself. In rounds they
+    A device's shards are neighbors, so that it can add up most of them by itself. In rounds they
     are not: all devices take the next shards one after the other, and what is added up of a round
-    is one row of neighbours.
+    is one row of neighbors.
 
     >>> Shares.even(shards=7, devices=3).counts
     (3, 2, 2)
@@ -155,7 +155,7 @@ class Shares:
         return range(device % self.pipeline, self.devices, self.pipeline)
 
     def in_a_row(self) -> Shares:
-        """Make the shares in which each device's shards are neighbours, and it has them for itself.
+        """Make the shares in which each device's shards are neighbors, and it has them for itself.
 
         The counts are the same, except of pipelines: what goes through those is shared out evenly.
         """
@@ -210,7 +210,7 @@ def microbatch_bounds(samples: int, size: int | None) -> tuple[tuple[int, int], 
     >>> microbatch_bounds(7, None)
     ((0, 7),)
     """
-    # Equal ones, as a rest of a single sample would be none that batch norm could normalise.
+    # Equal ones, as a rest of a single sample would be none that batch norm could normalize.
     return cut_bounds(samples, 1 if size is None else max(1, -(-samples // size)))
 
 

@@ -189,7 +189,7 @@ _MERGED_SHARE, _MERGED_BYTES = 1 / 8, 16 << 20
 
 
 def merge(sizes: Sequence[int]) -> list[int]:
-    """Make one stage of small neighbours, from the end of the model on, where backward begins.
+    """Make one stage of small neighbors, from the end of the model on, where backward begins.
 
     What is left at the beginning stays small, as nothing is computed while it is sent.
 

@@ -177,7 +177,7 @@ class Frozen:
     segments: tuple[Segment, ...]
     """What they are cut into."""
     partitions: tuple[Sequence[int], ...]
-    """For each device, the segments that it keeps, in ascending order: of each stage neighbours."""
+    """For each device, the segments that it keeps, in ascending order: of each stage neighbors."""
 
 
 def side_by_side(one: Layout, other: Layout) -> Layout:
@@ -236,7 +236,7 @@ def cut_partitions(
 
     Returns:
         For each device, pipeline after pipeline, the numbers of its segments in ascending order:
-        neighbours, or neighbours of each stage.
+        neighbors, or neighbors of each stage.
     """
     if stages is None:
         return _cut_row(segments, devices)
@@ -272,7 +272,7 @@ def divides_evenly(segments: Sequence[Segment], devices: int, stages: Stages) ->
 
 
 def _cut_row(segments: Sequence[Segment], devices: int) -> tuple[range, ...]:
-    """Divide the segments into one row of neighbours for each device."""
+    """Divide the segments into one row of neighbors for each device."""
     total = sum(segment.numel for segment in segments)
     cuts = [0]
     seen = 0
@@ -311,8 +311,8 @@ def cut_chunks(
         stretch = Chunk(
             entry.section, entry.offset + segment.start, entry.offset + segment.stop, large
         )
-        # Neighbours are joined, so that small tensors are added in one kernel, padding included. A
-        # large one stays apart from its neighbours: its gradient may lie outside the flat memory.
+        # Neighbors are joined, so that small tensors are added in one kernel, padding included. A
+        # large one stays apart from its neighbors: its gradient may lie outside the flat memory.
         if stretches and _follows(stretches[-1], stretch, following):
             stretches[-1] = stretches[-1]._replace(stop=stretch.stop)
         elif segment.numel:

@@ -2,7 +2,7 @@
 
 Note: what becomes of a DataLoader's settings
 ---------------------------------------------
-Honoured: ``dataset``, ``batch_size`` (over all devices), ``shuffle``, ``sampler``,
+Honored: ``dataset``, ``batch_size`` (over all devices), ``shuffle``, ``sampler``,
 ``batch_sampler``, ``collate_fn``, ``drop_last``, ``num_workers``, ``worker_init_fn``,
 ``prefetch_factor``, ``multiprocessing_context``.
 
@@ -195,7 +195,7 @@ def _check_class(loader: DataLoader[Any]) -> None:
 
 
 def _order_of(sampler: Any, dataset: Any, in_order: bool) -> dict[str, Any]:
-    """Recognise PyTorch's two usual orders; any other sampler is the script's own."""
+    """Recognize PyTorch's two usual orders; any other sampler is the script's own."""
     usual = _is(sampler, RandomSampler) or _is(sampler, SequentialSampler)
     # The sampler of a part of the data set is not the usual order of all of it.
     if usual and len(sampler.data_source) == len(sampler) == len(dataset):

@@ -16,7 +16,7 @@ Note: what a resumed script sees
 --------------------------------
 A resumed script runs again from its beginning, and then from the beginning of the epoch that it was
 in. So it asks again for passes that it has already been through there: those come again empty, and
-those of which no step used anything come again whole. A loader is recognised by where it is made:
+those of which no step used anything come again whole. A loader is recognized by where it is made:
 outside the epochs or in one, and as which one there.
 """
 

@@ -24,7 +24,7 @@ wait for a tensor of the host names the limit. On a GPU a wait only has the stre
 
 Note: by way of the host
 ------------------------
-Between two neighbours of a pipeline messages go both ways at one time, which NCCL cannot have
+Between two neighbors of a pipeline messages go both ways at one time, which NCCL cannot have
 without both ends naming them in one order (it would wait for ever); the host's connections can. So
 tensors of a GPU are copied to the host and sent from there.
 

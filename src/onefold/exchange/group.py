@@ -295,7 +295,7 @@ def _connect(
     for attempt in range(1, _ATTEMPTS + 1):
         name = f"{trainer}/{attempt}"
         # Waits for all, or the first would listen for long.
-        hosts = meeting.all_gather(f"begins/{name}", _address_towards(context.address))
+        hosts = meeting.all_gather(f"begins/{name}", _address_toward(context.address))
         limit_s = min(timeout_s, _CONNECTED_S * 2**attempt) if attempt < _ATTEMPTS else timeout_s
         group = None
         connections, problem = Connections(), None
@@ -547,14 +547,14 @@ def gloo_interface(context: LaunchContext, hosts: Sequence[str]) -> Iterator[Non
     """Have gloo listen where all other processes reach it, and where nobody else does.
 
     On one host that is loopback. On several it is the address of the host's own name, unless that
-    is a loopback address, as on Debian: then that of the interface towards the others, which is
+    is a loopback address, as on Debian: then that of the interface toward the others, which is
     found for IPv4 only. A choice that the user has made in the environment takes precedence.
 
     Args:
         context: how this process was started.
         hosts: an address of each process; empty for those that know none.
     """
-    name = "lo" if context.one_host else _interface_towards([context.address, *hosts])
+    name = "lo" if context.one_host else _interface_toward([context.address, *hosts])
     if not name or _GLOO_INTERFACE in os.environ:
         yield
         return
@@ -567,14 +567,14 @@ def gloo_interface(context: LaunchContext, hosts: Sequence[str]) -> Iterator[Non
         del os.environ[_GLOO_INTERFACE]
 
 
-def _interface_towards(hosts: Sequence[str]) -> str:
+def _interface_toward(hosts: Sequence[str]) -> str:
     """The interface to the first of some hosts that is another; empty if gloo needs none."""
     # What gloo does if no interface is set; where it cannot, it uses loopback.
     with suppress(OSError), socket.socket() as probe:
         probe.bind((socket.gethostname(), 0))
         if not ip_address(probe.getsockname()[0]).is_loopback:
             return ""
-    own = next(filter(None, map(_address_towards, hosts)), "0.0.0.0")
+    own = next(filter(None, map(_address_toward, hosts)), "0.0.0.0")
     with socket.socket() as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
@@ -587,7 +587,7 @@ def _interface_towards(hosts: Sequence[str]) -> str:
     return ""
 
 
-def _address_towards(place: str) -> str:
+def _address_toward(place: str) -> str:
     """The own IPv4 address from which a host is reached; empty if none, or if it is loopback."""
     with socket.socket(type=socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(((place.rpartition(":")[0] or place).strip("[]"), 9))  # sends nothing

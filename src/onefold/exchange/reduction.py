@@ -24,7 +24,7 @@ Note: how many sums are kept
 Two halves of a node of the tree (see `onefold.core.fold`) are added as soon as both are there, and
 nothing else is ever added. Of shards that come from left to right, one after the other, at most one
 sum is kept for each level of the tree. Where D devices take shards in turn, the D that come at one
-time are neighbours: they add up to a few nodes at once, and what is kept for longer is one sum for
+time are neighbors: they add up to a few nodes at once, and what is kept for longer is one sum for
 each level above those.
 """
 

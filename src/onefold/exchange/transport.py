@@ -209,7 +209,7 @@ class Transport(ABC):
             What was made for this process, possibly with more bytes after it.
         """
 
-    # Between neighbours of a pipeline, each pair's messages in their order
+    # Between neighbors of a pipeline, each pair's messages in their order
 
     @abstractmethod
     def send(self, device: int, target: int, message: Message) -> None:

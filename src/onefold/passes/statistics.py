@@ -53,7 +53,7 @@ def recompute_statistics(engine: Engine, batches: Iterable[ShardedBatch], call: 
         if isinstance(layer, SyncBatchNorm):
             raise ValueError(
                 "update_bn: the model has an onefold.SyncBatchNorm, whose variance over a whole "
-                "batch is not that of its shards: expected batch norms that normalise by the "
+                "batch is not that of its shards: expected batch norms that normalize by the "
                 "shard. Open the block without update_bn: averaged statistics are there"
             )
     if not layers:

@@ -5,7 +5,7 @@ Note: the order of addition in blocks
 A device's shards are a row of whole blocks of the fold's tree (see `onefold.core.fold`). Inside a
 block gradients are added as they come: the left half is finished and kept before the right half is
 begun, so a device holds at most one partial sum for each level of the tree, however many shards it
-runs. Two blocks of one device are never added here, although they are neighbours: they are not the
+runs. Two blocks of one device are never added here, although they are neighbors: they are not the
 halves of one node, or they would be one block. The owners of the partitions add each in its place.
 """
 

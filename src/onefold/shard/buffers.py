@@ -293,7 +293,7 @@ def _touched_in_rows(touched: torch.Tensor) -> bool:
 
 
 class _BufferRun(NamedTuple):
-    """Neighbouring buffers that the same shards changed and that have the same rule."""
+    """Neighboring buffers that the same shards changed and that have the same rule."""
 
     section: int
     start: int
@@ -481,7 +481,7 @@ class BufferPlaces:
             raise StateError(
                 f"buffer {self.names[index]}: expected {dtype} {expected.shape} as when Trainer "
                 f"was made, got {came}. A buffer keeps its shape and type through a run: where the "
-                f"first forward pass gives it its shape (observers of quantisation do), run one "
+                f"first forward pass gives it its shape (observers of quantization do), run one "
                 f"before Trainer is made"
             )
         return value

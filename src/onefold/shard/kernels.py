@@ -3,7 +3,7 @@
 Note: compilers
 ---------------
 What a compiler makes of a model may depend on the shapes that it has met: after the second shape,
-``torch.compile`` makes code for shapes that vary, and TorchScript's executor specialises on what it
+``torch.compile`` makes code for shapes that vary, and TorchScript's executor specializes on what it
 sees. Which shapes a process meets depends on the number of devices and on where a run was stopped.
 So inside a call shapes are taken as fixed, each with code of its own, and TorchScript runs as it is
 written. A model that was compiled with ``dynamic=True`` asks for the opposite and is refused.

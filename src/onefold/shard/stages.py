@@ -41,7 +41,7 @@ class StageModules:
         modules: the stages, in the order in which the model uses them; None to find them.
         trained: the parameters that the optimizer updates, by name.
         pipeline: how many devices compute the model one after the other, each some of its stages.
-        merged: whether small neighbours are one stage, as each stage that is sent by itself costs
+        merged: whether small neighbors are one stage, as each stage that is sent by itself costs
             launches and messages.
 
     Raises:

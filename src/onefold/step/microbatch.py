@@ -123,7 +123,7 @@ class MicrobatchSearch:
             for module in modules
         ):
             _log.warning(
-                "batch norm normalises by the samples that run at once: with microbatch=%d by %d "
+                "batch norm normalizes by the samples that run at once: with microbatch=%d by %d "
                 "of a shard's %d. If that is too few: model.eval() for these layers, group norm, "
                 "or, with more shards in place of microbatch, onefold.SyncBatchNorm",
                 size,

@@ -46,7 +46,7 @@ class KernelSettings:
         """Choose kernels that repeat their bits, and refuse all others."""
         _C._set_deterministic_algorithms(True, warn_only=False)
         # PyTorch would fill the result of every `torch.empty` with NaN, which helps to find reads
-        # of uninitialised memory and costs a pass over each tensor.
+        # of uninitialized memory and costs a pass over each tensor.
         _C._set_deterministic_fill_uninitialized_memory(False)
         # cuDNN would pick the fastest algorithm by timing, so another one in each process.
         _C._set_cudnn_benchmark(False)

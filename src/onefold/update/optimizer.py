@@ -377,7 +377,7 @@ class PartitionedOptimizer:
             for key, value in self.state.get(item.values, {}).items():
                 stride = item.values.stride() if item.segment.whole else None
                 by_element = is_by_element(key, value, item.values.shape, stride)
-                # In storage order a segment's state joins its neighbours' as their values do.
+                # In storage order a segment's state joins its neighbors' as their values do.
                 if by_element:
                     value = storage_order(laid_out(value, item.values.stride()))
                 found.append(SegmentState(item.number, key, value, by_element))

@@ -453,7 +453,7 @@ class Averages:
 
 
 def _move(averages: Sequence[torch.Tensor], values: Sequence[torch.Tensor], kept: float) -> None:
-    """Move averages towards values in place; the nearer, the less of them is kept."""
+    """Move averages toward values in place; the nearer, the less of them is kept."""
     alike: dict[
         tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]
     ] = {}

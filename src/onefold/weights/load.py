@@ -101,7 +101,7 @@ def load_weights(
         raise TypeError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
     path = Path(path)
     # keep_vars: the tensors themselves. Without it each name gets a new detached one, and tied
-    # parameters could not be recognised by identity.
+    # parameters could not be recognized by identity.
     own = model.state_dict(keep_vars=True)
     _check_memory(own)
     content = read_weights(path)

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from onefold.errors import DataError
 from onefold_jobs.data import mnist, read_idx
-from onefold_jobs.data.arrays import read_idx_folder, read_labelled
+from onefold_jobs.data.arrays import read_idx_folder, read_labeled
 from tests.jobs.data.pictures import memory_limited
 from tests.tables import for_each
 
@@ -116,7 +116,7 @@ def test_no_more_is_unpacked_than_the_header_promises(tmp_path: Path) -> None:
         read_idx(path)
 
 
-def test_mnist_is_normalised_images_and_labels(tmp_path: Path) -> None:
+def test_mnist_is_normalized_images_and_labels(tmp_path: Path) -> None:
     write_four(tmp_path, list(range(6)), [1, 0, 2])
     generator = np.random.default_rng(0)
     for prefix, expected in (("train", list(range(6))), ("t10k", [1, 0, 2])):
@@ -125,7 +125,7 @@ def test_mnist_is_normalised_images_and_labels(tmp_path: Path) -> None:
         images, labels = dataset.tensors
         assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
         assert labels.tolist() == expected
-        stored, same = read_labelled(tmp_path, prefix)
+        stored, same = read_labeled(tmp_path, prefix)
         assert (stored.dtype, same.tolist()) == (torch.uint8, expected)
         written = generator.integers(0, 256, (len(expected), 5, 4), dtype=np.uint8)
         np.testing.assert_array_equal(stored.numpy(), written)

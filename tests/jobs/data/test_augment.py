@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from onefold_jobs.data.augment import (
-    CentreCrop,
-    LabelledPictures,
+    CenterCrop,
+    LabeledPictures,
     Mix,
-    Normalise,
+    Normalize,
     RandomFlip,
     RandomResizedCrop,
     RandomShift,
@@ -29,15 +29,15 @@ TO_A_SQUARE: dict[str, Callable[[int], Callable[[Image.Image], Image.Image]]] = 
     "small crop": lambda size: RandomResizedCrop(size, 0.01),
     "whole crop": lambda size: RandomResizedCrop(size, 1.0),
     "shift": RandomShift,
-    "centre": CentreCrop,
-    "centre without margin": lambda size: CentreCrop(size, 1.0),
+    "center": CenterCrop,
+    "center without margin": lambda size: CenterCrop(size, 1.0),
 }
 RANDOM = ["crop", "small crop", "shift"]
 SIDES = st.integers(1, 90) | st.sampled_from([1, 2, 400])
 
 
-def normalise(mode: Mode) -> Normalise:
-    return Normalise(MEAN, STD) if mode == "RGB" else Normalise(MEAN[:1], STD[:1])
+def normalize(mode: Mode) -> Normalize:
+    return Normalize(MEAN, STD) if mode == "RGB" else Normalize(MEAN[:1], STD[:1])
 
 
 @settings(max_examples=60)
@@ -49,7 +49,7 @@ def normalise(mode: Mode) -> Normalise:
     name=st.sampled_from(sorted(TO_A_SQUARE)),
     seed=st.integers(0, 99),
 )
-@example(width=20_000, height=1, size=224, mode="RGB", name="centre", seed=0)
+@example(width=20_000, height=1, size=224, mode="RGB", name="center", seed=0)
 @example(width=20_000, height=1, size=32, mode="L", name="small crop", seed=0)
 def test_every_picture_becomes_a_square_of_numbers(
     width: int, height: int, size: int, mode: Mode, name: str, seed: int
@@ -57,7 +57,7 @@ def test_every_picture_becomes_a_square_of_numbers(
     torch.manual_seed(seed)
     changes = [TO_A_SQUARE[name](size), RandomFlip()]
     picture = Image.new(mode, (width, height), "white")
-    tensor, _ = LabelledPictures([picture], [0], mode, changes, normalise(mode))[0]
+    tensor, _ = LabeledPictures([picture], [0], mode, changes, normalize(mode))[0]
     assert tensor.shape == (3 if mode == "RGB" else 1, size, size)
     assert tensor.dtype == torch.float32
     assert tensor.isfinite().all()
@@ -98,15 +98,15 @@ def test_a_random_box_is_large_enough_and_within_the_picture(least_area: float) 
         assert 0.6 < width / height < 1.6
 
 
-def test_the_normalised_pixels_are_those_computed_by_hand() -> None:
+def test_the_normalized_pixels_are_those_computed_by_hand() -> None:
     picture = Image.new("RGB", (2, 1))
     picture.putpixel((0, 0), (0, 255, 51))
     picture.putpixel((1, 0), (255, 0, 102))
     expected = torch.tensor([[[-1.0, 1.0]], [[3.0, -1.0]], [[0.0375, 0.1375]]])
-    grey = Image.fromarray(np.array([[0, 255]], dtype=np.uint8))
+    gray = Image.fromarray(np.array([[0, 255]], dtype=np.uint8))
     torch.set_default_dtype(torch.float64)  # which it does not follow
     try:
-        found = Normalise(MEAN, STD)(picture), Normalise((0.5,), (0.5,))(grey)
+        found = Normalize(MEAN, STD)(picture), Normalize((0.5,), (0.5,))(gray)
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(found[0], expected)
@@ -118,9 +118,9 @@ def test_samples_reach_other_processes_with_their_changes(mode: Mode, channels: 
     pixels = torch.arange(5 * 12, dtype=torch.uint8).view(5, 3, 4)
     changes = [RandomResizedCrop(6, 0.3), RandomShift(6), RandomFlip()]
     labels = [3, 1, 4, 1, 5]
-    data = LabelledPictures(ArrayPictures(pixels, "digit"), labels, mode, changes, normalise(mode))
+    data = LabeledPictures(ArrayPictures(pixels, "digit"), labels, mode, changes, normalize(mode))
 
-    def read(data: LabelledPictures) -> torch.Tensor:
+    def read(data: LabeledPictures) -> torch.Tensor:
         torch.manual_seed(4)
         samples = [data[i] for i in range(len(data))]
         assert [label for _, label in samples] == labels

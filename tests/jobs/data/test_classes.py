@@ -130,7 +130,7 @@ def test_what_is_bad_can_be_left_out_and_is_the_same_for_all(given_test: Path) -
     assert copy.train.pictures[3].tobytes() == data.train.pictures[3].tobytes()
 
 
-def test_a_class_that_cannot_be_learnt_or_tested_is_bad(given_test: Path, tmp_path: Path) -> None:
+def test_a_class_that_cannot_be_learned_or_tested_is_bad(given_test: Path, tmp_path: Path) -> None:
     (given_test / "train/emu").mkdir()
     shutil.copytree(given_test / "test/cat", given_test / "test/fox")
     for part in ("train", "test"):

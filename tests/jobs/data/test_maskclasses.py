@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from onefold.errors import DataError
-from onefold_jobs.data.maskclasses import AUTO, VOID_NUMBER, coloured_mask, list_classes
+from onefold_jobs.data.maskclasses import AUTO, VOID_NUMBER, colored_mask, list_classes
 from onefold_jobs.data.masks import VOID, MaskRule, look_at_mask, mask_tensor, read_mask
 from onefold_jobs.data.pairs import MaskedPictures, read_pairs
 from tests.jobs.tiny import write_class_masks
@@ -53,12 +53,12 @@ def test_classes_that_cannot_be_told_apart_are_refused() -> None:
 
 
 def test_every_kind_of_mask_gives_the_same_classes(tmp_path: Path) -> None:
-    colours = ("ground=#000000", "bird=#808000", "person=#c08080")
+    colors = ("ground=#000000", "bird=#808000", "person=#c08080")
     found = {}
     for kind, classes, void in (
         ("palette", NAMED, "255"),
         ("numbers", NAMED, "255"),
-        ("colours", colours, "#e0e0c0"),
+        ("colors", colors, "#e0e0c0"),
         ("palette", AUTO, "255"),
     ):
         data = tmp_path / f"{kind}-{len(classes)}"
@@ -66,7 +66,7 @@ def test_every_kind_of_mask_gives_the_same_classes(tmp_path: Path) -> None:
         masks = [np.asarray(read_mask(pair.mask, read_data.rule)) for pair in read_data.train]
         found[kind, len(classes)] = (
             np.stack(masks).tolist(),
-            [each.colour for each in read_data.classes],
+            [each.color for each in read_data.classes],
             read_data.void,
         )
         # Of each class, whatever the masks call it.
@@ -79,7 +79,7 @@ def test_every_kind_of_mask_gives_the_same_classes(tmp_path: Path) -> None:
         assert set(tensor.unique().tolist()) == {VOID, 0.0, 1.0, 2.0}
     assert len({str(masks) for masks, _, _ in found.values()}) == 1
     voc = ["#000000", "#808000", "#c08080"]
-    assert [colours for _, colours, _ in found.values()] == [
+    assert [colors for _, colors, _ in found.values()] == [
         voc, ["#000000", "#800000", "#008000"], voc, voc
     ]  # fmt: skip
     auto = read(tmp_path / "palette-1", *AUTO)
@@ -106,7 +106,7 @@ def test_values_of_no_class_and_classes_of_no_pixel_are_told(tmp_path: Path) -> 
         read_pairs(data, holdout=0.1, seed=0, skip_bad=False)
 
 
-def test_a_rule_without_classes_is_spelt_as_before() -> None:
+def test_a_rule_without_classes_is_spelled_as_before() -> None:
     """Or no run that was begun before could be resumed: it is part of the digest of the data."""
     assert str(MaskRule(("1", "2"), ("255",))) == "1,2/255"
     assert str(MaskRule((), ("255",), NAMED)) == "/255/ground=0,bird=3,person=15"
@@ -115,8 +115,8 @@ def test_a_rule_without_classes_is_spelt_as_before() -> None:
 def test_a_mask_is_drawn_in_its_palette(tmp_path: Path) -> None:
     classes = read(write_class_masks(tmp_path / "data"), *NAMED).classes
     numbers = np.array([[0, 1, 2, VOID_NUMBER]], dtype=np.uint8)
-    rgb: Any = coloured_mask(numbers, classes, values=False).convert("RGB")
+    rgb: Any = colored_mask(numbers, classes, values=False).convert("RGB")
     expected = [(0, 0, 0), (128, 128, 0), (192, 128, 128), (128, 128, 128)]
     assert [rgb.getpixel((x, 0)) for x in range(4)] == expected
-    drawn = coloured_mask(numbers[:, :3], classes, values=True)
+    drawn = colored_mask(numbers[:, :3], classes, values=True)
     assert (drawn.mode, np.asarray(drawn).tolist()) == ("P", [[0, 3, 15]])

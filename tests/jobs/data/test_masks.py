@@ -21,7 +21,7 @@ VOC = (BLACK, (128, 0, 0), (0, 128, 0), (224, 224, 192))
 
 def with_palette(numbers: Any, *table: tuple[int, int, int]) -> Any:
     picture = pillow.fromarray(numbers, "L")
-    picture.putpalette([value for colour in table for value in colour])
+    picture.putpalette([value for color in table for value in color])
     return picture
 
 
@@ -66,7 +66,7 @@ def fields(*values: int, width: int = 8) -> Any:
     return np.repeat(np.array([values]), 24, axis=0).repeat(width, axis=1).astype(np.uint8)
 
 
-def colours(numbers: Any, *table: tuple[int, int, int]) -> Any:
+def colors(numbers: Any, *table: tuple[int, int, int]) -> Any:
     return np.array(table, dtype=np.uint8)[numbers]
 
 
@@ -99,7 +99,7 @@ def test_a_mask_of_more_meanings_than_two_is_refused(tmp_path: Path) -> None:
         (fields(0, 1, 2).astype(np.uint16) * 1001, "0 .*, 1001 .*, 2002 .*more than two"),
         (fields(0, 1, 2, 3), "none of them is bright"),
         (fields(0, 127), r"0 \(50.0%\), 127 \(50.0%\): none of them is bright"),
-        (colours(fields(0, 1, 2), BLACK, RED, GREEN), "#000000 .*, #00ff00 .*, #ff0000 .*more tha"),
+        (colors(fields(0, 1, 2), BLACK, RED, GREEN), "#000000 .*, #00ff00 .*, #ff0000 .*more tha"),
         (with_palette(fields(0, 1, 2, 3), *VOC), "the palette's 0 .*, 1 .*, 2 .*, 3 .*more than"),
     ):
         expected = rf"mask\.png: expected a mask of 0 and 1, or of 0 and 255, got .*{words}"
@@ -131,8 +131,8 @@ def test_values_are_foreground_background_or_void(tmp_path: Path) -> None:
         assert sorted(look.named) == sorted([*foreground, *void])
 
 
-def test_colours_and_wide_numbers_are_named_as_they_are(tmp_path: Path) -> None:
-    path = save(tmp_path / "mask.png", colours(fields(0, 1, 2), BLACK, RED, GREEN))
+def test_colors_and_wide_numbers_are_named_as_they_are(tmp_path: Path) -> None:
+    path = save(tmp_path / "mask.png", colors(fields(0, 1, 2), BLACK, RED, GREEN))
     assert read_by(path, "#00FF00", void=("#ff0000",)) == [0, VOID, 1]
     assert look_at_mask(path, MaskRule(("255",))).named == []
     path = save(tmp_path / "mask.png", fields(0, 1, 2).astype(np.uint16) * 1001)

@@ -11,7 +11,7 @@ import pytest
 from onefold.errors import DataError
 from onefold_jobs.data.masks import MaskRule
 from onefold_jobs.data.pairs import MaskedPictures, read_pairs
-from tests.masked import black_and_white, grey, save, save_pairs
+from tests.masked import black_and_white, gray, save, save_pairs
 from tests.tables import for_each
 
 pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold-jobs[images]"')
@@ -107,14 +107,14 @@ def one_missing(folder: Path) -> dict[str, str]:
 
 def broken(folder: Path) -> dict[str, str]:
     (folder / "masks" / "0.png").write_bytes(b"no picture")
-    path = save(folder / "images" / "1.png", grey(64, 64, 3))
+    path = save(folder / "images" / "1.png", gray(64, 64, 3))
     path.write_bytes(path.read_bytes()[:2000])
     reason = "expected a picture that can be read"
     return {"masks/0.png": reason, "images/1.png": reason}
 
 
 def twice(folder: Path) -> dict[str, str]:
-    save(folder / "images" / "0.jpg", grey(*SQUARE))
+    save(folder / "images" / "0.jpg", gray(*SQUARE))
     return {
         "images/0.jpg": "expected one file of that name, there is 0.png as well",
         "images/0.png": "expected one file of that name, there is 0.jpg as well",
@@ -187,7 +187,7 @@ def test_masks_of_several_classes_need_a_rule(tmp_path: Path) -> None:
     for number in range(8):
         mask = np.zeros((12, 12), dtype=np.uint8)
         mask[1:6, 1:6], mask[6:11, 6:11], mask[6] = 1, 2, 255
-        save(tmp_path / "images" / f"{number}.png", grey(12, 12, seed=number))
+        save(tmp_path / "images" / f"{number}.png", gray(12, 12, seed=number))
         save(tmp_path / "masks" / f"{number}.png", mask)
     words = r"masks/1.png: expected a mask of 0 and 1, or of 0 and 255, got 0 .*--foreground 1, and"
     with pytest.raises(DataError, match=f"(?s)8 files cannot be used.*{words}"):

@@ -80,16 +80,16 @@ def test_pixels_are_pillows(tmp_path: Path, mode: str, suffixes: list[str], expe
 
 
 def hide(mode: str, hidden: int) -> tuple[Image.Image, dict[str, object]]:
-    """A picture whose left half is transparent above a colour; and how it is to be saved."""
+    """A picture whose left half is transparent above a color; and how it is to be saved."""
     picture, left = Image.new(mode.removesuffix("A"), SIZE, 9), (0, 0, 6, 10)
-    colour: int | tuple[int, ...] = (hidden, 3, 3) if mode.startswith("RGB") else hidden
-    if mode == "P":  # entry 7 of the palette is transparent, whatever its colour
+    color: int | tuple[int, ...] = (hidden, 3, 3) if mode.startswith("RGB") else hidden
+    if mode == "P":  # entry 7 of the palette is transparent, whatever its color
         picture.putpalette([0, 0, 0] * 7 + [hidden, 3, 3, 4, 4, 4, 9, 9, 9])
         picture.paste(7, left)
         return picture, {"transparency": 7}
-    picture.paste(colour, left)
-    if not mode.endswith("A"):  # pixels of this colour are
-        return picture, {"transparency": colour}
+    picture.paste(color, left)
+    if not mode.endswith("A"):  # pixels of this color are
+        return picture, {"transparency": color}
     alpha = Image.new("L", SIZE, 255)
     alpha.paste(0, left)
     picture.putalpha(alpha)
@@ -104,7 +104,7 @@ def hide(mode: str, hidden: int) -> tuple[Image.Image, dict[str, object]]:
     ],
 )
 def test_what_is_transparent_lies_on_white(mode: str, suffix: str, tmp_path: Path) -> None:
-    """Pictures that look alike are alike, whatever colours their transparent pixels have."""
+    """Pictures that look alike are alike, whatever colors their transparent pixels have."""
     for hidden in (40, 200):
         path, (picture, how) = tmp_path / f"a.{suffix}", hide(mode, hidden)
         picture.save(path, **({"lossless": True, "exact": True} if suffix == "webp" else how))
@@ -253,14 +253,14 @@ def test_a_look_through_says_what_is_sound_and_what_is_bad(tmp_path: Path) -> No
     bad = [each.path for each in found if isinstance(each, BadFile)]
     assert bad == [paths[n] for n in (0, 17, 39)]
     assert [look.size for look in looks] == [(4 + n % 5, 3 + n % 7) for n in sound]
-    assert [look.grey for look in looks] == [n % 3 == 0 for n in sound]
+    assert [look.gray for look in looks] == [n % 3 == 0 for n in sound]
     assert scan_pictures(paths[::-1]) == found[::-1]
-    # Grey ones among coloured ones count in all channels.
+    # Gray ones among colored ones count in all channels.
     arrays = [np.asarray(open_picture(paths[n]).convert("RGB")) for n in sound]
-    assert_true(sum_looks(looks, grey=False), arrays)
-    grey = [each.look for each in scan_pictures(paths[3:36:3]) if isinstance(each, Seen)]
+    assert_true(sum_looks(looks, gray=False), arrays)
+    gray = [each.look for each in scan_pictures(paths[3:36:3]) if isinstance(each, Seen)]
     arrays = [np.asarray(open_picture(path))[..., None] for path in paths[3:36:3]]
-    assert_true(sum_looks(grey, grey=True), arrays)
+    assert_true(sum_looks(gray, gray=True), arrays)
     assert scan_pictures([]) == []
 
 

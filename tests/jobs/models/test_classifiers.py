@@ -15,7 +15,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any], Shape, Shape]]
     "LeNet": (models.LeNet, {"num_classes": 7}, (1, 28, 28), (7,)),
     "LeNet, small": (models.LeNet, {"in_channels": 3, "image_size": 12}, (3, 12, 12), (10,)),
     "DenseCNN": (models.DenseCNN, {"num_classes": 7}, (1, 28, 28), (7,)),
-    "DenseCNN, colour": (models.DenseCNN, {"in_channels": 3, "image_size": 32}, (3, 32, 32), (10,)),
+    "DenseCNN, color": (models.DenseCNN, {"in_channels": 3, "image_size": 32}, (3, 32, 32), (10,)),
     "ResNet": (models.ResNet, {"blocks": (1, 2), "width": 8}, (3, 28, 28), (10,)),
     "one block": (models.ResNet, {"blocks": (1,), "in_channels": 1, "width": 4}, (1, 8, 8), (10,)),
     "large images": (models.resnet18, {"small_images": False, "width": 8}, (3, 28, 28), (10,)),

@@ -18,7 +18,7 @@ EVIL_CLASS = '<b>&"'
 EVIL_SENTENCE = "good <script>alert('x')</script> & more"
 
 
-def coloured(seed: int) -> bytes:
+def colored(seed: int) -> bytes:
     from PIL import Image
 
     file = io.BytesIO()
@@ -154,7 +154,7 @@ def classified_run(folder: Path) -> Path:
     examples = examples_of("classify", classes, 12, picture=pictures)
     write_run(folder, facts, metrics=metrics_of(8), examples=examples)
     for index, name in enumerate(pictures):
-        (folder / name).write_bytes(coloured(index))
+        (folder / name).write_bytes(colored(index))
     return folder
 
 
@@ -177,5 +177,5 @@ def segmented_run(folder: Path) -> Path:
     write_run(folder, facts, metrics=metrics_of(5, score="iou"), examples=examples)
     for index, sample in enumerate(samples):
         for part in ("image", "mask", "prediction"):
-            (folder / sample[part]).write_bytes(coloured(index))
+            (folder / sample[part]).write_bytes(colored(index))
     return folder

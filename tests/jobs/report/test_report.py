@@ -323,7 +323,7 @@ def test_a_link_to_a_file_elsewhere_is_not_read(tmp_path: Path, name: str) -> No
 
 @for_each("name", ["pictures/none.png", "../secret.png", "run.json", None, "a\0b"])
 def test_a_picture_that_is_not_the_runs_own_png_is_not_shown(tmp_path: Path, name: str) -> None:
-    (tmp_path / "secret.png").write_bytes(runs.coloured(0))
+    (tmp_path / "secret.png").write_bytes(runs.colored(0))
     sample = {"name": "1.png", "label": "a", "predicted": "a", "confidence": None, "picture": name}
     page = page_of(tmp_path / "run", examples={"kind": "classify", "samples": [sample]})
     assert page.attributes("src") == []

@@ -17,8 +17,8 @@ from onefold.system.compat import BatchNorm
 from onefold_jobs import finetune, require
 from onefold_jobs.data.arrays import read_digits, read_idx_folder
 from onefold_jobs.data.augment import (
-    CentreCrop,
-    LabelledPictures,
+    CenterCrop,
+    LabeledPictures,
     Mix,
     RandomFlip,
     RandomResizedCrop,
@@ -108,11 +108,11 @@ class PictureModel(finetune.KeptModel, frozen=True, kw_only=True):
         )
 
     @property
-    def test_changes(self) -> list[CentreCrop]:
+    def test_changes(self) -> list[CenterCrop]:
         """How a picture is cut when it is classified rather than trained on."""
         # Large pictures lose their edges, as is usual: 224 out of 256 pixels.
         margin = 1.0 if self.image_size <= SMALL else 8 / 7
-        return [CentreCrop(self.image_size, margin)]
+        return [CenterCrop(self.image_size, margin)]
 
 
 def check_early(options: ClassifyOptions) -> None:
@@ -208,7 +208,7 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
     fine = options.pretrained is not None
     usual: dict[str, Any] = {
         "augment": "shift" if size <= SMALL else "crop",
-        # Grey pictures are often of digits and letters, which become others when mirrored.
+        # Gray pictures are often of digits and letters, which become others when mirrored.
         "flip": "yes" if data.mode == "RGB" else "no",
     }
     return replace(
@@ -253,7 +253,7 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
     kind = _picture_model(options, data)
     model, kind = _with_weights(options, kind) if options.pretrained else (kind.build(), kind)
     mix = Mix(len(kind.classes), options.mixup, options.cutmix)
-    pictures = partial(LabelledPictures, mode=kind.mode, normalise=kind.normalise)
+    pictures = partial(LabeledPictures, mode=kind.mode, normalize=kind.normalize)
     changes = _train_changes(options, kind.image_size)
     test_set = pictures(data.test.pictures, targets(data.test.labels), changes=kind.test_changes)
     return Task(
@@ -299,10 +299,10 @@ def answer(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureModel:
     before = PictureModel.before(options)
-    # Published weights are of colour pictures, and so are the numbers of ImageNet. The first layer
+    # Published weights are of color pictures, and so are the numbers of ImageNet. The first layer
     # of a run has so many channels as its pictures had, whatever these have.
-    colours = options.normalise == "imagenet" or (options.pretrained and not before)
-    mode: Mode = "RGB" if colours else (before or data).mode
+    colors = options.normalize == "imagenet" or (options.pretrained and not before)
+    mode: Mode = "RGB" if colors else (before or data).mode
     mean, std = finetune.statistics_of(options, before, data.sums, channels=CHANNELS[mode])
     size, model = options.image_size or USUAL_SIDE, options.model or USUAL_MODEL
     stem = size <= SMALL if options.stem == "auto" else options.stem == "small"
@@ -367,7 +367,7 @@ def _old_classes(options: ClassifyOptions, run: Path | None) -> list[str]:
 
 def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:
     changes: dict[str, list[Any]] = {
-        "none": [CentreCrop(size, 1.0)],
+        "none": [CenterCrop(size, 1.0)],
         "shift": [RandomShift(size)],
         "crop": [RandomResizedCrop(size, options.least_area)],
     }
@@ -375,7 +375,7 @@ def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:
     return [*changes[options.augment], *flips, *by_kornia(options.randaugment, options.erasing)]
 
 
-def _shown(folder: RunFolder, test_set: LabelledPictures, number: int) -> dict[str, Any]:
+def _shown(folder: RunFolder, test_set: LabeledPictures, number: int) -> dict[str, Any]:
     """What a report shows of a picture, which is written for it."""
     picture = folder.save_picture(test_set.pictures[number], number)
     return {"name": test_set.pictures.name(number), "picture": picture}
@@ -422,7 +422,7 @@ class ClassifyOptions(LabelOptions, PictureOptions):
     least_area: float = option(
         0.35, "With --augment crop: the smallest share that is cut out.", FRACTION
     )
-    flip: Flip = option("auto", "Mirror every second picture; auto: if they have colours.")
+    flip: Flip = option("auto", "Mirror every second picture; auto: if they have colors.")
     randaugment: int = option(
         0, "Magnitude of two random operations (RandAugment), such as 9; by kornia.", within(0, 30)
     )

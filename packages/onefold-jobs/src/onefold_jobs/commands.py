@@ -36,7 +36,7 @@ def _late(name: str, group: str, summary: str) -> LateCommand:
 
 train = _late("train", TRAIN, "Train a ready-made job on your data: classify, segment, text.")
 predict = _late("predict", USE, "Predict the classes, labels or masks of new files.")
-evaluate = _late("evaluate", USE, "Score a run on labelled data, by class and by sample.")
+evaluate = _late("evaluate", USE, "Score a run on labeled data, by class and by sample.")
 
 
 @declare(

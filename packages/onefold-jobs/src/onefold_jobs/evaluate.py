@@ -20,10 +20,10 @@ from onefold.errors import DataError, OnefoldError
 from onefold.system.words import listed
 from onefold_jobs import classify_job, require, segment_job, text_job
 from onefold_jobs.catalog import JOBS
-from onefold_jobs.data.arrays import read_labelled
+from onefold_jobs.data.arrays import read_labeled
 from onefold_jobs.data.classes import class_files, listed_files, test_folder
 from onefold_jobs.data.files import BadFile, name_below, readable, refuse
-from onefold_jobs.data.labels import Label, divided, numbered, parts_of, separator, spelt
+from onefold_jobs.data.labels import Label, divided, numbered, parts_of, separator, spelled
 from onefold_jobs.data.maskclasses import MaskClass
 from onefold_jobs.data.masks import MaskRule
 from onefold_jobs.data.pairs import Pair, read_pairs_to_test
@@ -161,7 +161,7 @@ class _Facts(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class _Labelled:
+class _Labeled:
     """Samples whose labels are known."""
 
     where: Path
@@ -171,7 +171,7 @@ class _Labelled:
 
 
 def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
-    """Score a run's model on labelled samples.
+    """Score a run's model on labeled samples.
 
     Args:
         run: folder of a run.
@@ -197,7 +197,7 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
     if not options.skip_bad:
         refuse(found.left_out, found.inputs)
     if not found.inputs:
-        raise DataError(f"{readable(found.where)}: expected labelled samples, found none")
+        raise DataError(f"{readable(found.where)}: expected labeled samples, found none")
     if options.output is not None:
         check_files_stay(found.inputs, options.output, masks=False)
     use = Use(facts.job, run, weights, found.inputs, options, job.score, found.arrays)
@@ -210,7 +210,7 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
     )
 
 
-def _unseen(run: Path, data: Path, facts: _Facts, found: _Labelled) -> tuple[_Labelled, str | None]:
+def _unseen(run: Path, data: Path, facts: _Facts, found: _Labeled) -> tuple[_Labeled, str | None]:
     """Of the data of a run, the share that it held out; and a note of what it was trained with."""
     config = read_config(run / CONFIG, facts.job)
     # Of arrays, those of the test set are scored.
@@ -286,7 +286,7 @@ def _strange(path: Path, label: str, facts: _Facts, line: int | None = None) -> 
     return BadFile(path, f"{expected}, got {label!r}", line)
 
 
-def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _Labelled:
+def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _Labeled:
     """Read pictures in class folders or a table, or the IDX files of a test set."""
     require("reading pictures", "images", "PIL")
     if files_to_test(data):
@@ -299,13 +299,13 @@ def _pictures(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) ->
     inputs = []
     strange: dict[str, BadFile] = {}
     for path, named in class_files(folder, {}, bad, facts.target.task):
-        label = spelt(named)
+        label = spelled(named)
         if facts.known(named):
             inputs.append(Input(path, str(path.relative_to(folder)), label=named))
         else:
             strange.setdefault(label, _strange(folder / label, label, facts))
     bad += strange.values()
-    return _Labelled(folder, readable_pictures(run, inputs, bad), bad)
+    return _Labeled(folder, readable_pictures(run, inputs, bad), bad)
 
 
 def _read_to_score(
@@ -322,19 +322,19 @@ def _read_to_score(
 
 def _listed(
     run: Path, facts: _Facts, table: Path, rows: list[Line], bad: list[BadFile]
-) -> _Labelled:
+) -> _Labeled:
     found = listed_files(rows, table, bad)
     inputs = []
     for path, label in found:
         if facts.known(label):
             inputs.append(Input(path, name_below(path, table.parent), label=label))
         else:
-            bad.append(_strange(path, spelt(label), facts))
-    return _Labelled(table, readable_pictures(run, inputs, bad), bad)
+            bad.append(_strange(path, spelled(label), facts))
+    return _Labeled(table, readable_pictures(run, inputs, bad), bad)
 
 
-def _arrays(data: Path, facts: _Facts) -> _Labelled:
-    pixels, labels = read_labelled(data, "t10k")
+def _arrays(data: Path, facts: _Facts) -> _Labeled:
+    pixels, labels = read_labeled(data, "t10k")
     if int(labels.max()) >= len(facts.classes):
         raise DataError(
             f"{readable(data)}: expected labels of the run, 0 to {len(facts.classes) - 1}, got "
@@ -345,10 +345,10 @@ def _arrays(data: Path, facts: _Facts) -> _Labelled:
         Input(data, pictures.name(number), label=facts.classes[label])
         for number, label in enumerate(labels.tolist())
     ]
-    return _Labelled(data, inputs, [], pictures)
+    return _Labeled(data, inputs, [], pictures)
 
 
-def _texts(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _Labelled:
+def _texts(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _Labeled:
     """Read the texts of a file, or of the one to test with in a folder."""
     path, lines, bad = _read_to_score(run, "text", data, facts, options)
     inputs = []
@@ -356,11 +356,11 @@ def _texts(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _L
         if facts.known(line.label):
             inputs.append(Input(path, str(path), line.text, line.line_number, line.label))
         else:
-            bad.append(_strange(path, spelt(line.label), facts, line.line_number))
-    return _Labelled(path, inputs, bad)
+            bad.append(_strange(path, spelled(line.label), facts, line.line_number))
+    return _Labeled(path, inputs, bad)
 
 
-def _masks(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _Labelled:
+def _masks(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _Labeled:
     """Read pictures and masks."""
     del options  # masks are in no table
     require("reading pictures", "images", "PIL")
@@ -374,7 +374,7 @@ def _masks(run: Path, data: Path, facts: _Facts, options: EvaluateOptions) -> _L
         Input(pair.image, str(pair.image.relative_to(folder / "images")), mask=pair.mask)
         for pair in pairs
     ]
-    return _Labelled(folder, inputs, bad)
+    return _Labeled(folder, inputs, bad)
 
 
 def _mask_rule(run: Path) -> MaskRule:
@@ -399,7 +399,7 @@ def _score_masks(use: Use) -> Predicted:
     weight = torch.tensor(facts.pos_weight)
     _, measure = segment_job.loss_and_measure(weight, kind.threshold, model.stride)
     pairs = [Pair(each.path, each.mask) for each in use.inputs if each.mask is not None]
-    data = PicturePairs(pairs, kind.normalise, _mask_rule(use.run), kind.white)
+    data = PicturePairs(pairs, kind.normalize, _mask_rule(use.run), kind.white)
     size = segment_job.EVALUATION_BATCH_SIZE
     found = use.measured(model, measure, data, Padded(model.stride), batch_size=size)
     scores = (each.tolist() for each in mask_scores_of_each(found))
@@ -416,7 +416,7 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:
 class _Job(NamedTuple):
     """What a job's evaluation is made of."""
 
-    read: Callable[[Path, Path, _Facts, EvaluateOptions], _Labelled]
+    read: Callable[[Path, Path, _Facts, EvaluateOptions], _Labeled]
     """Finds the samples, of a run and in the data."""
     score: Callable[[Use], Predicted]
     """Predicts them, on every device."""

@@ -2,9 +2,9 @@
 
 Note: frozen batch norms
 ------------------------
-Batch norm changes without its parameters: in training it normalises by the batch, and moves its
+Batch norm changes without its parameters: in training it normalizes by the batch, and moves its
 running statistics. A frozen one must do neither, so it stays in evaluation mode. (A momentum of 0
-would keep the statistics, but still normalise by the batch.) Every ``model.train()`` would put it
+would keep the statistics, but still normalize by the batch.) Every ``model.train()`` would put it
 back into training mode, so its class is exchanged for one that ignores this.
 """
 
@@ -27,7 +27,7 @@ from onefold.system.compat import BatchNorm
 from onefold.system.words import listed
 from onefold.weights.file import best_scored, check_weights
 from onefold.weights.load import Loaded, bare_name, refuse_spoilt
-from onefold_jobs.data.augment import IMAGENET, Normalise
+from onefold_jobs.data.augment import IMAGENET, Normalize
 from onefold_jobs.data.pictures import Sums
 from onefold_jobs.models.catalog import TIMM_PREFIX
 from onefold_jobs.named_weights import find_weights, timm_facts
@@ -215,9 +215,9 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The brightest value of pictures with more than 8 bits a pixel; None if there are none."""
 
     @property
-    def normalise(self) -> Normalise:
+    def normalize(self) -> Normalize:
         """How its pictures become numbers."""
-        return Normalise(self.mean, self.std)
+        return Normalize(self.mean, self.std)
 
     @classmethod
     def of_run(cls, run: Path) -> Self:
@@ -251,15 +251,15 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def statistics_of(
     options: PictureOptions, before: KeptModel | None, sums: Sums, *, channels: int
 ) -> Iterator[tuple[float, ...]]:
-    """Yield the mean and the standard deviation by which pictures are normalised.
+    """Yield the mean and the standard deviation by which pictures are normalized.
 
     Args:
-        options: ``normalise`` and ``pretrained`` are read.
+        options: ``normalize`` and ``pretrained`` are read.
         before: the model of the run that the weights come from, if they do.
         sums: over the pixels of the training pictures.
         channels: of the model's pictures.
     """
-    chosen = options.normalise
+    chosen = options.normalize
     if chosen == "auto" and before:
         statistics = before.mean, before.std
     elif chosen == "auto" and (options.pretrained or "").startswith(TIMM_PREFIX):
@@ -275,7 +275,7 @@ def statistics_of(
 
 
 def new_head(head: nn.Module) -> None:
-    """Initialise a last layer: Xavier for weights (Glorot and Bengio, 2010), 0 for biases."""
+    """Initialize a last layer: Xavier for weights (Glorot and Bengio, 2010), 0 for biases."""
     for parameter in head.parameters():
         if parameter.dim() > 1:
             nn.init.xavier_uniform_(parameter)
@@ -322,7 +322,7 @@ class _Still(nn.Module):
 @cache
 def _still(kind: type[nn.Module]) -> type[nn.Module]:
     """Make the frozen class of a kind of batch norm."""
-    # Derived from that kind: it may do more than normalise, as some of timm do.
+    # Derived from that kind: it may do more than normalize, as some of timm do.
     return type(f"Still{kind.__name__}", (_Still, kind), {})
 
 

@@ -17,7 +17,7 @@ import onefold
 from onefold.errors import DataError
 from onefold.weights.file import check_weights
 from onefold_jobs import classify_job, require, segment_job, text_job
-from onefold_jobs.data.augment import LabelledPictures
+from onefold_jobs.data.augment import LabeledPictures
 from onefold_jobs.data.pictures import in_bytes, open_picture
 from onefold_jobs.finetune import KeptModel, chosen_checkpoint, load_finite
 from onefold_jobs.runfolder import read_run
@@ -33,14 +33,14 @@ _OPENED = (
     "transparent pixels put on white; converted to mode by Pillow"
 )
 _RESIZED = (
-    "Pillow's resize((centre_crop, centre_crop), BILINEAR, box, reducing_gap=2.0): antialiased, "
+    "Pillow's resize((center_crop, center_crop), BILINEAR, box, reducing_gap=2.0): antialiased, "
     "rounded to 8 bits; of both sides resized = max(shorter_side, round(side * shorter_side / "
-    "shorter of both)), start = (resized - centre_crop) // 2, and the box reaches from start * "
-    "side / resized to (start + centre_crop) * side / resized"
+    "shorter of both)), start = (resized - center_crop) // 2, and the box reaches from start * "
+    "side / resized to (start + center_crop) * side / resized"
 )
-_NORMALISED = "images (n, channels, h, w) float32: (pixels / 255 - mean) / std, by channel"
+_NORMALIZED = "images (n, channels, h, w) float32: (pixels / 255 - mean) / std, by channel"
 _PADDED = (
-    "zeros after normalisation, on the right and below, to a common height and width that are "
+    "zeros after normalization, on the right and below, to a common height and width that are "
     "multiples of side_multiple, and twice it at least"
 )
 
@@ -130,7 +130,7 @@ def _load_pictures(run: Path) -> _Loaded:
 
     (cut,) = kind.test_changes
     shorter = round(cut.size * cut.margin)
-    before = {"mode": kind.mode, "shorter_side": shorter, "centre_crop": cut.size}
+    before = {"mode": kind.mode, "shorter_side": shorter, "center_crop": cut.size}
     return model, model, preprocess, _facts(kind, {**before, **_numbers(kind), "resized": _RESIZED})
 
 
@@ -198,7 +198,7 @@ def _tensors(
     """Make each picture or file a tensor, as in tests."""
     require("reading pictures", "images", "PIL")
     opened: Any = [_opened(each, n, kind.white) for n, each in enumerate(pictures)]
-    data = LabelledPictures(opened, range(len(opened)), mode, changes, kind.normalise)
+    data = LabeledPictures(opened, range(len(opened)), mode, changes, kind.normalize)
     return [data[number][0] for number in range(len(data))]
 
 
@@ -218,4 +218,4 @@ def _opened(picture: Any, number: int, white: int | None) -> Any:
 def _numbers(kind: KeptModel) -> dict[str, Any]:
     """How a file becomes pixels, and pixels numbers."""
     numbers = {"white": kind.white or 255, "mean": list(kind.mean), "std": list(kind.std)}
-    return {**numbers, "opened": _OPENED, "normalised": _NORMALISED}
+    return {**numbers, "opened": _OPENED, "normalized": _NORMALIZED}

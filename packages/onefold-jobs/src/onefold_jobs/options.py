@@ -42,7 +42,7 @@ from onefold_jobs.loggers import LoggerName
 __all__ = [
     "RUN_OPTIONS",
     "Augment",
-    "Normalisation",
+    "Normalization",
     "Optimizer",
     "PictureOptions",
     "TrainOptions",
@@ -66,7 +66,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["constant", "step", "cosine"]
 ScaleRate = Literal["none", "linear", "sqrt"]
 Augment = Literal["auto", "none", "shift", "crop"]
-Normalisation = Literal["auto", "imagenet", "data", "none"]
+Normalization = Literal["auto", "imagenet", "data", "none"]
 
 MOST_SHARDS = 10**6
 MOST_WORKERS = 1024
@@ -193,7 +193,7 @@ class TrainOptions:
     momentum: float = option(0.9, "Momentum (sgd only).", SHARE)
     weight_decay: float | None = option(
         None,
-        "Weight decay: pull of the parameters towards zero.",
+        "Weight decay: pull of the parameters toward zero.",
         within(0, MOST_FACTOR),
         shown="0.01 with adamw, else 0.0005",
     )
@@ -306,9 +306,9 @@ class TrainOptions:
 class PictureOptions(TrainOptions):
     """The options that the jobs of pictures have besides."""
 
-    normalise: Normalisation = option(
+    normalize: Normalization = option(
         "auto",
-        "Normalise pictures by the numbers of ImageNet or of the data; auto: as pretrained "
+        "Normalize pictures by the numbers of ImageNet or of the data; auto: as pretrained "
         "weights need it.",
     )
     pretrained: str | None = option(
@@ -369,7 +369,7 @@ def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
     """
     plain, several = value, typing.get_origin(hint) is tuple
     if str in (hint, *typing.get_args(hint)):
-        plain = [*map(_spelt, value)] if isinstance(value, list | tuple) else _spelt(value)
+        plain = [*map(_spelled, value)] if isinstance(value, list | tuple) else _spelled(value)
     if several and isinstance(plain, str):
         plain = [part for part in map(str.strip, plain.split(",")) if part]
     try:
@@ -383,7 +383,7 @@ def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
         raise ValueError(f"{source}: {name}: expected {_words(hint)}, got {got}") from None
 
 
-def _spelt(value: object) -> object:
+def _spelled(value: object) -> object:
     return str(value) if type(value) in (int, float) else value
 
 

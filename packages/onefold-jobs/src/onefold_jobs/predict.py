@@ -19,11 +19,11 @@ from onefold.system.safe_files import aside_of, write_whole
 from onefold.system.words import tell
 from onefold.weights.file import check_weights
 from onefold_jobs import classify_job, require, segment_job, text_job
-from onefold_jobs.data.augment import LabelledPictures
+from onefold_jobs.data.augment import LabeledPictures
 from onefold_jobs.data.classes import listed_files
 from onefold_jobs.data.files import BadFile, name_below, refuse
-from onefold_jobs.data.labels import Label, numbered, spelt
-from onefold_jobs.data.maskclasses import coloured_mask
+from onefold_jobs.data.labels import Label, numbered, spelled
+from onefold_jobs.data.maskclasses import colored_mask
 from onefold_jobs.data.pictures import ArrayPictures, PictureFiles, picture_paths
 from onefold_jobs.data.scan import Scanning, Seen, notes_of, scan_pictures
 from onefold_jobs.data.tables import Columns, is_table, read_table
@@ -116,7 +116,7 @@ class Input:
     text: str = ""
     line: int = 0
     label: Label = ""
-    """The name of its class, or what else it is labelled with; empty where that is not known."""
+    """The name of its class, or what else it is labeled with; empty where that is not known."""
     mask: Path | None = None
     """The mask that it should have, where that is known."""
 
@@ -395,12 +395,12 @@ class Use:
     def pictures(self) -> Predicted:
         """The classes of pictures."""
         kind, model = classify_job.PictureModel.built(self.run)
-        data = LabelledPictures(
+        data = LabeledPictures(
             self.arrays or self._files(kind),
             self._labels(kind.classes, kind.target),
             kind.mode,
             kind.test_changes,
-            kind.normalise,
+            kind.normalize,
         )
         return self._rows(model, classify_job.answer, data, kind)
 
@@ -415,16 +415,16 @@ class Use:
         self,
         model: nn.Module,
         answer: Answer,
-        data: LabelledPictures | EncodedTexts,
+        data: LabeledPictures | EncodedTexts,
         kind: classify_job.PictureModel | text_job.TextModel,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Predicted:
         """Report the number of each sample, or its classes: all that it has, or the surest."""
         found = self.measured(model, target_measure(answer, kind.target), data, collate)
         rows = target_rows(found, kind.target, kind.classes, self.options.top)
-        labelled = any(each.label != "" for each in self.inputs)
+        labeled = any(each.label != "" for each in self.inputs)
         return [
-            {**each.row, **({"label": spelt(each.label)} if labelled else {}), **own}
+            {**each.row, **({"label": spelled(each.label)} if labeled else {}), **own}
             for each, own in zip(self.inputs, rows, strict=True)
         ], found
 
@@ -451,7 +451,7 @@ class Use:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 levels = pixels.numpy().astype(np.uint8)
                 if kind.classes:
-                    drawn = coloured_mask(levels, kind.classes, values=True)
+                    drawn = colored_mask(levels, kind.classes, values=True)
                 else:
                     drawn = Image.fromarray(levels * np.uint8(255))
                 # Whole or not at all, so that nothing half-written lies there after a stop.
@@ -462,7 +462,7 @@ class Use:
             return {"share": torch.stack(shares)}
 
         numbers = range(len(self.inputs))
-        data = LabelledPictures(self._files(kind), numbers, "RGB", (), kind.normalise)
+        data = LabeledPictures(self._files(kind), numbers, "RGB", (), kind.normalize)
         collate = partial(_numbered, padded=padded)
         size = segment_job.EVALUATION_BATCH_SIZE
         found = self.measured(model, draw, data, collate, batch_size=size)
@@ -482,7 +482,7 @@ class Use:
                 return nothing if classes else nothing.sum(dim=1)
             return targets(numbered([each.label for each in self.inputs], classes))
         numbers = {name: number for number, name in enumerate(classes)}
-        return [numbers.get(spelt(each.label), 0) for each in self.inputs]
+        return [numbers.get(spelled(each.label), 0) for each in self.inputs]
 
     def _files(self, kind: KeptModel) -> PictureFiles:
         return PictureFiles([each.path for each in self.inputs], Path(), kind.white)

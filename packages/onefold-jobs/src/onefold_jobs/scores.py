@@ -124,7 +124,7 @@ class ClassScores:
 
     @property
     def recall(self) -> _Numbers:
-        """Share of the samples of a class that are recognised; NaN if there are none."""
+        """Share of the samples of a class that are recognized; NaN if there are none."""
         return _ratio(self._right, self.support)
 
     @property
@@ -174,7 +174,7 @@ def class_tables(
     """
     if not rows:
         return
-    names = [name for name in rows[0] if name not in ("class", "colour")]
+    names = [name for name in rows[0] if name not in ("class", "color")]
     classes = [row["class"] for row in rows]
     title = "Scores by class, on the test set"
     if len(rows) > _IN_TABLES:

@@ -19,7 +19,7 @@ from torch.utils.data import Subset
 import onefold
 from onefold.errors import DataError
 from onefold_jobs import finetune, require
-from onefold_jobs.data.maskclasses import AUTO, MaskClass, coloured_mask, list_classes
+from onefold_jobs.data.maskclasses import AUTO, MaskClass, colored_mask, list_classes
 from onefold_jobs.data.masks import MaskRule, read_mask
 from onefold_jobs.data.pairs import MaskedPictures, read_pairs
 from onefold_jobs.data.pictures import open_picture, require_folder
@@ -305,7 +305,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         turns=options.turns == "yes",
         jitter=options.jitter,
     )
-    test_set = PicturePairs(data.test, kind.normalise, data.rule, data.white)
+    test_set = PicturePairs(data.test, kind.normalize, data.rule, data.white)
     return Task(
         model=model,
         head=HEAD,
@@ -315,7 +315,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         baseline=mask_baseline(*data.counts, kind.classes, float(weight)),
         class_counts=data.counts,
         class_weights=None if by_class is None else by_class.tolist(),
-        train_set=PicturePairs(data.train, kind.normalise, data.rule, data.white, augment),
+        train_set=PicturePairs(data.train, kind.normalize, data.rule, data.white, augment),
         test_set=test_set,
         collate=padded,
         evaluation_batch_size=options.evaluation_batch_size,
@@ -433,7 +433,7 @@ def _examples(
         if kind.classes:
             for part in ("mask", "prediction"):
                 numbers = np.asarray(parts[part])
-                parts[part] = coloured_mask(numbers, kind.classes, values=False)
+                parts[part] = colored_mask(numbers, kind.classes, values=False)
         pictures = {
             name: folder.save_picture(picture, f"{number}-{name}")
             for name, picture in parts.items()

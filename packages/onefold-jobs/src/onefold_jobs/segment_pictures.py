@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from onefold_jobs.data.augment import Normalise, below, between
+from onefold_jobs.data.augment import Normalize, below, between
 from onefold_jobs.data.maskclasses import MaskClass
 from onefold_jobs.data.masks import VOID, MaskRule, mask_tensor, read_mask
 from onefold_jobs.data.pairs import Pair
@@ -76,7 +76,7 @@ class Augment:
             ways.append([turned.ROTATE_90, turned.ROTATE_180, turned.ROTATE_270][quarters - 1])
         for way in ways:
             image, mask = image.transpose(way), mask.transpose(way)
-        # Colours change in the picture alone; a mask has none to change.
+        # Colors change in the picture alone; a mask has none to change.
         return _jittered(image, self.jitter), mask
 
 
@@ -85,7 +85,7 @@ class PicturePairs(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Pictures and their masks, as tensors."""
 
     pairs: Sequence[Pair]
-    normalise: Normalise
+    normalize: Normalize
     rule: MaskRule = field(default_factory=MaskRule)
     """Which values of a mask are foreground and void."""
     white: int | None = None
@@ -103,7 +103,7 @@ class PicturePairs(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         mask = read_mask(pair.mask, self.rule)
         if self.augment is not None:
             image, mask = self.augment(image, mask)
-        return self.normalise(image), mask_tensor(mask, classes=bool(self.rule.classes))
+        return self.normalize(image), mask_tensor(mask, classes=bool(self.rule.classes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Padded:
         """Return ``images`` (n, 3, h, w), ``masks`` (n, h, w) float32, ``sizes`` (n, 2) int64."""
         sizes = torch.tensor([image.shape[1:] for image, _ in samples])
         height, width = padded_size(sizes.amax(dim=0).tolist(), self.stride)
-        # Zeros: in normalised pictures, that is the mean colour.
+        # Zeros: in normalized pictures, that is the mean color.
         images = torch.zeros(len(samples), samples[0][0].shape[0], height, width)
         masks = torch.zeros(len(samples), height, width)
         for row, (image, mask) in enumerate(samples):
@@ -271,7 +271,7 @@ def class_ious(found: Measured, classes: Sequence[MaskClass]) -> list[dict[str, 
     iou = sums["overlap"] / (sums["predicted"] + sums["given"] - sums["overlap"])
     shares = sums["given"] / sums["counted"]
     return [
-        {"class": each.name, "colour": each.colour, "iou": float(iou[n]), "share": float(shares[n])}
+        {"class": each.name, "color": each.color, "iou": float(iou[n]), "share": float(shares[n])}
         for n, each in enumerate(classes)
     ]
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold_jobs.data.labels import TaskName, spelt
+from onefold_jobs.data.labels import TaskName, spelled
 from onefold_jobs.options import SHARE, again, expect, option
 from onefold_jobs.scores import Baseline, ClassScores, Measure, Measured, Predict, class_baseline
 
@@ -137,7 +137,7 @@ class LabelOptions:
 
 def best_by_of(options: LabelOptions) -> BestBy:
     """By which score the best epoch is chosen."""
-    # Who makes up for frequent classes wants the others recognised as well.
+    # Who makes up for frequent classes wants the others recognized as well.
     balanced = options.balanced or options.class_weights == "auto"
     return options.best_by or ("balanced-accuracy" if balanced else _SCORES[options.task][0])
 
@@ -384,7 +384,7 @@ def label_baseline(
     given = torch.from_numpy(np.asarray(truth, dtype=np.float64))
     loss = float(F.binary_cross_entropy(torch.from_numpy(confidence), given))
     scores = {"loss": loss, **label_scores(truth, confidence)}
-    return Baseline(spelt(tuple(often)) or "no class", scores)
+    return Baseline(spelled(tuple(often)) or "no class", scores)
 
 
 def label_table(truth: _Array, confidence: _Array, classes: Sequence[str]) -> list[dict[str, Any]]:
@@ -508,7 +508,8 @@ def target_examples(
             return {**names, "confidence": float(sure[number])}
         said = found["confidence"][number].numpy() >= _THRESHOLD
         return {
-            name: spelt(tuple(c for c, has in zip(classes, row, strict=True) if has)) or "no class"
+            name: spelled(tuple(c for c, has in zip(classes, row, strict=True) if has))
+            or "no class"
             for name, row in (("label", true), ("predicted", said))
         }
 

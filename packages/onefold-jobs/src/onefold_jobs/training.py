@@ -61,7 +61,7 @@ _log = logging.getLogger("onefold")
 _LINES = 20
 """How often an epoch's numbers become events, besides those of the epoch as a whole."""
 _FEW_STEPS = 100
-"""With fewer steps in all, hardly anything is learnt."""
+"""With fewer steps in all, hardly anything is learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

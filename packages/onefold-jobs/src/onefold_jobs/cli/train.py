@@ -42,7 +42,7 @@ GROUPS = {
     "Data": (
         *("config", "data", "dev", "holdout", "task", "text_column", "image_column"),
         *("label_column", "cache", "classes", "foreground", "void", "image_size", "crop"),
-        *("normalise", "max_length", "skip_bad", "labels_as_is"),
+        *("normalize", "max_length", "skip_bad", "labels_as_is"),
     ),
     "Model": (
         *("model", "encoder", "stem", "pretrained", "pretrained_key", "pretrained_classes"),
@@ -91,7 +91,7 @@ Config = Annotated[
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")]
-LabelledData = Annotated[
+LabeledData = Annotated[
     Path,
     typer.Argument(
         metavar="DATA", help="Data as in training, whose test set is used; or a test set alone."
@@ -154,8 +154,8 @@ def _declare_evaluate(app: typer.Typer) -> None:
         ("onefold evaluate runs/a photos --output all.csv", "every sample"),
     ]
 
-    def evaluate(run_folder: RunFolder, data: LabelledData, **chosen: Any) -> None:
-        """Score a trained run on labelled data: overall, by class, and sample by sample."""
+    def evaluate(run_folder: RunFolder, data: LabeledData, **chosen: Any) -> None:
+        """Score a trained run on labeled data: overall, by class, and sample by sample."""
         options = EvaluateOptions(**_given(chosen))
         found = evaluate_run(run_folder, data, options)
         for each in found.prediction.left_out:

@@ -39,7 +39,7 @@ from onefold_jobs.data.labels import Sample, check_labels, check_same, untested
 from onefold_jobs.data.pictures import ArrayPictures, Sums
 from onefold_jobs.data.samples import hold_out
 
-__all__ = ["mnist", "read_digits", "read_idx", "read_idx_folder", "read_labelled"]
+__all__ = ["mnist", "read_digits", "read_idx", "read_idx_folder", "read_labeled"]
 
 _File: TypeAlias = BufferedReader | gzip.GzipFile
 
@@ -47,7 +47,7 @@ _File: TypeAlias = BufferedReader | gzip.GzipFile
 def read_idx_folder(
     directory: Path, names: Sequence[str] | None = None, *, labels_as_is: bool = False
 ) -> PictureClasses:
-    """Read grey pictures from four IDX files named as MNIST's are.
+    """Read gray pictures from four IDX files named as MNIST's are.
 
     Args:
         directory: the folder of the files, each plain or ``.gz``.
@@ -60,8 +60,8 @@ def read_idx_folder(
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged.
     """
-    train_pixels, train_labels = read_labelled(directory, "train")
-    test_pixels, test_labels = read_labelled(directory, "t10k")
+    train_pixels, train_labels = read_labeled(directory, "train")
+    test_pixels, test_labels = read_labeled(directory, "t10k")
     # The largest label decides, not how many labels occur: a number that no picture has still gets
     # its logit, so that label n stays output n.
     count = int(train_labels.max()) + 1
@@ -99,7 +99,7 @@ def read_digits(*, holdout: float, seed: int) -> PictureClasses:
     from sklearn.datasets import load_digits
 
     source = load_digits()
-    # Its greys are 0.0 to 16.0 in float64; everything downstream expects 0 to 255.
+    # Its grays are 0.0 to 16.0 in float64; everything downstream expects 0 to 255.
     pixels = torch.from_numpy(source.images * (255 / 16)).to(torch.uint8)
     labels = torch.from_numpy(source.target).to(torch.int64)
     classes = [str(label) for label in labels.tolist()]
@@ -271,20 +271,20 @@ def mnist(directory: str | PathLike[str], train: bool = True) -> TensorDataset:
         train: True for the training images, False for the test images.
 
     Returns:
-        Pairs of an image (1, 28, 28) float32, normalised with MNIST's mean and standard
+        Pairs of an image (1, 28, 28) float32, normalized with MNIST's mean and standard
         deviation, and a label () int64. The whole set is ``dataset.tensors``.
 
     Raises:
         FileNotFoundError: a file is missing; the message lists the names looked for.
         ValueError: a file is damaged, or the two do not belong together.
     """
-    images, labels = read_labelled(Path(directory), "train" if train else "t10k")
+    images, labels = read_labeled(Path(directory), "train" if train else "t10k")
     # In place after the one conversion: each copy of 60,000 images takes 188 MB.
     pixels = images.unsqueeze(1).to(torch.float32).div_(255)
     return TensorDataset(pixels.sub_(MNIST_MEAN).div_(MNIST_STD), labels)
 
 
-def read_labelled(directory: Path, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+def read_labeled(directory: Path, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Read images and the labels that belong to them.
 
     Args:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IMAGENET",
-    "CentreCrop",
-    "LabelledPictures",
+    "CenterCrop",
+    "LabeledPictures",
     "Mix",
-    "Normalise",
+    "Normalize",
     "RandomFlip",
     "RandomResizedCrop",
     "RandomShift",
@@ -85,7 +85,7 @@ class RandomShift:
     """Pixels of the square's side."""
 
     def __call__(self, picture: Image) -> Image:
-        whole = CentreCrop(self.size, margin=1.0)(picture)
+        whole = CenterCrop(self.size, margin=1.0)(picture)
         most = self.size // 8
         left, top = below(2 * most + 1) - most, below(2 * most + 1) - most
         # A box that reaches beyond the picture is not an error: Pillow fills the rest with zeros.
@@ -103,7 +103,7 @@ class RandomFlip:
 
 
 @dataclass(frozen=True, slots=True)
-class CentreCrop:
+class CenterCrop:
     """Resize the shorter side to a multiple of the square's, and cut out the middle."""
 
     size: int
@@ -125,7 +125,7 @@ class CentreCrop:
 
 
 @dataclass(frozen=True, slots=True)
-class Normalise:
+class Normalize:
     """Turn pixels into numbers of mean 0 and standard deviation 1, channel by channel."""
 
     mean: tuple[float, ...]  # (c,), of pixels in [0, 1]
@@ -144,7 +144,7 @@ class Normalise:
 
 
 @dataclass(eq=False)
-class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
+class LabeledPictures(Dataset[tuple[torch.Tensor, int]]):
     """A data set of pictures and their labels, augmented anew at every reading."""
 
     pictures: Pictures
@@ -154,7 +154,7 @@ class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
     """The mode that every picture is converted to."""
     changes: Sequence[Change]
     """What is done to a picture, in this order."""
-    normalise: Normalise
+    normalize: Normalize
     """What turns the changed picture into a tensor."""
 
     def __len__(self) -> int:
@@ -164,7 +164,7 @@ class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
         picture = self.pictures[index].convert(self.mode)
         for change in self.changes:
             picture = change(picture)
-        return self.normalise(picture), self.labels[index]
+        return self.normalize(picture), self.labels[index]
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ def read_classes(
         parts = [*hold_out(parts[0], strata([x.label for x in parts[0]]), share=holdout, seed=seed)]
     white = white_of(picture.seen.look for picture in parts[0])
     train, test = (by_one_white(part, white, bad) for part in parts)
-    test = _learnt(train, test, readable(trained), bad)
+    test = _learned(train, test, readable(trained), bad)
     if not skip_bad:
         refuse(bad, train)
     # Of what can be used, or a class without a readable picture would keep a logit for nothing.
@@ -172,7 +172,7 @@ def _of_pictures(
     where: str,
 ) -> PictureClasses:
     looks = [picture.seen.look for picture in (*train, *test)]
-    white, grey = white_of(looks[: len(train)]), all(look.grey for look in looks)
+    white, gray = white_of(looks[: len(train)]), all(look.gray for look in looks)
     samples = [
         [Sample(name_below(x.path, directory), x.label, x.seen.content) for x in part]
         for part in (train, test)
@@ -189,9 +189,9 @@ def _of_pictures(
         train=train_split,
         test=test_split,
         classes=classes,
-        mode="L" if grey else "RGB",
+        mode="L" if gray else "RGB",
         sizes=[look.size for look in looks[: len(train)]],
-        sums=sum_looks(looks[: len(train)], grey=grey),
+        sums=sum_looks(looks[: len(train)], gray=gray),
         left_out=bad,
         white=white,
         notes=[
@@ -281,14 +281,14 @@ def _looked_through(
     return parts
 
 
-def _learnt(
+def _learned(
     train: Sequence[_Picture], test: Sequence[_Picture], where: str, bad: list[BadFile]
 ) -> list[_Picture]:
     """Return the test pictures whose classes have training pictures; add the others to ``bad``."""
-    learnt = {name for picture in train for name in parts_of(picture.label)}
+    learned = {name for picture in train for name in parts_of(picture.label)}
     known = []
     for picture in test:
-        others = [name for name in parts_of(picture.label) if name not in learnt]
+        others = [name for name in parts_of(picture.label) if name not in learned]
         if others:
             reason = f"no picture of its class {others[0]!r} in {where} can be used"
             bad.append(BadFile(picture.path, reason))
@@ -361,7 +361,7 @@ def _class_of(folder: Path, names: dict[str, str]) -> str:
 
 
 def _refuse_masks(directory: Path, names: Sequence[str]) -> None:
-    """Refuse a data set of pictures and masks, which would be learnt as two classes.
+    """Refuse a data set of pictures and masks, which would be learned as two classes.
 
     Raises:
         DataError: one folder is named as pictures are, and one as masks are.

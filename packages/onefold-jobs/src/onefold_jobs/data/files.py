@@ -177,7 +177,7 @@ def left_out_notes(bad: Sequence[BadFile]) -> list[str]:
 
 
 _HEAD_BYTES = 512
-"""How much of a file is read to recognise it as one of ours."""
+"""How much of a file is read to recognize it as one of ours."""
 
 
 def read_whole(path: Path, most_bytes: int) -> bytes:

@@ -37,7 +37,7 @@ __all__ = [
     "read_label",
     "separator",
     "shortened",
-    "spelt",
+    "spelled",
     "untested",
 ]
 
@@ -100,7 +100,8 @@ def read_label(value: object, task: TaskName = "single-label") -> Label:
             )
         names = [str(part).strip() for part in value]
     else:
-        # A number as JSON and Parquet have it is spelt as in CSV; null is a cell without anything.
+        # A number as JSON and Parquet have it is spelled as in CSV; null is a cell without
+        # anything.
         if task == "regression":
             return _number(text)
         if not text and task == "single-label":
@@ -144,10 +145,10 @@ def parts_of(label: Label) -> tuple[str, ...]:
     return label if isinstance(label, tuple) else ()
 
 
-def spelt(label: Label) -> str:
+def spelled(label: Label) -> str:
     """Spell a label, with bars between several classes.
 
-    >>> spelt(("rude", "toxic")), spelt(0.5)
+    >>> spelled(("rude", "toxic")), spelled(0.5)
     ('rude|toxic', '0.5')
     """
     return "|".join(label) if isinstance(label, tuple) else str(label)

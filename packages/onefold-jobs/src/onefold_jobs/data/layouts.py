@@ -1,4 +1,4 @@
-"""Recognises data sets that a job would misread, by their layout, and says what to do instead.
+"""Recognizes data sets that a job would misread, by their layout, and says what to do instead.
 
 This comes first of all, so that nobody mends a folder file by file that is of another kind. Only a
 few names and the beginnings of a few files are read.

@@ -1,7 +1,7 @@
 """Masks: which pixels of a picture are foreground, which are not, and which count for neither.
 
 Without a rule a mask has two values. Its pixels are foreground where they are brighter than half,
-or, in a mask without any value above 1, where they are 1. A coloured pixel is as bright as its
+or, in a mask without any value above 1, where they are 1. A colored pixel is as bright as its
 brightest channel.
 
 Note: more than two values
@@ -51,8 +51,8 @@ _FLAT_SHARE = 0.25
 """If more of the pixels between the ends are surrounded by their like, they are areas."""
 _NOISE = 8
 """How far from an end JPEG, or a file that was converted from JPEG, may put a pixel."""
-_COLOUR_NOISE = 48
-"""The same for a channel of a colour: JPEG stores colour at half the resolution."""
+_COLOR_NOISE = 48
+"""The same for a channel of a color: JPEG stores color at half the resolution."""
 _LISTED = 6
 """Values that an error names."""
 _WEIGHT = 8
@@ -62,20 +62,20 @@ _MOST_CODE = 1 << 62
 _LOSSY = frozenset({".jfif", ".jpe", ".jpeg", ".jpg", ".webp"})
 # At most 18 digits, so that a value fits the int64 it is compared with.
 _NUMBERS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_COLOUR = re.compile(r"#([0-9a-fA-F]{6})")
+_COLOR = re.compile(r"#([0-9a-fA-F]{6})")
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Values that an option names: numbers from one to another, or one colour."""
+    """Values that an option names: numbers from one to another, or one color."""
 
     text: str
     """As the user wrote it."""
     first: int
     last: int
     """Included."""
-    colour: bool
-    """Whether ``first`` and ``last`` are one colour, 0xRRGGBB."""
+    color: bool
+    """Whether ``first`` and ``last`` are one color, 0xRRGGBB."""
 
     @classmethod
     def read(cls, option: str, text: str) -> _Span:
@@ -83,10 +83,10 @@ class _Span:
         if numbers := _NUMBERS.fullmatch(text):
             first, last = int(numbers[1]), int(numbers[2] or numbers[1])
             if first <= last:
-                return cls(text, first, last, colour=False)
-        if colour := _COLOUR.fullmatch(text):
-            value = int(colour[1], 16)
-            return cls(text, value, value, colour=True)
+                return cls(text, first, last, color=False)
+        if color := _COLOR.fullmatch(text):
+            value = int(color[1], 16)
+            return cls(text, value, value, color=True)
         raise ValueError(
             f"--{option} {text}: expected values of the masks' pixels, such as 15, 128-255 or "
             f"#ff0000"
@@ -94,14 +94,14 @@ class _Span:
 
     def meets(self, other: _Span) -> bool:
         """Whether a value belongs to both."""
-        return self.colour == other.colour and self.first <= other.last and other.first <= self.last
+        return self.color == other.color and self.first <= other.last and other.first <= self.last
 
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
     """Which values of masks are foreground, or which class they are, and which are left out.
 
-    A value is a number, ``FIRST-LAST``, or a colour ``#rrggbb``. In a file with a palette, a number
+    A value is a number, ``FIRST-LAST``, or a color ``#rrggbb``. In a file with a palette, a number
     means an entry of the palette.
 
     Raises:
@@ -180,8 +180,8 @@ class MaskLook(msgspec.Struct, frozen=True, array_like=True, tag="mask"):
     """Values of the rule that occur in the mask."""
     counts: dict[str, int] = {}
     """Where masks have classes: number of pixels of each by its name; of `AUTO`, of each value."""
-    colours: dict[str, str] = {}
-    """The colours of these values, where the file has a palette."""
+    colors: dict[str, str] = {}
+    """The colors of these values, where the file has a palette."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +189,13 @@ class _Pixels:
     """A mask's pixels, as its file has them."""
 
     codes: _Array
-    """(h, w) uint8, int32 or int64: the number of each pixel's value, or 0xRRGGBB if coloured."""
+    """(h, w) uint8, int32 or int64: the number of each pixel's value, or 0xRRGGBB if colored."""
     brightness: _Array
     """(h, w) uint8."""
-    coloured: bool = False
-    """Whether the codes are colours."""
+    colored: bool = False
+    """Whether the codes are colors."""
     palette: _Array | None = None
-    """(256,) int64, the colour of each code, if the file has a palette."""
+    """(256,) int64, the color of each code, if the file has a palette."""
     lossy: bool = False
     """Whether the file's format changes values a little."""
 
@@ -207,19 +207,19 @@ class _Pixels:
         return found
 
     def _match(self, span: _Span) -> _Array:
-        if not span.colour:
+        if not span.color:
             within = (self.codes >= span.first) & (self.codes <= span.last)
-            return within & (not self.coloured)
-        # A table of 256 answers, looked up by code: a palette may have one colour twice.
+            return within & (not self.colored)
+        # A table of 256 answers, looked up by code: a palette may have one color twice.
         if self.palette is not None:
             return np.asarray((self.palette == span.first)[self.codes])
-        # A grey is a colour as well. Widened first: in uint8 the product would wrap round.
-        codes = self.codes if self.coloured else self.codes.astype(np.int64) * 0x10101
+        # A gray is a color as well. Widened first: in uint8 the product would wrap round.
+        codes = self.codes if self.colored else self.codes.astype(np.int64) * 0x10101
         return np.asarray(codes == span.first)
 
     def word(self, code: int) -> str:
         """Spell a value as an option takes it."""
-        return f"#{code:06x}" if self.coloured else str(code)
+        return f"#{code:06x}" if self.colored else str(code)
 
 
 def read_mask(path: Path, rule: MaskRule | None = None) -> Image:
@@ -271,7 +271,7 @@ def look_at_mask(path: Path, rule: MaskRule) -> MaskLook:
     pixels = _pixels(path)
     void = pixels.matches(rule.spans("void"))
     counts: dict[str, int] = {}
-    colours: dict[str, str] = {}
+    colors: dict[str, str] = {}
     scale = 0
     if rule.classes:
         values, foreground = _counted(pixels.codes[~void]), ~void
@@ -281,7 +281,7 @@ def look_at_mask(path: Path, rule: MaskRule) -> MaskLook:
             inside = count_levels(_numbers(pixels, rule)).tolist()
             counts = {name: n for (name, _), n in zip(rule.named, inside, strict=False) if n}
         if pixels.palette is not None:
-            colours = {str(code): f"#{int(pixels.palette[code]):06x}" for code in values}
+            colors = {str(code): f"#{int(pixels.palette[code]):06x}" for code in values}
     else:
         values = _counted(pixels.codes)
         if not rule.foreground and not void.all():
@@ -301,7 +301,7 @@ def look_at_mask(path: Path, rule: MaskRule) -> MaskLook:
         values=[pixels.word(code) for code in _most_frequent(values)],
         named=[span.text for span in spans if pixels.matches([span]).any()],
         counts=counts,
-        colours=colours,
+        colors=colors,
     )
 
 
@@ -349,7 +349,7 @@ def _foreground(pixels: _Pixels, rule: MaskRule, counted: _Array) -> _Array:
 def _pixels(path: Path) -> _Pixels:
     picture = load_picture(path, weight=_WEIGHT)
     lossy = path.suffix.lower() in _LOSSY
-    # Not converted to RGB: --foreground 3 names entry 3 of the palette, whatever its colour.
+    # Not converted to RGB: --foreground 3 names entry 3 of the palette, whatever its color.
     if picture.mode == "P":
         return _of_palette(picture)
     values = deep_values(picture)
@@ -357,20 +357,20 @@ def _pixels(path: Path) -> _Pixels:
         return _of_numbers(values)
     # Without the alpha channel, which editors add to masks without any meaning.
     if picture.mode in ("1", "L", "LA"):
-        grey = np.asarray(picture.convert("L"))
-        return _Pixels(grey, grey, lossy=lossy)
-    return _of_colours(np.asarray(picture.convert("RGB")), lossy=lossy)
+        gray = np.asarray(picture.convert("L"))
+        return _Pixels(gray, gray, lossy=lossy)
+    return _of_colors(np.asarray(picture.convert("RGB")), lossy=lossy)
 
 
 def _of_palette(picture: Image) -> _Pixels:
-    # A palette may be shorter than the codes that use it; 256 rows leave no code without a colour.
+    # A palette may be shorter than the codes that use it; 256 rows leave no code without a color.
     entries = np.zeros((256, 3), dtype=np.int64)
     given = np.array(picture.getpalette("RGB") or [], dtype=np.int64).reshape(-1, 3)
     entries[: len(given)] = given[:256]
     codes = np.asarray(picture)
     brightness = entries.max(axis=1).astype(np.uint8)[codes]
-    colours = entries @ np.array([1 << 16, 1 << 8, 1])
-    return _Pixels(codes, brightness, palette=colours)
+    colors = entries @ np.array([1 << 16, 1 << 8, 1])
+    return _Pixels(codes, brightness, palette=colors)
 
 
 def _of_numbers(values: _Array) -> _Pixels:
@@ -382,17 +382,17 @@ def _of_numbers(values: _Array) -> _Pixels:
     return _Pixels(codes, codes.clip(0, 255).astype(np.uint8))
 
 
-def _of_colours(rgb: _Array, *, lossy: bool) -> _Pixels:
-    """Read RGB as colours, or as plain numbers if the three channels are equal all over."""
+def _of_colors(rgb: _Array, *, lossy: bool) -> _Pixels:
+    """Read RGB as colors, or as plain numbers if the three channels are equal all over."""
     # Signed and wide: differences of uint8 wrap round, and three channels go into one code.
     red, green, blue = (rgb[..., channel].astype(np.int32) for channel in range(3))
     brightness = rgb.max(axis=2)
     apart = int((brightness - rgb.min(axis=2)).max(initial=0))
-    # JPEG makes greys slightly coloured.
-    if apart <= (_COLOUR_NOISE if lossy else 0):
+    # JPEG makes grays slightly colored.
+    if apart <= (_COLOR_NOISE if lossy else 0):
         return _Pixels(brightness, brightness, lossy=lossy)
     codes = (red << 16) | (green << 8) | blue
-    return _Pixels(codes, brightness, coloured=True, lossy=lossy)
+    return _Pixels(codes, brightness, colored=True, lossy=lossy)
 
 
 def _require_two_values(pixels: _Pixels, counted: _Array, path: Path) -> None:
@@ -447,21 +447,21 @@ def _between(pixels: _Pixels, counted: _Array) -> _Array:
         (levels.max(), tolerance),
     ):
         at_level = _counted(pixels.codes[counted & (pixels.brightness == level)])
-        # Several colours may be equally bright; the most frequent one is the end.
+        # Several colors may be equally bright; the most frequent one is the end.
         far &= ~_is_near(pixels, at_level.most_common(1)[0][0], near)
     return far
 
 
 def _tolerance(pixels: _Pixels) -> int:
-    # Entries of a palette that are neighbours by number have nothing in common.
+    # Entries of a palette that are neighbors by number have nothing in common.
     if pixels.palette is not None:
         return 0
-    return _COLOUR_NOISE if pixels.coloured and pixels.lossy else _NOISE
+    return _COLOR_NOISE if pixels.colored and pixels.lossy else _NOISE
 
 
 def _is_near(pixels: _Pixels, code: int, tolerance: int) -> _Array:
     """Find the pixels, (h, w) bool, whose value differs from a code by at most the tolerance."""
-    if not pixels.coloured:
+    if not pixels.colored:
         return np.asarray(np.abs(pixels.codes.astype(np.int64) - code) <= tolerance)
     near = np.ones(pixels.codes.shape, dtype=bool)
     for shift in (16, 8, 0):
@@ -481,11 +481,11 @@ def _has_areas(pixels: _Pixels, between: _Array) -> bool:
 
 
 def _flat(codes: _Array) -> _Array:
-    """Find the pixels, (h, w) bool, that have one value with their eight neighbours."""
+    """Find the pixels, (h, w) bool, that have one value with their eight neighbors."""
     flat = np.zeros(codes.shape, dtype=bool)
     if min(codes.shape) < 3:
         return flat
-    # Eight neighbours would take eight comparisons of all pixels; here neighbours share theirs.
+    # Eight neighbors would take eight comparisons of all pixels; here neighbors share theirs.
     across = codes[:, 1:] == codes[:, :-1]
     rows = across[:, 1:] & across[:, :-1]
     down = (codes[1:] == codes[:-1])[:, 1:-1]
@@ -523,4 +523,4 @@ def _example(pixels: _Pixels, counts: Counter[int]) -> str:
     """Suggest a foreground, quoted for a shell: the second most frequent value."""
     # The most frequent one is mostly background. Unquoted, # would begin a comment in a shell.
     word = pixels.word(counts.most_common(2)[-1][0])
-    return f"'{word}'" if pixels.coloured else word
+    return f"'{word}'" if pixels.colored else word

@@ -14,7 +14,7 @@ from onefold.system.words import listed, tell
 from onefold_jobs.data.classes import test_folder
 from onefold_jobs.data.files import BadFile, digest_of, readable, refuse
 from onefold_jobs.data.labels import Sample, check_same
-from onefold_jobs.data.maskclasses import AUTO, MOST_CLASSES, MaskClass, colours_of
+from onefold_jobs.data.maskclasses import AUTO, MOST_CLASSES, MaskClass, colors_of
 from onefold_jobs.data.masks import MaskLook, MaskRule, look_at_mask
 from onefold_jobs.data.pictures import (
     Look,
@@ -154,13 +154,13 @@ def _of_looks(
     void = sum(mask.void for mask in masks)
     samples = [[look.sample(directory) for look in part] for part in (train, test)]
     # A mask is its picture's label: one picture with two masks contradicts itself.
-    labelled = [[Sample(name, mask, image) for name, _, image, mask in part] for part in samples]
+    labeled = [[Sample(name, mask, image) for name, _, image, mask in part] for part in samples]
     rule, classes, notes = _with_classes(rule, [look.mask.look for look in both], masks)
     names = [name for name, _ in rule.named]
     return MaskedPictures(
         train=[look.pair for look in train],
         test=[look.pair for look in test],
-        sums=sum_looks(pictures[: len(train)], grey=False),
+        sums=sum_looks(pictures[: len(train)], gray=False),
         foreground=sum(mask.foreground for mask in masks),
         pixels=sum(math.prod(mask.size) for mask in masks) - void,
         void=void,
@@ -170,7 +170,7 @@ def _of_looks(
         rule=rule,
         classes=classes,
         white=white_of(pictures[: len(train)]),
-        notes=[*notes, *notes_of(pictures, len(train)), *check_same(labelled, readable(directory))],
+        notes=[*notes, *notes_of(pictures, len(train)), *check_same(labeled, readable(directory))],
         scan=pack_scan(files, directory),
         digest=digest_of(*samples, str(rule), size_bytes=16),
     )
@@ -179,17 +179,17 @@ def _of_looks(
 def _with_classes(
     rule: MaskRule, looks: Sequence[MaskLook], train: Sequence[MaskLook]
 ) -> tuple[MaskRule, tuple[MaskClass, ...], list[str]]:
-    """Settle the classes of masks: their values, their colours, and what is odd about them.
+    """Settle the classes of masks: their values, their colors, and what is odd about them.
 
     Raises:
         DataError: the masks have a single class.
     """
     if not rule.classes:
         return rule, (), []
-    colours = {value: colour for look in reversed(looks) for value, colour in look.colours.items()}
+    colors = {value: color for look in reversed(looks) for value, color in look.colors.items()}
     found: list[str] = []
     if rule.classes == AUTO:
-        # As numbers in their order, or 10 would come before 2; colours by their text.
+        # As numbers in their order, or 10 would come before 2; colors by their text.
         found = sorted({value for look in looks for value in look.counts}, key=_in_order)
         if len(found) > MOST_CLASSES:
             raise DataError(
@@ -205,7 +205,7 @@ def _with_classes(
     notes = [f"no training mask has a pixel of {listed(lacking)}"] if lacking else []
     if found:
         notes.insert(0, f"--classes auto: a class for each value of the masks, {listed(found, 20)}")
-    return rule, colours_of(named, colours), notes
+    return rule, colors_of(named, colors), notes
 
 
 def _class_pixels(looks: Sequence[MaskLook], names: Sequence[str]) -> list[int]:

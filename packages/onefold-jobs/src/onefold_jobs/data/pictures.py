@@ -1,6 +1,6 @@
 """Finds the pictures below a folder, and reads them: one, or all to find bad ones before training.
 
-A picture here is a ``PIL.Image`` of mode ``L`` (grey) or ``RGB``, turned upright by its EXIF note.
+A picture here is a ``PIL.Image`` of mode ``L`` (gray) or ``RGB``, turned upright by its EXIF note.
 Its origin is unknown: it is opened by known decoders alone, and within bounds. `picture_paths`
 finds the pictures below a folder. `look_through` reads all of them, and finds before training those
 that cannot be read.
@@ -16,7 +16,7 @@ programs, such as Ghostscript for EPS.
 Note: more than 8 bits
 ----------------------
 A file of 16 bits does not tell how many of them its camera used. If white were 65535 for all, data
-of 12 bits would come down to 16 greys; if each picture had its own white, a dark one would become
+of 12 bits would come down to 16 grays; if each picture had its own white, a dark one would become
 as bright as the others. So a data set has one white, `white_of` its training pictures: the largest
 number of as many bits as their values need. It is kept with the run, for new pictures. A single hot
 pixel must not decide it, so a picture counts by the value that 99.9 % of its pixels do not exceed;
@@ -24,7 +24,7 @@ what is brighter than white becomes white.
 
 Note: large JPEGs
 -----------------
-The look before training only needs the size, the mean colours, and whether the file can be read.
+The look before training only needs the size, the mean colors, and whether the file can be read.
 The decoder can leave out the finest detail of a large JPEG, which takes a fraction of the time.
 Training reads all of it.
 
@@ -109,7 +109,7 @@ _PIXELS_IN_HAND = 1 << 26
 """The most that threads decode at the same time, unless a single picture has more."""
 _SHOWN_BYTES = 16
 """How much of a file of no known format an error shows."""
-_GREY_MODES = frozenset({"1", "L", "LA"})
+_GRAY_MODES = frozenset({"1", "L", "LA"})
 _TURNED = range(5, 9)
 """EXIF orientations that swap width and height."""
 _ORIENTATION = 0x0112
@@ -122,7 +122,7 @@ def is_picture(path: Path) -> bool:
 
 
 def open_picture(path: Path, *, white: int | None = None) -> Image:
-    """Read a whole picture, in mode ``L`` if it is grey, and in ``RGB`` otherwise.
+    """Read a whole picture, in mode ``L`` if it is gray, and in ``RGB`` otherwise.
 
     Args:
         path: path of the file.
@@ -172,7 +172,7 @@ def _opened(path: Path) -> Iterator[ImageFile]:
     """
     # By file and not by path: Pillow would open whatever the path stands for, a FIFO as well. Links
     # are followed: large data sets are often folders of links to one copy.
-    with open_plain(path, follow=True) as file, _recognised(file) as opened:
+    with open_plain(path, follow=True) as file, _recognized(file) as opened:
         # Our own bound: Pillow only warns up to twice its own, and programs may switch that off.
         width, height = opened.size
         if width * height > MOST_PIXELS:
@@ -183,7 +183,7 @@ def _opened(path: Path) -> Iterator[ImageFile]:
         yield opened
 
 
-def _recognised(file: BufferedReader) -> ImageFile:
+def _recognized(file: BufferedReader) -> ImageFile:
     """Have Pillow read a picture's header.
 
     Raises:
@@ -319,8 +319,8 @@ def in_bytes(picture: Image, path: Path, white: int | None) -> Image:
                     f"as white is {white}: expected one of {white / 255:.3g} or more"
                 )
             picture = Image.fromarray(scaled)
-        mode = "L" if picture.mode in _GREY_MODES else "RGB"
-        # Colours of transparent pixels are arbitrary, and nobody sees them.
+        mode = "L" if picture.mode in _GRAY_MODES else "RGB"
+        # Colors of transparent pixels are arbitrary, and nobody sees them.
         if picture.has_transparency_data:
             white_page = Image.new("RGBA", picture.size, "white")
             picture = Image.alpha_composite(white_page, picture.convert("RGBA"))
@@ -359,7 +359,7 @@ class PictureFiles:
 class ArrayPictures:
     """Pictures in memory."""
 
-    pixels: torch.Tensor  # (n, h, w) uint8, grey
+    pixels: torch.Tensor  # (n, h, w) uint8, gray
     title: str
     """What each name begins with; its number follows."""
 
@@ -429,7 +429,7 @@ class Sums:
             (self.count * square - total**2) / (self.count * 255) ** 2
             for total, square in zip(self.totals, self.squares, strict=True)
         ]
-        # At least one level: pictures of one colour would otherwise be divided by 0.
+        # At least one level: pictures of one color would otherwise be divided by 0.
         return means, tuple(max(math.sqrt(variance), 1 / 255) for variance in variances)
 
 
@@ -448,9 +448,9 @@ class Look(msgspec.Struct, frozen=True, array_like=True, tag="picture"):
 
     size: tuple[int, int]
     """Width and height, in pixels."""
-    grey: bool
+    gray: bool
     sums: Sums
-    """Over its pixels, of one channel if it is grey."""
+    """Over its pixels, of one channel if it is gray."""
     bright: float | None = None
     """The value that 99.9 % of its pixels do not exceed, where it has more than 8 bits a pixel."""
     fractions: bool = False
@@ -529,12 +529,12 @@ def look_through(
             raise
 
 
-def sum_looks(looks: Iterable[Look], *, grey: bool) -> Sums:
-    """Add up the sums of pictures as RGB, or as grey if all of them are."""
+def sum_looks(looks: Iterable[Look], *, gray: bool) -> Sums:
+    """Add up the sums of pictures as RGB, or as gray if all of them are."""
     whole = Sums()
     for look in looks:
-        # A grey picture in RGB has its one channel three times.
-        times = 3 if look.grey and not grey else 1
+        # A gray picture in RGB has its one channel three times.
+        times = 3 if look.gray and not gray else 1
         whole.join(Sums(look.sums.count, look.sums.totals * times, look.sums.squares * times))
     return whole
 
@@ -578,7 +578,7 @@ def _load_small(path: Path) -> tuple[Image, tuple[int, int], int, bool]:
     """
     with _reading(path), _opened(path) as opened:
         width, height = opened.size
-        # No mode is passed to draft: it would make the decoder convert colours to grey.
+        # No mode is passed to draft: it would make the decoder convert colors to gray.
         if opened.format in ("JPEG", "MPO"):
             opened.draft(None, (_LOOKED_AT, _LOOKED_AT))
         step = round(width / opened.width)

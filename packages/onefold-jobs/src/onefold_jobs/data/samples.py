@@ -25,7 +25,7 @@ from onefold_jobs.data.labels import (
     parts_of,
     separator,
     shortened,
-    spelt,
+    spelled,
 )
 from onefold_jobs.data.tables import TABLES, Columns, column_names, is_table, read_table
 from onefold_jobs.data.tsv import Line, none_of, read_tsv
@@ -131,7 +131,7 @@ def read_to_score(
         data: the path.
         columns: which columns of a table hold what.
         task: what the labels are.
-        is_known: whether the run has learnt a label.
+        is_known: whether the run has learned a label.
 
     Raises:
         OSError: a file cannot be read.
@@ -205,7 +205,7 @@ def read_listed(
     if task == "multi-label" and len(settled.label) < 2:
         sign = separator([line.label for line in train], spaces=not labels_as_is)
     if sign == " ":
-        several = next(spelt(line.label) for line in train if " " in spelt(line.label))
+        several = next(spelled(line.label) for line in train if " " in spelled(line.label))
         notes.append(
             f"{readable(train_path)}: classes have spaces between them, so that {several!r} is "
             f"{len(several.split())} of them; --labels-as-is makes one of it"
@@ -261,10 +261,10 @@ def known_samples(
     lines: Sequence[Line], classes: Sequence[str], path: Path
 ) -> tuple[list[Line], list[BadFile]]:
     """Return the samples of known classes alone, and those of others as bad."""
-    learnt, known, strange = set(classes), [], []
+    learned, known, strange = set(classes), [], []
     expected = f"expected a label of the training set ({listed(classes, _SHOWN_CLASSES)})"
     for line in lines:
-        others = [name for name in parts_of(line.label) if name not in learnt]
+        others = [name for name in parts_of(line.label) if name not in learned]
         if others:
             reason = f"{expected}, got {shortened(others[0])}"
             strange.append(BadFile(path, reason, line.line_number))
@@ -315,7 +315,7 @@ def read_splits(listed_samples: ListedSamples, *, holdout: float, seed: int) -> 
 
 
 def require_two(labels: Sequence[Label], path: Path, bad: Sequence[BadFile]) -> None:
-    """Refuse a training set of which nothing can be learnt, as all labels are one."""
+    """Refuse a training set of which nothing can be learned, as all labels are one."""
     if len(set(labels)) < 2:
         alone = f"{labels[0]!r} alone, on " if labels else ""
         others = f"; {len(bad)} others cannot, the first of them: {bad[0]}" if bad else ""

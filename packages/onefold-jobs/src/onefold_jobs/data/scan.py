@@ -3,8 +3,8 @@
 Note: when a file need not be read again
 ----------------------------------------
 What was seen of a file holds for as long as its content stays the same. A file that nobody has
-touched is recognised by its stamp: size, times and number. One that was moved or copied has another
-stamp, and is recognised by a digest of its content, which takes far less time than decoding it.
+touched is recognized by its stamp: size, times and number. One that was moved or copied has another
+stamp, and is recognized by a digest of its content, which takes far less time than decoding it.
 The stamp is taken before the content is read: if the file changes in between, the stamp is the old
 one, and the file is read again next time. Taken afterwards, it would vouch for content that nobody
 has seen. The clock of a file system may be coarse, so a file that has just changed gets no stamp.
@@ -65,7 +65,7 @@ class Seen(msgspec.Struct, Generic[_AnyLook], frozen=True, array_like=True):
         if isinstance(self.look, MaskLook):
             fits = self.kind.startswith("mask:")
         else:
-            channels = 1 if self.look.grey else 3
+            channels = 1 if self.look.gray else 3
             counted = [len(self.look.sums.totals), len(self.look.sums.squares)]
             fits = self.kind == "picture" and counted == [channels, channels]
         if not fits:

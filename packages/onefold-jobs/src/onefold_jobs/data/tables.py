@@ -430,7 +430,7 @@ def _arrow_rows(batches: Iterator[Any], named: dict[str, list[str]]) -> Iterator
             number += 1
             for name, classes in named.items():
                 value = cells[name]
-                # -1 stands for a sample that nobody has labelled.
+                # -1 stands for a sample that nobody has labeled.
                 known = isinstance(value, int) and 0 <= value < len(classes)
                 cells[name] = classes[value] if known else None
             yield number, cells

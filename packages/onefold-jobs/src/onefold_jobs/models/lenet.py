@@ -1,7 +1,7 @@
-"""LeNet-5, and a CNN with a large dense layer: two models for small grey images.
+"""LeNet-5, and a CNN with a large dense layer: two models for small gray images.
 
 `LeNet` is the smallest model worth training, for examples and tests. `DenseCNN` has 26 million
-parameters for 28x28 grey images, nearly all in one dense layer. Its gradients are large for the
+parameters for 28x28 gray images, nearly all in one dense layer. Its gradients are large for the
 little arithmetic that makes them, so it is the model to measure how fast gradients travel between
 devices. It is not the model to classify digits well with.
 """

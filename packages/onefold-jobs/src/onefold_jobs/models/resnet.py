@@ -171,7 +171,7 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Identity() if num_classes is None else nn.Linear(outputs[-1], num_classes)
         # Last, over all of it: the order of the draws is part of what a seed stands for.
-        self.apply(initialise)
+        self.apply(initialize)
 
     def feature_maps(self, images: torch.Tensor) -> list[torch.Tensor]:
         """Compute the stem's output before the max pool, and the output of each stage.
@@ -197,7 +197,7 @@ class ResNet(nn.Module):
         return logits
 
 
-def initialise(module: nn.Module) -> None:
+def initialize(module: nn.Module) -> None:
     """Draw a convolution's weights as He et al. do; other layers keep PyTorch's own."""
     # By fan_out and without bias, as torchvision does, so that from-scratch results can be compared
     # with its own.

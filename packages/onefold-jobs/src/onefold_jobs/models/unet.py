@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onefold_jobs.models.resnet import ResNet, conv2d, initialise, resnet18, resnet34, resnet101
+from onefold_jobs.models.resnet import ResNet, conv2d, initialize, resnet18, resnet34, resnet101
 
 __all__ = ["VGG", "UNet", "vgg16"]
 
@@ -64,7 +64,7 @@ class VGG(nn.Module):
             layers.append(nn.MaxPool2d(2))
         # One Sequential for all stages: torchvision numbers the layers through, ReLUs included.
         self.features = nn.Sequential(*layers)
-        self.apply(initialise)
+        self.apply(initialize)
 
     def feature_maps(self, images: torch.Tensor) -> list[torch.Tensor]:
         """Compute what each stage returns before its max pool.
@@ -165,7 +165,7 @@ class UNet(nn.Module):
         self.decoder = decoder(self.encoder, width)
         self.head = nn.Conv2d(width // 2, out_channels, 1)
         # The encoder has drawn its own weights, and the head keeps PyTorch's for a last layer.
-        self.decoder.apply(initialise)
+        self.decoder.apply(initialize)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Compute one logit, or ``out_channels`` of them, for each pixel.

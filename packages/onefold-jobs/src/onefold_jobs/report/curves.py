@@ -3,9 +3,9 @@
 `curves_of_one` and `curves_of_several` choose. A `Chart` draws its curves as a picture inside the
 page, by matplotlib without any of its global state. Names stand beside the picture, in the page.
 
-Note: colours
+Note: colors
 -------------
-A chart must be legible on a light and on a dark page, so its colours are variables of the page's
+A chart must be legible on a light and on a dark page, so its colors are variables of the page's
 style sheet. matplotlib takes no variables. So it draws in inks, blues that nothing else uses, and
 the text of the SVG is searched for them afterwards.
 """
@@ -50,15 +50,15 @@ def curves_of_one(run: ReportedRun) -> list[Chart]:
     losses = [
         _by_step(run.steps, "loss", "training", width=1.0, faint=True),
         _by_step(run.epochs, "loss", "training, mean of the epoch"),
-        Curve(label="test", points=test, colour=1, dashes=(5.0, 2.0)),
+        Curve(label="test", points=test, color=1, dashes=(5.0, 2.0)),
     ]
     timed = [line for line in run.steps if not math.isnan(line.samples_per_s)]
     speeds = [
-        _by_step(timed, "samples_per_s", "steps", colour=4, width=1.0, faint=True),
-        _by_step(run.epochs, "samples_per_s", "mean of the epoch", colour=4),
+        _by_step(timed, "samples_per_s", "steps", color=4, width=1.0, faint=True),
+        _by_step(run.epochs, "samples_per_s", "mean of the epoch", color=4),
     ]
     # Steps show a warm-up within an epoch; a short run may have lines of epochs alone.
-    rates = [_by_step(run.steps or run.epochs, "lr", "learning rate", colour=3)]
+    rates = [_by_step(run.steps or run.epochs, "lr", "learning rate", color=3)]
     return charts_of(
         [
             Chart(title="Loss", lines=losses, across="step"),
@@ -122,7 +122,7 @@ def _score(name: str, lines: list[Curve]) -> Chart:
 
 
 def _of_epochs(run: ReportedRun, name: str) -> Curve:
-    return Curve(label=name, points=_scores(run, name), colour=2)
+    return Curve(label=name, points=_scores(run, name), color=2)
 
 
 def _baseline(run: ReportedRun, name: str) -> list[Curve]:
@@ -131,7 +131,7 @@ def _baseline(run: ReportedRun, name: str) -> list[Curve]:
     if not epochs or math.isnan(least):
         return []
     points = [(epochs[0] - 0.5, least), (epochs[-1] + 0.5, least)]
-    return [Curve(label="baseline", points=points, colour=6, dashes=(5.0, 2.0), faint=True)]
+    return [Curve(label="baseline", points=points, color=6, dashes=(5.0, 2.0), faint=True)]
 
 
 def _of_runs(runs: Runs, points: Callable[[ReportedRun], Points]) -> list[Curve]:
@@ -139,12 +139,12 @@ def _of_runs(runs: Runs, points: Callable[[ReportedRun], Points]) -> list[Curve]
 
     Each line is thinner than the one before, so that runs of the same numbers can all be seen.
     """
-    # 7 colours and 4 patterns have no factor in common: the first 28 runs all look different.
+    # 7 colors and 4 patterns have no factor in common: the first 28 runs all look different.
     return [
         Curve(
             label=label,
             points=points(run),
-            colour=index % _COLOURS,
+            color=index % _COLORS,
             dashes=_DASHES[index % len(_DASHES)],
             width=1.6 + 3.2 * (len(runs) - 1 - index) / max(1, len(runs) - 1),
         )
@@ -155,7 +155,7 @@ def _of_runs(runs: Runs, points: Callable[[ReportedRun], Points]) -> list[Curve]
 Points = Sequence[tuple[float, float]]
 
 _MOST_POINTS = 500
-"""A line of more points is drawn as means of neighbours; the page would have megabytes of them."""
+"""A line of more points is drawn as means of neighbors; the page would have megabytes of them."""
 _MARKED_POINTS = 30
 """A line of more points is drawn without a mark at each."""
 _LOGARITHMIC_RATIO = 200
@@ -165,11 +165,11 @@ _WIDTH_POINTS, _HEIGHT_POINTS = 388.8, 216.0
 _POINTS_PER_INCH = 72
 """As matplotlib always counts in an SVG."""
 
-_COLOURS = 7
-"""Number of the page's colours for lines; style.css names them ``--c0``, ``--c1`` and so on."""
+_COLORS = 7
+"""Number of the page's colors for lines; style.css names them ``--c0``, ``--c1`` and so on."""
 _INK = "#0000fe"
-_INKS = tuple(f"#0000{number:02x}" for number in range(1, _COLOURS + 1))
-"""Stand for the text colour of the page, and its colours for lines, while matplotlib draws."""
+_INKS = tuple(f"#0000{number:02x}" for number in range(1, _COLORS + 1))
+"""Stand for the text color of the page, and its colors for lines, while matplotlib draws."""
 _DASHES = ((), (5.0, 2.0), (1.5, 1.5), (7.0, 2.0, 1.5, 2.0))
 """Patterns of lines, as lengths of dashes and gaps in points; the first is a solid line."""
 
@@ -182,8 +182,8 @@ class Curve:
     """What it shows."""
     points: Points
     """Its (x, y) in order of x; y is NaN where there was no finite number."""
-    colour: int = 0
-    """Number of one of the page's colours."""
+    color: int = 0
+    """Number of one of the page's colors."""
     dashes: Sequence[float] = ()
     """Lengths of its dashes and gaps, in points; a solid line has none."""
     width: float = 2.0
@@ -216,7 +216,7 @@ class Chart:
         return f"0 0 {_WIDTH_POINTS:g} {_HEIGHT_POINTS:g}"
 
     def drawing(self) -> Markup:
-        """Draw the content of the SVG element: axes and lines, in the page's colours.
+        """Draw the content of the SVG element: axes and lines, in the page's colors.
 
         Raises:
             LaunchError: matplotlib is not installed.
@@ -225,7 +225,7 @@ class Chart:
         svg = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
         # A style element inside an SVG would apply to the whole page.
         svg = re.sub(r"<(metadata|style).*?</\1>|<!--.*?-->", "", svg, flags=re.DOTALL)
-        # See the note on colours.
+        # See the note on colors.
         svg = svg.replace(_INK, "currentColor")
         for number, ink in enumerate(_INKS):
             svg = svg.replace(ink, f"var(--c{number})")
@@ -246,7 +246,7 @@ def _finite(points: Points) -> list[float]:
 
 
 def thinned(points: Points) -> Points:
-    """Reduce a line to at most 500 points: means of neighbours, of those that are finite.
+    """Reduce a line to at most 500 points: means of neighbors, of those that are finite.
 
     >>> len(thinned([(float(x), 1.0) for x in range(1001)]))
     334
@@ -283,7 +283,7 @@ def _draw(axes: Axes, line: Curve, *, depth: int) -> None:
     axes.plot(
         [x for x, _ in points],
         [y for _, y in points],
-        color=_INKS[line.colour],
+        color=_INKS[line.color],
         linewidth=line.width,
         alpha=0.5 if line.faint and not line.dashes else 1.0,
         linestyle=(0, line.dashes) if line.dashes else "-",

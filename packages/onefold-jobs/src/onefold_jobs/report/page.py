@@ -324,7 +324,7 @@ def is_page(head: bytes) -> bool:
 
 @cache
 def _environment() -> Environment:
-    # StrictUndefined, or a misspelt name in a template would leave a gap that nobody notices.
+    # StrictUndefined, or a misspelled name in a template would leave a gap that nobody notices.
     environment = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
