@@ -6,10 +6,10 @@ has the lead do work while the other devices wait for it, however long it takes.
 Note: who does what
 -------------------
 The lead writes in a thread, as ever. When it comes to the bytes of a tensor that the devices keep
-in segments, it asks for them and waits. The training threads of all devices meet, learn what is asked
-for, send the lead their segments, and meet again; also while nothing is asked for, so that they know
-that the lead is at work (see `Lead`). So the lead has its own partition and one tensor, or two
-while one comes and the other is being let go. Training waits for all of it.
+in segments, it asks for them and waits. The training threads of all devices meet, learn what is
+asked for, send the lead their segments, and meet again; also while nothing is asked for, so that
+they know that the lead is at work (see `Lead`). So the lead has its own partition and one tensor,
+or two while one comes and the other is being let go. Training waits for all of it.
 
 Note: slow but alive is alive
 -----------------------------

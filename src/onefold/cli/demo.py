@@ -298,14 +298,14 @@ def train(epochs: int) -> Run:
     train_set, test_set = read_digits()
     batches = trainer.loader(train_set, batch_size=BATCH_SIZE, shuffle=True)
     # Stepped by hand, as its length is known only once there is a loader, and so a trainer.
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(batches))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(batches))
     history: list[Epoch] = []
     console = Console()
     for epoch in trainer.epochs(epochs):
         start_s, total, samples = time.perf_counter(), 0.0, 0
         for batch in batches:
             step = trainer.step(batch)
-            schedule.step()
+            scheduler.step()
             # Waits for a GPU in every step: no harm with the 23 steps of an epoch.
             total += float(step.loss) * step.samples
             samples += step.samples
