@@ -85,21 +85,22 @@ def test_columns_and_rows_have_the_values_of_the_uncut_layers() -> None:
         torch.testing.assert_close(joined, whole.weight.grad)
 
 
-def test_parts_of_a_block_have_the_values_of_uncut_attention() -> None:
-    names = run("block.py")
-    width, heads, x = 24, 6, torch.randn(2, 5, 24)
-    whole = names["Heads"](width, heads, width // heads)
-    parts = [names["Heads"](width, heads // 3, width // heads) for _ in range(3)]
-    with torch.no_grad():
-        for number, part in enumerate(parts):
-            for name in ("weight", "bias"):
-                values = whole.qkv.get_parameter(name).unflatten(0, (3, 3, -1))[:, number]
-                part.qkv.get_parameter(name).copy_(values.flatten(0, 1))
-            part.out.weight.copy_(whole.out.weight.chunk(3, 1)[number])
-    given = found = x
-    for part in parts:
-        given, found = part(given, found)
-    torch.testing.assert_close(found, whole(x, x)[1])
+def test_heads_have_the_values_of_uncut_attention() -> None:
+    heads_of, parts = run("block.py")["Heads"], 3
+    whole, x = nn.MultiheadAttention(24, 6, batch_first=True), torch.randn(2, 5, 24)
+    nn.init.normal_(whole.in_proj_bias)
+    given = total = x
+    for n in range(parts):
+        part = heads_of(24, 2, 4)
+        with torch.no_grad():
+            for name, values in (("weight", whole.in_proj_weight), ("bias", whole.in_proj_bias)):
+                rows = values.unflatten(0, (3, parts, -1))[:, n].flatten(0, 1)
+                part.qkv.get_parameter(name).copy_(rows)
+            part.out.weight.copy_(whole.out_proj.weight.chunk(parts, dim=1)[n])
+        given, total = part(given, total)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    expected, _ = whole(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)
+    torch.testing.assert_close(total, x + expected)
 
 
 def test_a_vocabulary_in_parts_has_the_values_of_the_uncut_one() -> None:
