@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from onefold.checks.description import compare, describe
+from onefold.checks.description import compare, describe, describe_settings
 from onefold.core.shard import Shares
 from onefold.errors import DisagreementError
 from onefold.shard.modelparts import ModelParts
@@ -38,7 +38,9 @@ def said(
     made, devices = optimizer(module), devices_of(2, own=[1], trainer=trainer)
     if gpus:
         devices = replace(devices, all=tuple(gpus), own=tuple(range(len(gpus))))
-    return describe(parts, made, settings_of(**settings), devices, Shares((2, 2)), scheduler(made))
+    attached = scheduler(made)
+    given = settings_of(**settings), devices, Shares((2, 2)), attached
+    return describe(parts, made, *given) | describe_settings(made, attached)
 
 
 def compared(*each: dict[str, str]) -> None:
@@ -56,6 +58,22 @@ def test_devices_that_are_alike_are_not_refused(caplog: pytest.LogCaptureFixture
     # Only sets depend on the hashes of text, so other ones are no error.
     compared(said(), *({**said(), "a hash": each} for each in "123"))
     assert len([m for m in caplog.messages if "set PYTHONHASHSEED=0" in m]) == 1
+
+
+def test_steps_change_the_settings_alone() -> None:
+    """So a device may be compared with others in the middle of a run."""
+    module = nn.Linear(3, 1)
+    optimizer, parts = sgd(module), ModelParts(module, ["weight", "bias"])
+    scheduler = lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    given = settings_of(), devices_of(1), Shares((4,)), scheduler
+    one, settings = describe(parts, optimizer, *given), describe_settings(optimizer, scheduler)
+    optimizer.step()
+    scheduler.step()
+    assert describe(parts, optimizer, *given) == one
+    now = describe_settings(optimizer, scheduler)
+    changed = {key for key, value in settings.items() if now[key] != value}
+    assert changed == {"the state of the scheduler", "optimizer group 0 lr"}
+    assert not settings.keys() & one.keys()
 
 
 CHOICES: dict[str, dict[str, Any]] = {

@@ -3,6 +3,8 @@
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,11 @@ from torch import nn
 import onefold
 from onefold.checks.optimizer import updates_by_element
 from onefold.core.context import LaunchContext
+from onefold.core.flat import same_bits
 from onefold.core.options import RunOptions
 from onefold.errors import StateError
+from onefold.update.state import packed, unpack
+from tests.inside import engine_in
 from tests.small import bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
@@ -146,6 +151,41 @@ def test_state_under_a_key_that_is_no_parameter_is_kept(devices: int, tmp_path: 
     assert optimizer.state["steps"] == 7
     with pytest.raises(TypeError, match="keeps 'steps' in its state, under no parameter"):
         trainer.save(tmp_path)
+
+
+@for_each("precision", [None, "bf16-params"])
+@for_each("to_others", [False, True])
+def test_it_is_divided_again_with_equal_bits(precision: Any, to_others: bool) -> None:
+    """The state is handed over by `states` and `take_states`."""
+    found = []
+    for divides in (False, True):
+        model = Branches()
+        trainer = make_trainer(model, optimizer=decaying(model), devices=3, precision=precision)
+        trainer.average(decay=0.9)
+        trainer.step(points(8))
+        if divides:
+            engine = engine_in(trainer)
+            update, given = engine.context.update, engine.assignment
+            others = replace(given, partitions=given.partitions[1:] + given.partitions[:1])
+            for assignment in (others, given) if to_others else (given, given):
+                # Copies, as a piece's values are replaced with the piece.
+                states = [*unpack(packed(update.states()))]
+                update.divide(update.storage, engine.context.exchange.memory.trained, assignment)
+                assert [each.number for each in update.owned] == [*chain(*assignment.partitions)]
+                update.take_states(states)
+        trainer.step(points(8))
+        with trainer.averaged():
+            averages = bits(model)
+        state = {
+            (each.piece, each.key): each.value
+            for each in engine_in(trainer).context.update.states()
+        }
+        found.append((bits(model), averages, state))
+    one, other = found
+    assert one[:2] == other[:2]
+    assert one[2].keys() == other[2].keys()
+    for place, value in one[2].items():
+        assert same_bits(torch.as_tensor(value), torch.as_tensor(other[2][place])), place
 
 
 class Noisy(torch.optim.SGD):

@@ -23,7 +23,7 @@ from onefold.system import accelerator, cuda
 from onefold.system.compilers import code_compiler
 from onefold.update.optimizers import class_of, name_of
 
-__all__ = ["compare", "describe"]
+__all__ = ["compare", "describe", "describe_settings"]
 
 _log = logging.getLogger("onefold")
 _HASHES = "a hash"
@@ -44,8 +44,9 @@ def describe(
     stages: Stages | None = None,
     values: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Describe everything that must be the same on every device, in words for error messages.
+    """Describe what must be the same on every device, and stays so, in words for error messages.
 
+    A device may join at any step if this fits. What steps change is `describe_settings`'s.
     ``values`` are the digests of those parameters and buffers of which the values must be, too.
     """
     described = {
@@ -59,7 +60,6 @@ def describe(
         "the optimizer": name_of(optimizer),
         "what the optimizer updates": "parts" if updates_by_element(optimizer) else "parameters",
         "the scheduler": "None" if scheduler is None else class_of(scheduler),
-        "the state of the scheduler": "" if scheduler is None else _state_of(scheduler),
         **_surroundings(list(devices.own_devices.values()), alike=settings.deterministic),
     }
     if settings.compile:
@@ -73,11 +73,22 @@ def describe(
         described[f"buffer {name}"] = f"{buffer.dtype} {tuple(buffer.shape)}"
     for name, digest in (values or {}).items():
         described[f"{_VALUE}{'buffer' if name in buffers else 'parameter'} {name}"] = digest
-    for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key != "params":
-                described[f"optimizer group {number} {key}"] = str(value)
     return described
+
+
+def describe_settings(
+    optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None
+) -> dict[str, str]:
+    """Describe what must be the same after the same step: the scheduler's state and the rates."""
+    return {
+        "the state of the scheduler": "" if scheduler is None else _state_of(scheduler),
+        **{
+            f"optimizer group {number} {key}": str(value)
+            for number, group in enumerate(optimizer.param_groups)
+            for key, value in group.items()
+            if key != "params"
+        },
+    }
 
 
 def _surroundings(own: Sequence[torch.device], *, alike: bool) -> dict[str, str]:
@@ -155,7 +166,8 @@ def compare(descriptions: Sequence[bytes]) -> None:
     """Refuse a device that differs from device 0.
 
     Args:
-        descriptions: the results of `describe` as JSON, in the devices' order.
+        descriptions: the results of `describe` and `describe_settings`, together and as JSON, in
+            the devices' order.
 
     Raises:
         DisagreementError: a device's description differs from that of device 0.

@@ -23,7 +23,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from onefold.checks.description import compare, describe
+from onefold.checks.description import compare, describe, describe_settings
 from onefold.checks.model import held_in
 from onefold.checks.optimizer import updates_by_element
 from onefold.core.assignment import Assignment, Devices
@@ -140,9 +140,10 @@ def assemble(
         stages=storage.stages,
         early=None if storage.mirrors else storage.early,
     )
-    described = describe(
-        parts, optimizer, settings, devices, shares, scheduler, storage.stages, values
-    )
+    described = {
+        **describe(parts, optimizer, settings, devices, shares, scheduler, storage.stages, values),
+        **describe_settings(optimizer, scheduler),
+    }
     exchange = join(
         storage,
         start,

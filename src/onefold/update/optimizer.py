@@ -78,14 +78,12 @@ class PartitionedOptimizer:
     ) -> None:
         self.optimizer, self._name = optimizer, name_of(optimizer)
         self._allocator = allocator
-        self.storage = storage
         self._device = next(iter(memory.values())).device
         self._staging = (DeviceStaging if allocator.apart else Staging)(self._device, allocator)
         self.averages = Averages(allocator, self._staging)
         """The averages of these segments, if the run keeps any."""
         self.users = users
         """The user's own parameters, in the order of the layouts."""
-        self._memory = memory
         self._group_of = {
             id(parameter): number
             for number, group in enumerate(optimizer.param_groups)
@@ -98,7 +96,6 @@ class PartitionedOptimizer:
         """What the script sees of the optimizer's state."""
         self.state = self.view.kept
         """The optimizer's state, by segment."""
-        self._cuts = not all(segment.whole for segment in storage.segments)
         TAKEN.update(self._each)
         self._draws = UpdateDraws(self._each, {flat.device for flat in memory.values()})
         self.around: Callable[[torch.optim.Optimizer, Sequence[torch.Tensor]], None] | None = None
@@ -106,6 +103,32 @@ class PartitionedOptimizer:
         self._stepping: bool | None = False
         """Whether this runs the optimizer just now; None once nobody may."""
         # First the segments, then the state that is cut as they are.
+        whole = dict(self.state)
+        self.divide(storage, memory, assignment)
+        self._divide_state(whole)
+        self.view.hide(undivided=self.is_undivided)
+        view = self.view
+        explain_state_dict(self._each, lambda: view.is_whole)
+        # Weakly, or the optimizer, which a script may keep, would keep the run's memory with it.
+        this = weakref.ref(self)
+        refuse_own_steps(view.optimizers, lambda: None if (it := this()) is None else it._stepping)
+
+    def divide(
+        self, storage: Storage, memory: Mapping[int, FlatTensors], assignment: Assignment
+    ) -> None:
+        """Own the segments that an assignment gives to this process's devices.
+
+        Called between two steps, if not by the constructor. The state of segments is dropped: have
+        `states` before, bring each to its new owner, and give them to `take_states`.
+
+        Args:
+            storage: the layouts, and the same segments as ever: their bounds depend on the model.
+            memory: the trained parameters on each device of this process, by the device's number.
+            assignment: who updates what.
+        """
+        self._forget()
+        self.storage, self._memory, allocator = storage, memory, self._allocator
+        self._cuts = not all(segment.whole for segment in storage.segments)
         self.owned = [self._own_segment(d, n) for d in memory for n in assignment.partitions[d]]
         """This process's segments."""
         self._own = {item.number for item in self.owned}
@@ -126,15 +149,6 @@ class PartitionedOptimizer:
             for place, entry in enumerate(self._entries):
                 of_stage[storage.stages.stage_of[entry]].append(place)
             self._parts = [self._part(places) for places in of_stage.values()]
-        whole = dict(self.state)
-        self._forget()
-        self._divide_state(whole)
-        self.view.hide(undivided=self.is_undivided)
-        view = self.view
-        explain_state_dict(self._each, lambda: view.is_whole)
-        # Weakly, or the optimizer, which a script may keep, would keep the run's memory with it.
-        this = weakref.ref(self)
-        refuse_own_steps(view.optimizers, lambda: None if (it := this()) is None else it._stepping)
 
     def _with_others(self, device: int) -> list[OwnedSegment]:
         """All segments, of which a device owns some and updates all."""
