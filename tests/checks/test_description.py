@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from onefold.checks.description import compare, describe, describe_settings
+from onefold.core.assignment import Devices
 from onefold.core.shard import Shares
 from onefold.errors import DisagreementError
 from onefold.shard.modelparts import ModelParts
@@ -37,7 +37,7 @@ def said(
     parts = ModelParts(module, [n for n, p in module.named_parameters() if p.requires_grad])
     made, devices = optimizer(module), devices_of(2, own=[1], trainer=trainer)
     if gpus:
-        devices = replace(devices, all=tuple(gpus), own=tuple(range(len(gpus))))
+        devices = Devices(all=gpus, own=range(len(gpus)), context=devices.context, trainer=trainer)
     attached = scheduler(made)
     given = settings_of(**settings), devices, Shares((2, 2)), attached
     return describe(parts, made, *given) | describe_settings(made, attached)

@@ -50,7 +50,7 @@ def make_loader(
         "pin_memory": False,
         "timeout_s": 60.0,
     }
-    return Loader(dataset, own=own, **{**usual, **choices})
+    return Loader(dataset, own=lambda: own, **{**usual, **choices})
 
 
 class Shaken:

@@ -17,7 +17,7 @@ from onefold.data_order.reader import Answer, BadSample, Request
 from onefold.data_order.workers import Sending
 from tests.tables import for_each
 
-REQUEST = Request(0, 2, 8, 24, Shares((1,)), 0, None, {0: [*range(8)]}, {}, -1)
+REQUEST = Request(0, 2, 8, 24, Shares((1,)), (0,), 0, None, {0: [*range(8)]}, {}, -1)
 
 
 @pytest.fixture

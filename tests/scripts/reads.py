@@ -28,7 +28,7 @@ def read(workers: int) -> list[dict[int, list[float]]]:
         workers=workers,
         seed=0,
         shares=lambda: Shares((2,)),
-        own=[0],
+        own=lambda: [0],
         **choices,
     )
     return [{n: part.tolist() for n, part in batch.shards.items()} for batch in loader]

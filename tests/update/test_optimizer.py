@@ -168,7 +168,7 @@ def test_it_is_divided_again_with_equal_bits(precision: Any, to_others: bool) ->
             update, given = engine.context.update, engine.assignment
             others = replace(given, partitions=given.partitions[1:] + given.partitions[:1])
             for assignment in (others, given) if to_others else (given, given):
-                # Copies, as a piece's values are replaced with the piece.
+                # Copies, as a segment's values are replaced with it.
                 states = [*unpack(packed(update.states()))]
                 update.divide(update.storage, engine.context.exchange.memory.trained, assignment)
                 assert [each.number for each in update.owned] == [*chain(*assignment.partitions)]
@@ -177,7 +177,7 @@ def test_it_is_divided_again_with_equal_bits(precision: Any, to_others: bool) ->
         with trainer.averaged():
             averages = bits(model)
         state = {
-            (each.piece, each.key): each.value
+            (each.segment, each.key): each.value
             for each in engine_in(trainer).context.update.states()
         }
         found.append((bits(model), averages, state))

@@ -69,7 +69,6 @@ class Indexed:
         collate: makes a shard's payload; PyTorch's default if None. It changes each whole batch
             before that is cut.
         seed: seed of the run.
-        own: numbers of this process's devices.
         choices: which samples come when.
 
     Raises:
@@ -82,7 +81,6 @@ class Indexed:
         dataset: SizedDataset | Items | FunctionBatches,
         collate: Collate | None,
         seed: int,
-        own: Sequence[int],
         choices: Choices,
     ) -> None:
         self._whole = whole = dataset if isinstance(dataset, Items | FunctionBatches) else None
@@ -111,7 +109,7 @@ class Indexed:
             check_shuffled(samples)
         self.digests = 1 if whole is None else 2
         """How many batches of a pass are compared between devices: 1 for the first, 2 for all."""
-        self._collate, self._seed, self._own = collate, seed, own
+        self._collate, self._seed = collate, seed
         self._sampler, self._batch_sampler = sampler, batch_sampler
         self._by_length = None
         if lengths is not None:
@@ -161,7 +159,7 @@ class Indexed:
         """Make what answers the requests of a pass."""
         if self._whole is None:
             return Reader(self.dataset, self._collate, self._seed)
-        return _WholeReader(self._whole, self._collate, self._seed, self._own)
+        return _WholeReader(self._whole, self._collate, self._seed)
 
     def _places(self) -> int:
         """How many samples a pass has."""
@@ -306,10 +304,8 @@ class Items:
 class _WholeReader(Dataset[Answer]):
     """Answers requests for whole batches, of which each process keeps its shards."""
 
-    def __init__(
-        self, given: FunctionBatches | Items, convert: Collate | None, seed: int, own: Sequence[int]
-    ) -> None:
-        self._given, self._convert, self._seed, self._own = given, convert, seed, own
+    def __init__(self, given: FunctionBatches | Items, convert: Collate | None, seed: int) -> None:
+        self._given, self._convert, self._seed = given, convert, seed
         self.dataset = given.dataset
 
     def __getitem__(self, request: Request) -> Answer:
@@ -319,7 +315,7 @@ class _WholeReader(Dataset[Answer]):
                 batch = self._convert(batch)
         except Exception as error:
             return Answer(request, bad_sample(request.item, request.epoch, error, "making batch"))
-        shards = [shard for device in self._own for shard in request.shares.read_by(device)]
+        shards = [shard for device in request.own for shard in request.shares.read_by(device)]
         cut = cut_batch(batch, request.shares, shards, digest=request.digest is not None)
         found = replace(request, samples=cut.samples)
         return Answer(found, dict(cut.shards), cut.digest, others=cut.others)

@@ -66,7 +66,7 @@ class Loader:
         collate: makes a shard's payload from a list of samples; PyTorch's default if None.
         seed: seed of the run.
         shares: returns the current shares; called when a batch is handed out, whenever it was read.
-        own: numbers of this process's devices.
+        own: returns the numbers of this process's devices; called likewise.
         first_epoch: number of the first pass.
         pin_memory: read into page-locked memory, from which a GPU copies on its own.
         timeout_s: the longest wait for a worker.
@@ -84,7 +84,7 @@ class Loader:
         collate: Collate | None = None,
         seed: int,
         shares: Callable[[], Shares],
-        own: Sequence[int],
+        own: Callable[[], Sequence[int]],
         first_epoch: int,
         pin_memory: bool,
         timeout_s: float,
@@ -95,16 +95,15 @@ class Loader:
     ) -> None:
         if collate is not None and not callable(collate):
             raise TypeError(f"expected collate to be a function of a list of samples: {collate!r}")
-        self._own = tuple(own)
         self._workers = workers if isinstance(workers, Workers) else Workers(number=workers)
-        self._source = source_of(dataset, collate, seed, self._own, self._workers, choices)
+        self._source = source_of(dataset, collate, seed, self._workers, choices)
         self.dataset = self._source.dataset
         """The data set, stream or function that the batches come from."""
         self.batch_size = choices.get("batch_size")
         """Number of samples in a whole batch, over all devices; None where batches differ."""
         self.track = LoaderTrack(self._source.size, first_epoch)
         """Which passes the loader has been through."""
-        self._shares, self._gather = shares, gather
+        self._shares, self._own, self._gather = shares, own, gather
         self._repeats = repeats
         self._last: ShardedBatch | None = None
         self.note_reading: Callable[[bool], None] = lambda reads: None
@@ -161,7 +160,7 @@ class Loader:
         try:
             while this.given < this.end:
                 # The shares first, then the answer: see the note on shares that change.
-                requests.follow(self._shares(), this.given)
+                requests.follow(self._shares(), self._own(), this.given)
                 answer = self._next(answers)
                 # Dropped: batches that were read ahead for the previous shares.
                 while answer.request.turn != requests.turn:
@@ -226,7 +225,7 @@ class Loader:
 
     def _warn_of_nothing(self, this: DataPass) -> None:
         """Say, once and on one device, that a pass had no batch."""
-        if self._warned or 0 not in self._own:
+        if self._warned or 0 not in self._own():
             return
         self._warned = True
         size = self.track.size
@@ -319,7 +318,7 @@ class Loader:
 
     def _requests(self, this: DataPass, order: Order) -> Requests:
         place = this.number, this.given, this.end
-        by = self.track.number, self._shares(), self._own
+        by = self.track.number, self._shares(), self._own()
         return Requests(*place, order, *by, self._digests)
 
 
@@ -359,7 +358,6 @@ def source_of(
     dataset: Any,
     collate: Collate | None,
     seed: int,
-    own: Sequence[int],
     workers: Workers,
     choices: Choices,
 ) -> Indexed | Stream:
@@ -369,7 +367,6 @@ def source_of(
         dataset: what the user gave; see `Loader`.
         collate: makes a shard's payload.
         seed: seed of the run.
-        own: numbers of this process's devices.
         workers: how many processes read ahead.
         choices: which samples come when.
 
@@ -380,7 +377,7 @@ def source_of(
     if _is_loader(dataset) or not is_stream(dataset):
         if not isinstance(dataset, Items | FunctionBatches):
             _check_index(dataset)
-        return Indexed(dataset, collate, seed, own, choices)
+        return Indexed(dataset, collate, seed, choices)
     if workers.number > 1:
         raise ValueError(
             f"{type(dataset).__name__} is a stream, which one process reads from beginning to end: "
@@ -398,7 +395,7 @@ def source_of(
     drop_last = bool(choices.get("drop_last"))
     from onefold.data_order.stream import Stream
 
-    return Stream(dataset, collate, seed, own, choices.get("batch_size"), drop_last=drop_last)
+    return Stream(dataset, collate, seed, choices.get("batch_size"), drop_last=drop_last)
 
 
 def _is_loader(dataset: Any) -> bool:

@@ -23,7 +23,7 @@ import hashlib
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -96,8 +96,10 @@ class Request:
     stop: int
     """Number of samples of the pass up to the end of this batch."""
     shares: Shares
+    own: Sequence[int]
+    """Numbers of this process's devices."""
     turn: int
-    """How often the shares had changed during the pass when this was requested."""
+    """How often shares or devices had changed during the pass when this was requested."""
     digest: bytes | None
     """Digest of the order, if a digest is requested as well; empty if it follows from the seed."""
     shards: dict[int, list[int]]

@@ -28,7 +28,7 @@ the reader keeps the samples of the last few batches: as many as may have been r
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -70,7 +70,6 @@ class Stream:
         dataset: anything that can be iterated any number of times.
         collate: makes a shard's payload; PyTorch's default if None.
         seed: seed of the run.
-        own: numbers of this process's devices.
         batch_size: number of samples in a whole batch.
         drop_last: leave out the last batch if it is short.
 
@@ -85,14 +84,13 @@ class Stream:
         dataset: Iterable[Any],
         collate: Collate | None,
         seed: int,
-        own: Sequence[int],
         batch_size: object,
         *,
         drop_last: bool,
     ) -> None:
         batch_size = check_whole("batch_size", batch_size, least=1)
         self.dataset: Any = dataset
-        self.collate, self.seed, self.own = collate or default_collate, seed, own
+        self.collate, self.seed = collate or default_collate, seed
         self.size = LoaderSize(
             samples=0,
             batch_size=batch_size,
@@ -171,7 +169,7 @@ class _StreamReader(Dataset[Answer]):
         shares, start = request.shares, request.stop - request.samples
         bounds = cut_bounds(len(samples), shares.shards)
         payloads = {}
-        for shard in (shard for device in self._source.own for shard in shares.read_by(device)):
+        for shard in (shard for device in request.own for shard in shares.read_by(device)):
             first, stop = bounds[shard]
             if first < stop:
                 numbers = *self._numbers, start + first

@@ -187,7 +187,7 @@ def _check_temporary_path(workers: int) -> None:
 
 @dataclass
 class Requests:
-    """The batches of a pass that are to be read, one after the other; starts over if shares change.
+    """The batches of a pass that are to be read in turn; starts over if shares or devices change.
 
     Note: shares that change while workers read ahead
     --------------------------------------------------
@@ -216,7 +216,7 @@ class Requests:
     digest: int
     """How many of the requests ask for a digest: 0, 1 (the first), or 2 for all of them."""
     turn: int = 0
-    """How often the shares have changed during this pass."""
+    """How often shares or devices have changed during this pass."""
 
     def __iter__(self) -> Requests:
         return self
@@ -231,14 +231,16 @@ class Requests:
         # The data set is compared once in a pass; what is only known batch by batch, in each.
         self.digest = 2 if self.digest == 2 else 0
         numbers = self.loader, self.epoch, stop - start, stop
-        return Request(*numbers, self.shares, self.turn, digest, *cut)
+        return Request(*numbers, self.shares, self.own, self.turn, digest, *cut)
 
-    def follow(self, shares: Shares, start: int) -> None:
-        """Go back to place ``start`` of the pass if the shares have changed."""
+    def follow(self, shares: Shares, own: Sequence[int], start: int) -> None:
+        """Go back to place ``start`` of the pass if the shares or this process's devices differ."""
         # The identity first: it settles nearly every step without comparing the counts.
-        if shares is not self.shares and shares != self.shares:
+        if (shares is not self.shares or own is not self.own) and (
+            (shares, own) != (self.shares, self.own)
+        ):
             self.turn += 1
-            self.shares, self.start = shares, start
+            self.shares, self.own, self.start = shares, own, start
 
 
 _MOST_OPEN_FILES = 1 << 16

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from onefold.core.assignment import Assignment, Devices
-from onefold.core.context import LaunchContext
 from onefold.core.storage import Storage
 from onefold.exchange.collective import CollectiveTransport
 from onefold.exchange.collectivememory import CollectiveMemory, CollectiveStageExchange
@@ -49,7 +46,7 @@ def join_others(
         return SharedTransport(_mailbox(devices, meeting), allocator, assignment.shares.pipeline)
     joined = join_group(meeting, kind, devices.trainer)
     device = assignment.devices[joined.group.rank()]
-    return CollectiveTransport(device, joined, timeout_s, allocator, _noting_waits(context))
+    return CollectiveTransport(device, joined, timeout_s, allocator, _noting_waits(devices))
 
 
 def _card_of(devices: Devices) -> str:
@@ -71,16 +68,18 @@ def _mailbox(devices: Devices, meeting: Rendezvous) -> Mailbox:
     address = f"{drawn}-{devices.trainer}"
     peers = connected(address, rank, meeting.size, timeout_s, meeting.has_ended)
     mailbox = Mailbox(peers, rank=rank, timeout_s=timeout_s)
-    mailbox.note_wait = _noting_waits(context)
+    mailbox.note_wait = _noting_waits(devices)
     return mailbox
 
 
-def _noting_waits(context: LaunchContext) -> NoteWait:
-    """Notes waits in the table of this process, if it has one."""
-    progress = places_of(context)
+def _noting_waits(devices: Devices) -> NoteWait:
+    """Notes waits in the table of this process, if it has one: by seats, as the table has them."""
+    progress, roster = places_of(devices.context), devices.roster
     if progress is None:
         return lambda peer: None
-    return partial(progress.set_waiting, context.rank)
+    # A peer of -1 is any of them.
+    seats: dict[int | None, int | None] = {-1: -1, None: None, **dict(enumerate(roster.seats))}
+    return lambda peer: progress.set_waiting(devices.seats[0], seats[peer])
 
 
 def memory_with_others(

@@ -76,7 +76,7 @@ class Batches:
             **choices,
             collate=collate,
             seed=self._settings.seed,
-            own=self._devices.own,
+            own=lambda: self._devices.own,
             first_epoch=self._position.epoch,
             pin_memory=self._devices.all[0].type != "cpu",
             timeout_s=self._settings.timeout_s,
