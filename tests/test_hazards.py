@@ -22,6 +22,7 @@ RUNS_CODE = """
     jobs/loggers.py importlib.import_module: the logger's, of four names
     jobs/models/catalog.py importlib.import_module: timm, by that name, where it is installed
     __init__.py import_module: our own modules, when their names are first used
+    core/placements.py import_module: our own module of a row, when a run chooses the placement
     jobs/report/page.py _environment().get_template: our own templates, which lie in the package
     jobs/text_models.py AutoConfig.from_pretrained: reads JSON; without code from elsewhere
     jobs/text_models.py AutoModelForSequenceClassification.from_config: known classes alone

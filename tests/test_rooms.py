@@ -152,7 +152,7 @@ def test_no_two_public_classes_have_one_name() -> None:
 
 def test_only_placements_know_which_one_it_is() -> None:
     """What differs between placements is a method of `Placement`, and no question elsewhere."""
-    asked = re.compile(r"is_partitioned|placement_name|options\.placement\b")
+    asked = re.compile(r"is_partitioned|placement_kind|options\.placement\b")
     found = {
         f"{module}: {match}"
         for module, path in modules()

@@ -13,6 +13,7 @@ import pytest
 
 import onefold
 from onefold.cli.main import main
+from onefold.core.placements import described
 from onefold.record import FILE
 from tests.checkpoint.folders import steps_in
 from tests.tables import for_each
@@ -173,12 +174,12 @@ def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
         ("--checkpoint c --keep-last 0", "expected keep_last of at least 1, got 0"),
         (
             "--placement 3",
-            "expected placement to be one of replicate, partition, offload, pipeline, got '3'",
+            f"expected placement to be one of {described()}, got '3'",
         ),
         ("--checkpoint c --grace-period 0", "expected the grace period to be more than 0, got 0.0"),
         (
             "--offload-dir .",
-            "--offload-dir .: expected --placement offload, partition or pipeline with it",
+            "home='.' cannot be combined with placement replicate, because every",
         ),
         (
             "--placement offload --offload-dir a-file",

@@ -11,6 +11,7 @@ import pytest
 
 from onefold import RunOptions
 from onefold.cli.verify import Difference, State, first_difference, hints_of, verify_script
+from onefold.core.placements import described
 from tests.tables import for_each
 
 ROOT = Path(__file__).parent.parent.parent
@@ -169,7 +170,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     for devices in ("1", "", "1,x", "0,1", "1,cpu:2", "cpu:2"):
         with pytest.raises(ValueError, match=r"expected (two or more ways|counts of devices)"):
             verify_script(missing, devices, options=options)
-    words = "expected placement to be one of replicate, partition, offload, pipeline, got 'spam'"
+    words = f"expected placement to be one of {re.escape(described())}, got 'spam'"
     with pytest.raises(ValueError, match=words):
         verify_script(missing, "1,2", options=options, placement="replicate,spam")
 

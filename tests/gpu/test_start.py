@@ -4,9 +4,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
-from onefold.core.options import WITH_STATE, PlacementName
+from onefold.core.placements import PLACEMENTS
 from tests.gpu.device import DEVICE, KIND, ON_GPU, cards, each, needs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +112,7 @@ def test_a_card_takes_one_process(tmp_path: Path) -> None:
         assert words in text, text[-3000:]
 
 
-@each("placement", (*get_args(PlacementName), WITH_STATE))
+@each("placement", (*PLACEMENTS, "replicate:state"))
 def test_two_cards_in_two_processes_have_the_bits_of_one(tmp_path: Path, placement: str) -> None:
     """Over NCCL, which refuses two processes on one card."""
     needs(cards() > 1, "two GPUs")

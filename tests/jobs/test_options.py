@@ -84,7 +84,7 @@ REFUSED: list[tuple[type[Any], str, list[Any], str]] = [
         TrainOptions,
         "placement",
         ["spam"],
-        "replicate, partition, offload, pipeline, or pipeline:2 and so on",
+        "placement to be one of replicate, replicate:state .*, offload, got 'spam'",
     ),
     (TrainOptions, "runs", [""], "the name of a folder"),
     (TrainOptions, "name", ["a/b", "..", "a/"], "a name without slashes"),

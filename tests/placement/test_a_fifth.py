@@ -1,18 +1,21 @@
-"""A placement of somebody else's, by what `Placement` asks for alone: parameters lie in a dict."""
+"""A placement that is not onefold's: a type in a file, here this one, and a row of `PLACEMENTS`."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 
 from onefold.core.batch import ShardedBatch
+from onefold.core.options import RunOptions
+from onefold.core.placements import PLACEMENTS, PlacementKind
 from onefold.core.values import Gradients, ShardResult
-from onefold.placement import choice
 from onefold.placement.base import Before, Placement, ResidentParameters
 from onefold.placement.context import StepContext
 from onefold.placement.replicated import run_share
 from onefold.shard.task import ShardTask
+from onefold.testing import simulate
 from tests.small import make_trainer, points
 
 
@@ -69,7 +72,7 @@ class InADict(Placement):
 
 
 def trained(*, spoils: bool = False) -> list[list[float]]:
-    trainer = make_trainer()
+    trainer = make_trainer(devices=None)
     for _ in range(3):
         if spoils:
             for parameter in trainer.model.parameters():
@@ -79,8 +82,18 @@ def trained(*, spoils: bool = False) -> list[list[float]]:
         return [parameter.flatten().tolist() for parameter in trainer.model.parameters()]
 
 
-def test_a_placement_needs_no_other_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    replicated = trained()
-    monkeypatch.setitem(choice.PLACEMENTS, "replicate", InADict)
-    assert trained() == replicated
-    assert trained(spoils=True) == replicated, "what is in the dict counts"
+def test_a_placement_is_a_type_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = PlacementKind(
+        implementation=f"{__name__}:InADict",
+        forms={"dict": "one device, which copies its parameters from a dict"},
+        refuses={"compile": "compiled code is not tried here"},
+    )
+    monkeypatch.setitem(PLACEMENTS, "dict", row)
+    replicated = simulate(trained, 1)
+    assert simulate(trained, 1, placement="dict") == replicated
+    spoiled = simulate(partial(trained, spoils=True), 1, placement="dict")
+    assert spoiled == replicated, "what is in the dict counts"
+    with pytest.raises(ValueError, match=r"offload, dict .one device, .*, got 'list'$"):
+        RunOptions(placement="list")
+    with pytest.raises(ValueError, match=r"compiled code is not tried here\. Leave out compile"):
+        RunOptions(placement="dict").check_combination(compile=True)

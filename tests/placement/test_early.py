@@ -17,7 +17,7 @@ from torch import nn
 import onefold
 from onefold import RunOptions
 from onefold.core.flat import FlatTensors, Layout
-from onefold.core.options import WITH_STATE, ExchangeName
+from onefold.core.options import ExchangeName
 from onefold.errors import PeerError
 from onefold.exchange.collectivememory import CollectiveMemory
 from onefold.exchange.memory import Partial
@@ -188,7 +188,7 @@ EVERY = [
     (way, devices, placement)
     for way in WAYS
     for devices in ([len(way["shares"])] if "shares" in way else [2, 3])
-    for placement in ("replicate", WITH_STATE)
+    for placement in ("replicate", "replicate:state")
     if devices <= way["shards"]
 ]
 """In turn a way is tried by default on two devices or on three, with one placement or the other."""
@@ -238,7 +238,7 @@ def test_sums_may_all_be_copied_to_where_they_are_sent_from(
     [
         (partial(Skipping, tied=True), "replicate", 4, 2),
         (Skipping, "replicate", 4, 2),
-        (Skipping, WITH_STATE, 4, 2),
+        (Skipping, "replicate:state", 4, 2),
         (scripted, "replicate", 3, 3),
         (merged_scripted, "replicate", 4, 2),
         (Narrow, "replicate", 1, 2),
@@ -298,12 +298,12 @@ def published(placement: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_with_all_state_no_parameters_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert published(WITH_STATE, monkeypatch) == 0
+    assert published("replicate:state", monkeypatch) == 0
 
 
 def test_small_models_have_partitions_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "LEAST_SENT_EARLY_BYTES", 1 << 30)
-    assert published(WITH_STATE, monkeypatch) == published("replicate", monkeypatch) > 0
+    assert published("replicate:state", monkeypatch) == published("replicate", monkeypatch) > 0
 
 
 def trained(first: int, last: int, folder: Path | None = None) -> str:
@@ -329,7 +329,7 @@ def trained(first: int, last: int, folder: Path | None = None) -> str:
     return trainer.fingerprint() + averaged
 
 
-@for_each(("first", "then"), [(WITH_STATE, "replicate"), ("replicate", WITH_STATE)])
+@for_each(("first", "then"), [("replicate:state", "replicate"), ("replicate", "replicate:state")])
 def test_state_is_saved_loaded_and_changed(first: str, then: str, tmp_path: Path) -> None:
     bits(partial(trained, 0, 4, tmp_path), 2, first)
     assert bits(partial(trained, 4, 7, tmp_path), 3, then) == bits(partial(trained, 0, 7), 1)
@@ -351,11 +351,11 @@ def test_updates_of_the_script(tmp_path: Path) -> None:
             trainer.step(torch.ones(6, WIDTH))
         return trainer.fingerprint()
 
-    assert bits(run, 2, WITH_STATE) == bits(run, 1)
+    assert bits(run, 2, "replicate:state") == bits(run, 1)
 
 
 def test_a_lost_device_ends_the_others() -> None:
-    options = RunOptions(exchange="collective", placement=WITH_STATE)
+    options = RunOptions(exchange="collective", placement="replicate:state")
     calls = min(each.calls for each in outcomes(script(2), 2, options=options))
     for call in range(calls - 60, calls, 7):
         told, lost = outcomes(script(2), 2, options=options, faults=[Fault(device=1, call=call)])

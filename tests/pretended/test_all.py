@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from onefold.core.options import WITH_STATE
-from onefold.tools.planning import Footprint
+from onefold.core.placements import implementation_of
+from onefold.placement.footprint import Footprint
 from tests.conftest import ROOT
 from tests.gpu.parts import missing
 from tests.pretended import build
@@ -84,7 +84,8 @@ def test_what_processes_of_a_card_each_ask_of_it(tmp_path: Path) -> None:
     ("devices", "shards", "placement"),
     [
         *((1, 2, "replicate"), (2, 4, "replicate"), (3, 6, "replicate"), (3, 8, "replicate")),
-        *((2, 4, WITH_STATE), (3, 6, WITH_STATE), (1, 1, "replicate"), (3, 3, "replicate")),
+        *((2, 4, "replicate:state"), (3, 6, "replicate:state")),
+        *((1, 1, "replicate"), (3, 3, "replicate")),
         *(
             (1, 2, "partition"),
             (2, 2, "partition"),
@@ -105,7 +106,8 @@ def test_the_plan_tells_what_a_device_takes(devices: int, shards: int, placement
         gradients=whole,
         state=2 * whole,
         scratch=whole,
-        stage=layer,
+        stage_gradients=[layer],
+        stage_values=[layer],
         sent=layer,
         shards=shards,
     )
@@ -119,10 +121,5 @@ def test_the_plan_tells_what_a_device_takes(devices: int, shards: int, placement
         timeout=LIMIT_S,
         check=True,
     )
-    if placement == "partition":
-        planned = sizes.partitioning(devices, together=False)
-    elif placement == "offload":
-        planned = sizes.offloading(devices, together=False)
-    else:
-        planned = sizes.replicating(devices, together=False, state=placement == WITH_STATE)
+    planned = implementation_of(placement).estimate(sizes, devices, together=False)[placement]
     assert int(float(done.stdout)) == pytest.approx(planned, rel=0.05)

@@ -8,17 +8,17 @@ from torch import nn
 
 import onefold
 from onefold.core.context import LaunchContext
-from onefold.core.options import ExchangeName, PlacementName, RunOptions
+from onefold.core.options import ExchangeName, RunOptions
 from onefold.testing import simulate
 from tests.tables import for_each
 
-PLACEMENTS: list[PlacementName] = ["replicate", "partition", "offload"]
+PLACEMENTS: list[str] = ["replicate", "partition", "offload"]
 
 
 @pytest.fixture(params=PLACEMENTS)
 def placement(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> PlacementName:
+) -> str:
     context = LaunchContext(options=RunOptions(placement=request.param, offload_dir=str(tmp_path)))
     monkeypatch.setattr("onefold.session.build.current_context", lambda: context)
     return request.param
@@ -51,7 +51,7 @@ class Layers(nn.Module):
 
 
 def test_the_values_are_those_of_the_plain_way_and_lie_where_they_are_kept(
-    placement: PlacementName,
+    placement: str,
 ) -> None:
     torch.manual_seed(3)
     plain, after = Layers(), torch.rand(1)
@@ -99,7 +99,7 @@ def trained(precision: str | None = None) -> tuple[str, float]:
     ],
 )
 def test_a_run_with_it_is_the_same(
-    precision: str | None, placement: PlacementName, exchange: ExchangeName, tmp_path: Path
+    precision: str | None, placement: str, exchange: ExchangeName, tmp_path: Path
 ) -> None:
     options = RunOptions(
         placement=placement, exchange=exchange, offload_dir=str(tmp_path) * (placement == "offload")

@@ -8,7 +8,7 @@ from torch import nn
 
 import onefold
 from onefold.core.context import LaunchContext
-from onefold.core.options import PlacementName, RunOptions
+from onefold.core.options import RunOptions
 from onefold.core.shard import Shares
 from onefold.exchange.exchange import Exchange
 from onefold.placement import partitioned
@@ -68,7 +68,7 @@ STAGE_BYTES = 4 * WIDTH * WIDTH
     ],
 )
 def test_a_stage_that_no_device_can_have_is_named(
-    placement: PlacementName,
+    placement: str,
     capacity: int,
     fits: bool,
     monkeypatch: pytest.MonkeyPatch,

@@ -12,7 +12,7 @@ from torch import nn
 
 import onefold
 from onefold.core.context import LaunchContext
-from onefold.core.options import PlacementName, RunOptions
+from onefold.core.options import RunOptions
 from onefold.system.allocator import MmapAllocator
 from tests.apart import TwoMemories, apart
 from tests.bits.large import GPT, TOKENS
@@ -42,7 +42,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Trainers of a model that is partly frozen, whose home is other memory than the device's."""
     made: list[onefold.Trainer] = []
 
-    def make(placement: PlacementName = "offload", **settings: Any) -> onefold.Trainer:
+    def make(placement: str = "offload", **settings: Any) -> onefold.Trainer:
         context = LaunchContext(options=RunOptions(placement=placement))
         monkeypatch.setattr("onefold.trainer.current_context", lambda: context)
         torch.manual_seed(1)

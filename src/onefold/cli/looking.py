@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from onefold.cli.help import Commands, declare
-from onefold.cli.running import SCRIPT, AsJson, PlacementOption, tell_next
+from onefold.cli.running import DEFAULT_PLACEMENT, SCRIPT, AsJson, PlacementOption, tell_next
 from onefold.errors import LaunchError
 from onefold.system.words import in_shell
 
@@ -80,7 +80,7 @@ def why(
         ),
     ] = None,
     devices: OneOfItsKind = "",
-    placement: PlacementOption = "replicate",
+    placement: PlacementOption = DEFAULT_PLACEMENT,
     as_json: AsJson = False,
 ) -> None:
     """Say which shard, sample and operation made a loss or norm jump.
@@ -116,7 +116,7 @@ def replay(
         int | None, Option(min=0, metavar="K", help="Look into this shard alone.")
     ] = None,
     devices: OneOfItsKind = "",
-    placement: PlacementOption = "replicate",
+    placement: PlacementOption = DEFAULT_PLACEMENT,
     bundle: Annotated[
         Path | None,
         Option(metavar="FILE", help="Put the step into this file, to be computed elsewhere."),

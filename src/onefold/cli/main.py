@@ -29,6 +29,7 @@ from onefold import RunOptions
 from onefold.cli.help import ENTRY_POINTS, Commands, declare
 from onefold.cli.looking import looking
 from onefold.cli.running import (
+    DEFAULT_PLACEMENT,
     PLACEMENT_VARIABLE,
     SCRIPT,
     AsJson,
@@ -186,7 +187,7 @@ def verify(
             metavar="PLACEMENTS",
             help="Placements, each with every count: replicate,partition.",
         ),
-    ] = "replicate",
+    ] = DEFAULT_PLACEMENT,
     as_json: AsJson = False,
     offload_dir: OffloadDir = None,
     exchange: Exchange = "auto",

@@ -23,7 +23,8 @@ from onefold.system.words import counted, tell
 
 __all__ = ["plan_script", "read_counts", "show_devices"]
 
-_PLACEMENTS = ("replicate", "replicate:state", "partition", "pipeline", "offload")
+_FILE = ":file"
+"""Ends the names of sizes that no device has: of files."""
 
 
 def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as_json: bool) -> int:
@@ -55,13 +56,16 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as
     # CPU devices share what the host has left; what a card has, its device has alone.
     memory = processor.free_bytes if together else min((gpu.total_bytes for gpu in gpus), default=0)
     found["available_bytes"] = memory
+    names = [name for name in found["rows"][0] if name != "devices"]
+    found["placements"] = [name for name in names if not name.endswith(_FILE)]
     for row in found["rows"]:
         share = memory // (row["devices"] if together else 1)
-        row["fits"] = [each for each in _PLACEMENTS if row[each] is not None and row[each] <= share]
+        sizes = {name: row[name] for name in found["placements"] if row[name] is not None}
+        row["fits"] = [name for name, size in sizes.items() if size <= share]
     if as_json:
         print_json(found)
     else:
-        _print(Console(highlight=False), found)
+        _print(Console(highlight=False), found, names)
     return 0
 
 
@@ -77,14 +81,14 @@ def read_counts(devices: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _print(console: Console, found: dict[str, Any]) -> None:
+def _print(console: Console, found: dict[str, Any], names: Sequence[str]) -> None:
     console.print(
         f"{escape(found['model'])}: {found['parameters']:,} trained parameters, "
         f"{_mebibytes(found['parameter_bytes'])} MiB; {escape(found['optimizer'])}; "
         f"{counted(found['shards'], 'shard')}"
     )
     console.print(_stages(found["stages"]))
-    console.print(_rows(found["rows"]))
+    console.print(_rows(found["rows"], names))
     console.print(
         "Besides, a device needs PyTorch itself, its batch, and the activations of one shard."
     )
@@ -96,16 +100,20 @@ def _print(console: Console, found: dict[str, Any]) -> None:
         console.print("What this optimizer keeps is not known: two numbers a parameter are taken.")
     fits = []
     for row in found["rows"]:
-        some = "all" if len(row["fits"]) == len(_PLACEMENTS) else ", ".join(row["fits"])
+        some = "all" if row["fits"] == found["placements"] else ", ".join(row["fits"])
         fits.append(f"with {counted(row['devices'], 'device')} {some or 'nothing'}")
     alone = "by parameters, gradients and optimizer state alone"
     gibibytes = f"{found['available_bytes'] / 2**30:.1f} GiB"
     console.print(f"{owner} {gibibytes}. What fits, {alone}: {'; '.join(fits)}.")
     largest = max(found["stages"], key=lambda stage: int(stage["bytes"]))
-    if (first := found["rows"][0])["offload"] and not first["fits"]:
+    first = found["rows"][0]
+    # With a file of the model, a device needs no more than a stage.
+    by_stage = [first[name.removesuffix(_FILE)] for name in names if name.endswith(_FILE)]
+    least = min(filter(None, by_stage), default=None)
+    if least and not first["fits"]:
         console.print(
             f"[bold red]Too large[/] for a device: {escape(largest['name'])} takes "
-            f"{_mebibytes(first['offload'])} MiB at a time. Cut it with Trainer(stages=[...]), or "
+            f"{_mebibytes(least)} MiB at a time. Cut it with Trainer(stages=[...]), or "
             f"cut its largest layer into modules of their own: docs/do/large-models.md."
         )
 
@@ -123,15 +131,12 @@ def _stages(stages: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _rows(rows: Sequence[dict[str, Any]]) -> Table:
+def _rows(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Table:
     title = "Memory of a device, MiB, by --placement"
     # In two lines, so that the table fits 80 columns.
-    headings = [size.replace(":", ":\n") for size in (*_PLACEMENTS, "offload:file")]
-    table = _table(title, "devices", *headings)
+    table = _table(title, "devices", *(name.replace(":", ":\n") for name in names))
     for row in rows:
-        table.add_row(
-            str(row["devices"]), *(_mebibytes(row[each]) for each in (*_PLACEMENTS, "disk"))
-        )
+        table.add_row(str(row["devices"]), *(_mebibytes(row[name]) for name in names))
     return table
 
 

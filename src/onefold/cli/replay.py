@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 import onefold
-from onefold.cli.running import print_json, screen
+from onefold.cli.running import DEFAULT_PLACEMENT, print_json, screen
 from onefold.errors import DataError, RecordError, RunFailed
 from onefold.record import FILE, Record
 from onefold.record.entries import Begun, Failed
@@ -71,7 +71,7 @@ class Rerun:
         FileNotFoundError, RecordError: there is no record, or it cannot be used.
     """
 
-    def __init__(self, run: Path, *, devices: str = "", placement: str = "replicate") -> None:
+    def __init__(self, run: Path, *, devices: str = "", placement: str = DEFAULT_PLACEMENT) -> None:
         self.record = Record(run.absolute())
         self._run = self.record.path.parent
         self._devices, self._placement = devices, placement

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,6 +25,7 @@ from onefold.system.safe_files import json_text
 from onefold.system.words import in_shell, seconds_of, tell
 
 __all__ = [
+    "DEFAULT_PLACEMENT",
     "SCRIPT",
     "AsJson",
     "Devices",
@@ -47,6 +49,8 @@ SCRIPT = {"allow_extra_args": True, "allow_interspersed_args": False}
 PLACEMENT_VARIABLE = "ONEFOLD_PLACEMENT"
 
 _DEFAULTS = RunOptions()
+DEFAULT_PLACEMENT = _DEFAULTS.placement
+_HELP = {each.name: each.metadata.get("help", "") for each in fields(RunOptions)}
 _OF_CHECKPOINTS = (
     "save_every",
     "keep_last",
@@ -84,8 +88,7 @@ PlacementOption = Annotated[
     _of_devices(
         envvar=PLACEMENT_VARIABLE,
         metavar="KIND",
-        help="Where parameters lie: replicate (replicate:state: the optimizer's state as well), "
-        "partition, offload or pipeline (pipeline:2: pipelines of two devices side by side).",
+        help=_HELP["placement"],
     ),
 ]
 OffloadDir = Annotated[
@@ -111,7 +114,7 @@ def run(
     context: typer.Context,
     script: Script = None,
     devices: Devices = "auto",
-    placement: PlacementOption = "replicate",
+    placement: PlacementOption = DEFAULT_PLACEMENT,
     module: Module = False,
     checkpoint: Annotated[
         Path | None,
@@ -273,11 +276,9 @@ def absolute_dir(offload_dir: Path | None, placement: str) -> str:
     """The folder of ``--offload-dir``; empty if none is named."""
     if offload_dir is None:
         return ""
-    if all(RunOptions(placement=each.strip()).keeps_whole for each in placement.split(",")):
-        raise LaunchError(
-            f"--offload-dir {offload_dir}: expected --placement offload, partition or pipeline "
-            f"with it, which may have a file there"
-        )
+    kept = [RunOptions(placement=each.strip()) for each in placement.split(",")]
+    if all(each.placement_kind.keeps_whole for each in kept):
+        kept[0].check_combination(offload_dir=str(offload_dir))
     return _absolute(offload_dir)
 
 

@@ -38,7 +38,7 @@ from rich.table import Table
 from onefold import Outcome, RunOptions, select_devices, supervise
 from onefold.cli.mathematics import report_mathematics
 from onefold.cli.plan import read_counts
-from onefold.cli.running import print_json, screen
+from onefold.cli.running import DEFAULT_PLACEMENT, print_json, screen
 from onefold.system.jsonlines import read_record
 from onefold.system.safe_files import PrivateFolder
 from onefold.system.words import counted, listed, tell
@@ -171,7 +171,7 @@ class Way:
         return f"{self.on}{self.devices}"
 
     def __str__(self) -> str:
-        kept = "" if self.placement == "replicate" else f" with placement {self.placement}"
+        kept = "" if self.placement == DEFAULT_PLACEMENT else f" with placement {self.placement}"
         return f"{self.devices} device{'s' if self.devices > 1 else ''}{kept}"
 
 
@@ -213,7 +213,7 @@ def verify_script(
     devices: str,
     *,
     options: RunOptions,
-    placement: str = "replicate",
+    placement: str = DEFAULT_PLACEMENT,
     as_json: bool = False,
 ) -> int:
     """Run a script on several device counts, compare the runs, and print a verdict.
@@ -294,7 +294,7 @@ class _Comparison:
         """
         # In float64 rounding is far below any true difference. A script that insists on float32, by
         # a cast or a kernel of its own, fails there, and is compared as it is.
-        alone = replace(way, devices=1, placement="replicate")
+        alone = replace(way, devices=1, placement=DEFAULT_PLACEMENT)
         for precision in ("float64", "float32"):
             name, outcome = self._run(f"V shards and one, {precision}", alone, precision)
             if not outcome.exit_code or self._is_compared(outcome, name):
@@ -482,7 +482,7 @@ def _run_as_json(run: _Recorded, differences: Sequence[Difference | None]) -> di
 
 def _table(runs: Sequence[_Recorded], differences: Sequence[Sequence[Difference | None]]) -> Table:
     several = max(len(run.trainers) for run in runs) > 1
-    placed = any(run.way.placement != "replicate" for run in runs)
+    placed = any(run.way.placement != DEFAULT_PLACEMENT for run in runs)
     shown = (several, True, placed, True, True, True, True)
     headings = "trainer", "devices", "placement", "steps", "last loss", "last fingerprint", "bits"
     table = Table(*compress(headings, shown))

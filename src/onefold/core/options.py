@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Literal
 
 from onefold.core.numbers import check_choice, check_seconds, check_whole
+from onefold.core.placements import PLACEMENTS, PlacementKind, described, kind_of
 
 __all__ = [
     "DEFAULT_GRACE_PERIOD_S",
+    "DEFAULT_PLACEMENT",
     "DEFAULT_TIMEOUT_S",
     "RECORD_FILE",
-    "WITH_STATE",
     "ExchangeName",
     "RunOptions",
 ]
@@ -21,17 +21,12 @@ DEFAULT_TIMEOUT_S = 600.0
 RECORD_FILE = "run.record"
 """The name of the record in the folder of a run."""
 DEFAULT_GRACE_PERIOD_S = 60.0
+DEFAULT_PLACEMENT = next(iter(PLACEMENTS))
 
 ExchangeName = Literal["auto", "shared", "collective"]
 
 RestartDevices = Literal["same", "fewer"]
 OnCorruption = Literal["heal", "stop"]
-
-PlacementName = Literal["replicate", "partition", "offload", "pipeline"]
-"""Where the parameters of a model lie: on each device, partitioned, on the host, or by stage."""
-WITH_STATE = "replicate:state"
-"""The placement in which each device has all of the optimizer's state as well."""
-_PIPELINES = re.compile(r"pipeline:0*([2-9]|[1-9][0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +54,11 @@ class RunOptions:
     """Number of steps from one checkpoint to the next; 0 if time alone decides."""
     save_every_s: float = 0.0
     """Seconds from one checkpoint to the next; 0 if steps alone decide."""
-    placement: str = "replicate"
-    """What of the model's parameters, gradients and optimizer state each device keeps: a
-    `PlacementName`, ``replicate:state`` where optimizer state is not partitioned either, or
-    ``pipeline:N`` for pipelines of N devices side by side."""
+    placement: str = field(
+        default=DEFAULT_PLACEMENT, metadata={"help": f"Parameter placement: {described()}."}
+    )
+    """Which parameters, gradients and optimizer state each device keeps: one of the forms in
+    `onefold.core.placements`."""
     offload_dir: str = ""
     """Folder of the file that has the model if devices do not keep all of it; empty for that of
     temporary files."""
@@ -122,24 +118,12 @@ class RunOptions:
         check_whole("max_restarts", self.max_restarts, least=0)
         if not 0.0 <= self.audit <= 1.0:
             raise ValueError(f"expected audit to be a share from 0 to 1, got {self.audit!r}")
-        if self.audit and self.placement.startswith("pipeline"):
-            raise ValueError(
-                "audit has another device compute a shard, and in a pipeline several devices "
-                "compute it together: expected another placement than pipeline"
-            )
         if self.max_restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
         check_choice("restart_devices", self.restart_devices, RestartDevices)
         check_choice("on_corruption", self.on_corruption, OnCorruption)
-        placement = str(self.placement)
-        if placement not in (*get_args(PlacementName), WITH_STATE) and not _PIPELINES.fullmatch(
-            placement
-        ):
-            raise ValueError(
-                f"expected placement to be one of {', '.join(get_args(PlacementName))}, got "
-                f"{self.placement!r}; pipelines of 2 devices or more side by side are pipeline:2 "
-                f"and so on, and replicate:state keeps the optimizer's state on each device as well"
-            )
+        kind_of(self.placement)
+        self.check_combination(audit=self.audit)
         check_choice("the exchange", self.exchange, ExchangeName)
 
     @property
@@ -148,15 +132,27 @@ class RunOptions:
         return self.record or self.checkpoint
 
     @property
-    def placement_name(self) -> PlacementName:
-        """The placement, without a number behind it."""
-        name: PlacementName = self.placement.partition(":")[0]  # type: ignore[assignment]  # checked above
-        return name
+    def placement_kind(self) -> PlacementKind:
+        """What the launcher knows of the placement."""
+        return kind_of(self.placement)
 
-    @property
-    def keeps_whole(self) -> bool:
-        """Whether each device keeps the whole model, so that no file has it."""
-        return self.placement_name == "replicate"
+    def check_combination(self, **chosen: object) -> None:
+        """Refuse options and settings that this placement cannot have.
+
+        Raises:
+            ValueError: the placement does not work with one of them.
+
+        >>> RunOptions(placement="pipeline").check_combination(compile=False, microbatch=4)
+        """
+        for name, value in chosen.items():
+            if reason := self.placement_kind.reason_against(name, value):
+                others = [
+                    n for n, each in PLACEMENTS.items() if not each.reason_against(name, value)
+                ]
+                raise ValueError(
+                    f"{name}={value!r} cannot be combined with placement {self.placement}, because "
+                    f"{reason}. Leave out {name}, or use placement {' or '.join(others)}"
+                )
 
     def pipeline_of(self, devices: int) -> int:
         """How many devices compute a shard together if a run has so many; 1 without a
@@ -168,10 +164,9 @@ class RunOptions:
         >>> RunOptions(placement="pipeline:2").pipeline_of(4)
         2
         """
-        name, _, number = self.placement.partition(":")
-        if name != "pipeline":
+        if not self.placement_kind.has_pipelines:
             return 1
-        pipeline = int(number or devices)
+        pipeline = int(self.placement.partition(":")[2] or devices)
         if devices % pipeline:
             raise ValueError(
                 f"expected a number of devices that is a multiple of {pipeline} with --placement "

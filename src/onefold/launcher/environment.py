@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from onefold.core.context import LaunchContext
-from onefold.core.options import RunOptions
+from onefold.core.options import DEFAULT_PLACEMENT, RunOptions
 from onefold.errors import LaunchError
 from onefold.launcher.foreign_launchers import others_of, slurm_task
 from onefold.system.caches import (
@@ -140,7 +140,7 @@ def _read_torch(environment: Mapping[str, str]) -> LaunchContext:
 
 def options_of(environment: Mapping[str, str]) -> RunOptions:
     """What the environment chooses where no command line of onefold's does."""
-    placement = environment.get(PLACEMENT_VARIABLE) or "replicate"
+    placement = environment.get(PLACEMENT_VARIABLE) or DEFAULT_PLACEMENT
     offload_dir = environment.get(OFFLOAD_DIR_VARIABLE, "")
     try:
         return RunOptions(

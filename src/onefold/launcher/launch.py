@@ -26,7 +26,13 @@ from typing import Any
 
 from onefold.core.context import LaunchContext
 from onefold.core.numbers import check_seconds
-from onefold.core.options import DEFAULT_GRACE_PERIOD_S, DEFAULT_TIMEOUT_S, ExchangeName, RunOptions
+from onefold.core.options import (
+    DEFAULT_GRACE_PERIOD_S,
+    DEFAULT_PLACEMENT,
+    DEFAULT_TIMEOUT_S,
+    ExchangeName,
+    RunOptions,
+)
 from onefold.errors import LaunchError, RunFailed
 from onefold.launcher.devices import Selection, select_devices
 from onefold.launcher.environment import (
@@ -78,11 +84,7 @@ def launch(
             script or notebook, with what it refers to; lambdas and closures may be given, too.
         devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
         args: arguments for ``main``.
-        placement: where parameters lie: on each device (``"replicate"``; with
-            ``"replicate:state"`` the optimizer's state as well), partitioned over all
-            (``"partition"``), in host memory (``"offload"``), or stage by stage (``"pipeline"``;
-            ``"pipeline:2"`` for pipelines of two devices side by side); by default what
-            ``ONEFOLD_PLACEMENT`` says, and ``"replicate"`` without it.
+        placement: as for ``onefold run --placement``; by default what ``ONEFOLD_PLACEMENT`` says.
         offload_dir: folder on a disk for the file that has the model if devices do not keep all of
             it; ``ONEFOLD_OFFLOAD_DIR`` if empty, and then that of temporary files.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
@@ -104,13 +106,13 @@ def launch(
     context = current_context()
     if context.launched:
         # Devices of another launcher would keep more of a run, or less, than was asked for.
-        decided = context.launcher != "onefold" and context.options.keeps_whole
-        asked = RunOptions(placement=placement or "replicate").placement
-        if decided and asked not in ("replicate", context.options.placement):
+        decided = context.launcher != "onefold" and context.options.placement_kind.keeps_whole
+        asked = RunOptions(placement=placement or DEFAULT_PLACEMENT).placement
+        if decided and asked not in (DEFAULT_PLACEMENT, context.options.placement):
             raise LaunchError(
                 f"placement={placement!r} was asked for in a process that another launcher has "
                 f"started: there the environment decides. Set {PLACEMENT_VARIABLE}={placement} for "
-                f'all of its processes, or ask for placement="replicate"'
+                f"all of its processes, or ask for placement={DEFAULT_PLACEMENT!r}"
             )
         return main(*args)
     import cloudpickle
@@ -133,11 +135,7 @@ def launch(
         if grace_period_s is None
         else check_seconds("grace_period_s", grace_period_s),
     )
-    if offload_dir and options.keeps_whole:
-        raise ValueError(
-            'expected placement="offload", "partition" or "pipeline" with '
-            f'offload_dir={offload_dir!r}, got placement="replicate"'
-        )
+    options.check_combination(offload_dir=offload_dir)
     # Unpickling runs code. These files have no name and are inherited as open descriptors, so that
     # nobody else can have written there, nobody can remove them, and nothing stays behind.
     with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as result:
@@ -230,7 +228,7 @@ def supervise(
     0
     """
     options.pipeline_of(len(selection.devices))
-    if not (options.offload_dir or options.keeps_whole):
+    if not (options.offload_dir or options.placement_kind.keeps_whole):
         offload_dir = os.environ.get(OFFLOAD_DIR_VARIABLE, "")
         options = replace(options, offload_dir=os.path.abspath(offload_dir) if offload_dir else "")
     _check_places(options)

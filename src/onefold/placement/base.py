@@ -25,6 +25,7 @@ import torch
 from onefold.core.assignment import Assignment, Devices
 from onefold.core.batch import ShardedBatch
 from onefold.core.calldigest import Call
+from onefold.core.placements import implementation_of
 from onefold.core.settings import Settings
 from onefold.core.storage import Storage
 from onefold.core.values import Gradients, ShardResult
@@ -40,16 +41,19 @@ from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.update.optimizer import PartitionedOptimizer
 
 if TYPE_CHECKING:
+    from onefold.placement.footprint import Footprint
     from onefold.placement.pipeline.shapetensor import LossProgress
 
 __all__ = [
     "Before",
     "Done",
+    "Estimates",
     "Function",
     "Placement",
     "PlacementLayout",
     "ResidentParameters",
     "StepTotals",
+    "placement_of",
 ]
 
 
@@ -58,6 +62,9 @@ Function = Callable[[torch.nn.Module, Any], object]
 
 Done = Mapping[int, ShardResult]
 """The results of shards that have run already, by number."""
+
+Estimates = Mapping[str, int | None]
+"""Bytes of memory by the form of ``--placement``; None for too many devices."""
 
 Before = Callable[[Replica], AbstractContextManager[object]]
 """Surrounds all shards of one device."""
@@ -182,6 +189,26 @@ class Placement(ABC):
         """How parameters are reached; `start` may replace it."""
         self.context: StepContext
 
+    @classmethod
+    def simplest(cls, devices: Devices, settings: Settings) -> type[Placement]:
+        """Return the type that does the same for these devices and settings with least work."""
+        return cls
+
+    @classmethod
+    def estimate(cls, sizes: Footprint, devices: int, *, together: bool) -> Estimates:
+        """Estimate the memory of one device, before a run.
+
+        Args:
+            sizes: of the model.
+            devices: how many there are.
+            together: whether they share memory, as CPU devices of a host do.
+
+        Returns:
+            Bytes, by the form of ``--placement``; None if it cannot use so many devices. A name
+            that ends in ``:file`` is for a file of all devices.
+        """
+        return {}
+
     def layout(
         self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None
     ) -> PlacementLayout:
@@ -288,3 +315,14 @@ class Placement(ABC):
     def gathered(self, *, look: bool = False) -> AbstractContextManager[None]:
         """See `ResidentParameters.gathered`."""
         return self.parameters.gathered(look=look)
+
+
+def placement_of(devices: Devices, settings: Settings) -> Placement:
+    """Make the placement of a run.
+
+    Args:
+        devices: all devices; their options name the placement.
+        settings: the settings of the run.
+    """
+    found: type[Placement] = implementation_of(devices.context.options.placement)
+    return found.simplest(devices, settings)(devices, settings)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from onefold.core.storage import Storage
+from onefold.placement.base import Estimates
 from onefold.placement.partitioned import Partitioned
 from onefold.system.allocator import MmapAllocator, TensorAllocator
+
+if TYPE_CHECKING:
+    from onefold.placement.footprint import Footprint
 
 __all__ = ["Offloaded"]
 
@@ -15,6 +21,18 @@ class Offloaded(Partitioned):
     A processor computes with what is in the file. A GPU has the parameters of a stage gathered from
     there, as from another device, and the optimizer's state comes to it segment by segment.
     """
+
+    @classmethod
+    def estimate(cls, sizes: Footprint, devices: int, *, together: bool) -> Estimates:
+        if together:
+            held = sizes.EXCHANGED * sizes.stage
+        else:
+            # What it sends of a stage it must have there, as well.
+            sent = sizes.stage // devices if devices > 1 else 0
+            held = sizes.other + sizes.in_transit(devices, begun=True) + sent
+        sums = sizes.gradients * (1 + sizes.levels())
+        file = sizes.parameters + sizes.frozen + sizes.other + sizes.state + sums
+        return {"offload": held, "offload:file": file}
 
     def allocator(self) -> TensorAllocator:
         devices = self.devices

@@ -10,23 +10,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
+from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
+from onefold.core.fold import blocks_of
+from onefold.core.settings import Settings
 from onefold.core.storage import Storage
 from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.joining import has_memory_in_common
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.stageexchange import GradientSend
-from onefold.placement.base import Before, Done, Placement, PlacementLayout
+from onefold.placement.base import Before, Done, Estimates, Placement, PlacementLayout
 from onefold.placement.context import StepContext
 from onefold.placement.parameters import PartitionedParameters
+from onefold.placement.replicated import Replicated
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.capacity import capacity_bytes
+
+if TYPE_CHECKING:
+    from onefold.placement.footprint import Footprint
 
 __all__ = ["Partitioned"]
 
@@ -36,6 +44,27 @@ class Partitioned(Placement):
 
     pipeline = 1
     """How many devices compute a shard together."""
+
+    @classmethod
+    def simplest(cls, devices: Devices, settings: Settings) -> type[Placement]:
+        # One shard is added to nothing, so there is nothing to hand over stage by stage.
+        return Replicated if cls is Partitioned and settings.shards == 1 else cls
+
+    @classmethod
+    def estimate(cls, sizes: Footprint, devices: int, *, together: bool) -> Estimates:
+        if devices == 1:
+            return {"partition": Replicated.estimate(sizes, 1, together=together)["replicate"]}
+        if together:
+            sums = sizes.gradients * (1 + sizes.levels(devices))
+            own = (sums + sizes.state) // devices + sizes.EXCHANGED * sizes.stage
+            return {"partition": own + sizes.values(devices, together=True)}
+        # What is added up between the rounds, and stages on their way.
+        ends = range(devices, sizes.shards, devices)
+        summed = max((len(blocks_of(range(end), sizes.shards)) for end in ends), default=1)
+        below = sizes.gradients * summed // devices + sizes.in_transit(devices, begun=bool(ends))
+        updated = (sizes.gradients + sizes.scratch) // devices
+        kept = (sizes.parameters + sizes.frozen + sizes.state) // devices + sizes.other
+        return {"partition": kept + max(below, updated)}
 
     def layout(
         self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None

@@ -15,22 +15,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import Block, before_last, blocks_of, fold
-from onefold.core.options import WITH_STATE
+from onefold.core.shard import Shares
 from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import has_memory_in_common
 from onefold.exchange.stageexchange import GradientSend
-from onefold.placement.base import Before, Done, Placement, PlacementLayout
+from onefold.placement.base import Before, Done, Estimates, Placement, PlacementLayout
 from onefold.shard.gradients import add_gradients
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.replica import Replica
 from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
+
+if TYPE_CHECKING:
+    from onefold.placement.footprint import Footprint
 
 __all__ = ["Replicated", "partial_sums", "run_share"]
 
@@ -168,12 +172,28 @@ def partial_sums(
 class Replicated(Placement):
     """Each device has all parameters, and adds up the gradients of all of its shards."""
 
+    @classmethod
+    def estimate(cls, sizes: Footprint, devices: int, *, together: bool) -> Estimates:
+        apart, each = devices > 1 and not together, {}
+        for form, updating in (("replicate", devices), ("replicate:state", 1)):
+            if not apart:
+                updating = devices
+                # What backward makes, and what is handed to others; then a sum for each level of
+                # the tree of a device's shards, or what the optimizer computes with.
+                sums = sizes.gradients * (1 + (devices > 1))
+                scratch = 0 if together else sizes.scratch
+                sums += max(sizes.gradients * sizes.levels(devices), scratch)
+            else:
+                sums = _sums_apart(sizes, devices, updating)
+            each[form] = sums + sizes.state // updating + sizes.values(devices, together=together)
+        return each
+
     def layout(
         self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None
     ) -> PlacementLayout:
         if has_memory_in_common(self.devices) or self.settings.shards == 1:
             return PlacementLayout()
-        mirrors = self.devices.context.options.placement == WITH_STATE
+        mirrors = self.devices.context.options.placement == "replicate:state"
         early = StageModules(parts.module, stages, parts.trained, merged=stages is None)
         return PlacementLayout(early=early, mirrors=mirrors)
 
@@ -187,3 +207,22 @@ class Replicated(Placement):
                 early = not context.compilers.compiled
                 gradients = run_share(replica, batch, task, context.exchange, done, early=early)
         return gradients if task.shards == 1 else None
+
+
+def _sums_apart(sizes: Footprint, devices: int, updating: int) -> int:
+    """Bytes of gradients if devices share no memory and so many update each parameter."""
+    shares = Shares.even(shards=sizes.shards, devices=devices)
+    blocks = [blocks_of(shares.shards_of(number), sizes.shards) for number in range(devices)]
+    counts = [len(each) for each in blocks]
+    largest = max(stop - start for each in blocks for start, stop in each)
+    # A partial sum for each block, and a partition of each of the others' partial sums, or all of
+    # these; then the sums below the largest, or what the optimizer computes with.
+    held = sizes.gradients * max(counts)
+    came = sizes.gradients * (sum(counts) - max(counts)) // updating
+    levels = (largest - 1).bit_length()
+    below = sizes.gradients * (levels + 1)
+    if max(counts) == 1 and sizes.sent and (updating == 1 or devices not in sizes.uneven):
+        # Before the last shard, one sum has moved to where it is sent from.
+        at_hand = max(sizes.gradients * min(levels, 1), sizes.RESIDENT * sizes.sent)
+        below = sizes.gradients * max(levels - 1, 0) + at_hand
+    return held + came + max(below, sizes.scratch // updating)

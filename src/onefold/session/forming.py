@@ -136,7 +136,7 @@ def settle_process(devices: Devices, settings: Settings) -> None:
     settled = max(1, available // shards) if threads is None else threads
     torch.set_num_threads(settled)
     if on_host:
-        settle_memory(keeps=devices.context.options.placement_name != "offload")
+        settle_memory(keeps=not devices.context.options.placement_kind.returns_memory)
     elif settings.deterministic:
         have_cublas_repeat()
     script = sys.argv[0]
@@ -247,12 +247,8 @@ def shares_of(devices: Devices, shards: int, counts: Sequence[int] | None) -> Sh
         TypeError, ValueError: the counts are no shares of this run.
     """
     size, options = len(devices.all), devices.context.options
-    if options.placement_name == "pipeline":
-        if counts is not None:
-            raise ValueError(
-                f"expected no shares with --placement pipeline, where every shard goes through all "
-                f"devices, got {counts}"
-            )
+    options.check_combination(shares=counts)
+    if options.placement_kind.has_pipelines:
         return Shares.in_pipelines(shards=shards, devices=size, pipeline=options.pipeline_of(size))
     if counts is None:
         return Shares.even(shards=shards, devices=size)

@@ -35,8 +35,7 @@ from onefold.deferred.values import deferred_of, revealed
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
 from onefold.exchange.memory import Start
-from onefold.placement.base import PlacementLayout
-from onefold.placement.choice import placement_of
+from onefold.placement.base import PlacementLayout, placement_of
 from onefold.placement.context import StepContext
 from onefold.shard.buffers import BufferPlaces, BufferSet
 from onefold.shard.kernels import Compilers

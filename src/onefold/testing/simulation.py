@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onefold.core.context import LaunchContext
-from onefold.core.options import ExchangeName, RunOptions
+from onefold.core.options import DEFAULT_PLACEMENT, ExchangeName, RunOptions
 from onefold.errors import PeerError
 from onefold.launcher.environment import simulated
 from onefold.launcher.membership import end_well, leave
@@ -37,7 +37,7 @@ def simulate(
     *,
     seed: int = 0,
     args: Sequence[Any] = (),
-    placement: str = "replicate",
+    placement: str = DEFAULT_PLACEMENT,
     exchange: ExchangeName = "auto",
     options: RunOptions | None = None,
 ) -> list[Any]:

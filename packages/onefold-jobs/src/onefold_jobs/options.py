@@ -34,6 +34,7 @@ import msgspec
 import tomli_w
 import torch
 
+import onefold
 from onefold.system.safe_files import nested_too_deeply, write_whole
 from onefold.system.words import seconds_of, usual_option
 from onefold_jobs.data.files import read_whole
@@ -76,6 +77,7 @@ MOST_SIDE = 1 << 14
 """The longest side of a picture, in pixels."""
 _MOST_CONFIG_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 30
+_RUN = {field.name: field for field in dataclasses.fields(onefold.RunOptions)}
 
 _Options = TypeVar("_Options", bound="TrainOptions")
 Limits = Mapping[str, float]
@@ -176,8 +178,8 @@ class TrainOptions:
     resume: bool = option(False, "Resume the run of this name from its last checkpoint.")
     devices: str = option("auto", "N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
     placement: str = option(
-        "replicate",
-        "Where parameters lie: replicate, partition, offload, pipeline or pipeline:N.",
+        _RUN["placement"].default,
+        _RUN["placement"].metadata["help"],
         variable="ONEFOLD_PLACEMENT",
     )
     holdout: float = option(
@@ -265,9 +267,12 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        known = re.fullmatch(r"replicate|partition|offload|pipeline(:[1-9][0-9]*)?", self.placement)
-        placements = "replicate, partition, offload, pipeline, or pipeline:2 and so on"
-        expect(known is not None, "placement", self.placement, placements)
+        # Refused here, and not by the trainer, which is made after the data are read.
+        try:
+            run = onefold.RunOptions(placement=self.placement)
+            run.check_combination(compile=self.compile, microbatch=self.microbatch)
+        except ValueError as error:
+            raise ValueError(f"--placement {self.placement}: {error}") from None
         # What both TOML and torch.manual_seed can hold.
         expect(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a number of 64 bits")
         expect(bool(self.runs), "runs", self.runs, "the name of a folder")
@@ -279,11 +284,6 @@ class TrainOptions:
         expect(self.max_time is None or self.time_limit_s > 0, "max_time", self.max_time, times)
         pieces = re.fullmatch(r"auto|[1-9][0-9]{0,8}", self.microbatch or "auto")
         expect(pieces is not None, "microbatch", self.microbatch, "auto, or a number of samples")
-        # Refused here, and not by the trainer, which is made after the data are read.
-        whole = not self.placement.startswith("pipeline")
-        expect(whole or not self.compile, "compile", "", "another --placement than pipeline")
-        found = whole or self.microbatch != "auto"
-        expect(found, "microbatch", "auto", "a number of samples with --placement pipeline")
 
     @property
     def folder(self) -> Path:

@@ -237,7 +237,7 @@ def _require_devices(options: TrainOptions) -> None:
 
 def _offload_dir(options: TrainOptions) -> str:
     """Where the model lies if devices do not keep it: on the disk of the run, if that is known."""
-    if onefold.RunOptions(placement=options.placement).keeps_whole:
+    if onefold.RunOptions(placement=options.placement).placement_kind.keeps_whole:
         return ""
     # Nothing is made here: the lead makes the folder of the run once its lock is taken.
     return str(next(each for each in options.folder.absolute().parents if each.is_dir()))

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
 from onefold.core.settings import Settings
-from onefold.core.stages import ROOT, Stages, waiting
+from onefold.core.stages import ROOT, Stages, cut_pipeline, waiting
 from onefold.core.values import Gradients
-from onefold.placement.base import Before, Done, PlacementLayout
+from onefold.placement.base import Before, Done, Estimates, Placement
 from onefold.placement.context import StepContext
 from onefold.placement.partitioned import Partitioned
 from onefold.placement.pipeline.boundary import StageBoundary
 from onefold.placement.pipeline.worker import PipelineWorker
-from onefold.shard.modelparts import ModelParts
 from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
+
+if TYPE_CHECKING:
+    from onefold.placement.footprint import Footprint
 
 __all__ = ["Pipelined"]
 
@@ -31,17 +33,28 @@ class Pipelined(Partitioned):
 
     def __init__(self, devices: Devices, settings: Settings) -> None:
         super().__init__(devices, settings)
-        self.pipeline = devices.context.options.pipeline_of(len(devices.all))
+        options = devices.context.options
+        options.check_combination(microbatch=settings.microbatch)
+        self.pipeline = options.pipeline_of(len(devices.all))
 
-    def layout(
-        self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None
-    ) -> PlacementLayout:
-        if self.settings.microbatch == "auto":
-            raise ValueError(
-                "expected a number for microbatch with --placement pipeline, or None, got 'auto': "
-                "to find one, each device would have to compute a whole shard alone"
-            )
-        return super().layout(parts, stages)
+    @classmethod
+    def simplest(cls, devices: Devices, settings: Settings) -> type[Placement]:
+        # A pipeline of one device computes all stages by itself.
+        alone = devices.context.options.pipeline_of(len(devices.all)) == 1
+        return Partitioned.simplest(devices, settings) if alone else cls
+
+    @classmethod
+    def estimate(cls, sizes: Footprint, devices: int, *, together: bool) -> Estimates:
+        root, *rest = sizes.stage_gradients
+        if devices > len(rest):
+            return {"pipeline": None}
+        shares = [root] + [0] * (devices - 1)
+        for place, share in zip(cut_pipeline(sizes.stage_values[1:], devices), rest, strict=True):
+            shares[place] += share
+        share = max(shares)
+        state = sizes.state * share // max(sizes.gradients, 1)
+        sums = share * (1 + sizes.levels())
+        return {"pipeline": sums + state + sizes.values(devices, together=together)}
 
     def start(self, context: StepContext) -> None:
         super().start(context)

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from onefold.core.context import LaunchContext
-from onefold.core.options import WITH_STATE, RunOptions
+from onefold.core.options import RunOptions
+from onefold.core.placements import implementation_of
+from onefold.placement.footprint import Footprint
 from onefold.session.userparts import UserParts
-from onefold.tools.planning import Footprint, plan_instead
+from onefold.tools.planning import plan_instead
 from tests.step.assembled import settings_of
 from tests.tables import for_each
 
@@ -23,10 +25,18 @@ MEASURED = Footprint(
     other=0,
     gradients=289 * MIB,
     state=578 * MIB,
-    stage=12 * MIB,
+    stage_gradients=[12 * MIB],
+    stage_values=[12 * MIB],
     sent=12 * MIB,
     shards=8,
 )
+
+
+def estimated(
+    form: str, devices: int, *, sizes: Footprint = MEASURED, together: bool = True
+) -> int:
+    found = implementation_of(form.partition(":")[0]).estimate(sizes, devices, together=together)
+    return int(found[form])
 
 
 @for_each(
@@ -34,42 +44,43 @@ MEASURED = Footprint(
 )
 def test_formulas_tell_what_was_measured(devices: int, replicating: int, partitioning: int) -> None:
     """Within a sixth, as activations are in the one and sums that end early in the other."""
-    found = MEASURED.replicating(devices, together=True) / MIB
+    found = estimated("replicate", devices) / MIB
     assert abs(found / replicating - 1) < 1 / 6
-    found = MEASURED.partitioning(devices, together=True) / MIB
+    found = estimated("partition", devices) / MIB
     assert abs(found / partitioning - 1) < 1 / 6
 
 
 def test_a_file_is_large_enough() -> None:
     """1,682 MiB were measured for a model of 280."""
-    sizes = Footprint(parameters=280, other=0, gradients=280, state=560, stage=12, shards=8)
-    assert 1682 <= sizes.on_disk <= 1.2 * 1682
-    assert sizes.offloading(2, together=True) == 48
+    stages = {"stage_gradients": [12], "stage_values": [12]}
+    sizes = Footprint(parameters=280, other=0, gradients=280, state=560, shards=8, **stages)
+    assert 1682 <= estimated("offload:file", 2, sizes=sizes) <= 1.2 * 1682
+    assert estimated("offload", 2, sizes=sizes) == 48
 
 
 def test_devices_apart_have_their_own_parameters_and_two_stages() -> None:
-    def more(keeping: Callable[..., int], *devices: int) -> int:
-        return keeping(*devices, together=False) - keeping(*devices, together=True)
+    def more(placement: str, devices: int) -> int:
+        return estimated(placement, devices, together=False) - estimated(placement, devices)
 
     two_stages = 2 * MEASURED.stage + MEASURED.other
     # Between the rounds, the tree has one level less. Of a stage, 6.5 gradients in place of 4.
     fewer = MEASURED.gradients // 4 - MEASURED.stage // 2
-    assert more(MEASURED.partitioning, 4) == two_stages - MEASURED.other // 4 - fewer
+    assert more("partition", 4) == two_stages - MEASURED.other // 4 - fewer
     # Two stages of parameters, and of the 6.5 gradients only 4 where memory is shared.
-    assert more(MEASURED.offloading, 4) == MEASURED.other + 3 * MEASURED.stage - MEASURED.stage // 4
+    assert more("offload", 4) == MEASURED.other + 3 * MEASURED.stage - MEASURED.stage // 4
     # The others' sums come there, and there is no whole gradient beside those that are added up.
     sums = MEASURED.gradients * 3 // 4 - MEASURED.gradients
-    assert more(MEASURED.replicating, 4) == MEASURED.parameters * 3 // 4 + sums
+    assert more("replicate", 4) == MEASURED.parameters * 3 // 4 + sums
 
 
 @for_each(
     ("optimizer", "settings", "early"),
     [
-        (torch.optim.SGD, {}, {"replicate": [2, 3], WITH_STATE: [2, 3]}),
+        (torch.optim.SGD, {}, {"replicate": [2, 3], "replicate:state": [2, 3]}),
         (torch.optim.SGD, {"compile": True}, {}),
         (torch.optim.SGD, {"microbatch": 1}, {}),
         # Of three parameters that cannot be cut, one of two devices would have two.
-        (torch.optim.Adafactor, {}, {"replicate": [3], WITH_STATE: [2, 3]}),
+        (torch.optim.Adafactor, {}, {"replicate": [3], "replicate:state": [2, 3]}),
     ],
 )
 def test_whole_sums_take_more_than_stages(
@@ -80,7 +91,7 @@ def test_whole_sums_take_more_than_stages(
 ) -> None:
     """On cards, of which a device has two shards at most, and so one partial sum."""
     module = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
-    made, target = optimizer(module.parameters(), lr=0.1), tmp_path / "plan"
+    made, target = optimizer(module.parameters(), lr=0.1), tmp_path / "shares"
     context = LaunchContext(
         devices=("cuda:0",), options=RunOptions(plan=str(target), plan_devices=(2, 3))
     )
@@ -92,7 +103,7 @@ def test_whole_sums_take_more_than_stages(
     state = 0 if found["state_is_known"] else 2 * size
     for row in found["rows"]:
         devices = row["devices"]
-        for name, updating in (("replicate", devices), (WITH_STATE, 1)):
+        for name, updating in (("replicate", devices), ("replicate:state", 1)):
             beside = 1 if devices in early.get(name, ()) else 2
             # Parameters, the sum, the shards beside it, and what came of the others.
             expected = size * (2 + beside) + (size * (devices - 1) + state) // updating
