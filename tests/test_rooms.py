@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 import onefold
+import onefold_jobs
 
 SOURCE = Path(onefold.__file__).parent
 
@@ -19,6 +20,7 @@ SOURCE = Path(onefold.__file__).parent
 ROOMS = (
     "errors",
     "system",
+    "files",
     "core",
     "deferred",
     "watch",
@@ -220,6 +222,32 @@ def test_commands_and_integrations_use_what_every_program_may_use() -> None:
             or (found.target == "onefold" and found.name not in public)
         )
     ]
+    assert wrong == []
+
+
+PUBLIC_MODULES = {"cli", "errors", "files", "integrations", "losses", "testing", "weights"}
+"""The modules of onefold that its reference documents."""
+
+
+def test_the_jobs_use_public_names_of_onefold_alone() -> None:
+    wrong = []
+    for path in sorted(Path(onefold_jobs.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "onefold":
+                used = [(onefold, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("onefold."):
+                module = importlib.import_module(str(node.module))
+                public = str(node.module).removeprefix("onefold.") in PUBLIC_MODULES
+                used = [(module, alias.name if public else "") for alias in node.names]
+            elif isinstance(node, ast.Import):
+                used = [(onefold, "") for a in node.names if a.name.startswith("onefold.")]
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "onefold":
+                used = [(onefold, node.attr)]
+            else:
+                continue
+            wrong += [
+                f"{path.name}: {m.__name__}.{name}" for m, name in used if name not in m.__all__
+            ]
     assert wrong == []
 
 

@@ -215,7 +215,7 @@ def test_what_differs_is_not_written(
 
 def test_onnx_needs_packages(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(LaunchError, match=r"--to onnx needs .*pip install \"onefold\[export\]\""):
+    with pytest.raises(LaunchError, match=r"--to onnx needs .*onefold-jobs\[export\]"):
         export_run(runs["text"][1], "onnx")
 
 

@@ -1,11 +1,13 @@
 import ast
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from typer.main import get_command
 
 from onefold.cli.main import app
-from onefold.system.words import cause_of, message_of, words_of_failure
+from onefold.system.words import message_of, words_of_failure
+from onefold_jobs.words import cause_of
 from tests.conftest import ROOT
 
 
@@ -34,8 +36,9 @@ def test_the_end_of_a_device_is_told_as_what_it_was() -> None:
     assert words_of_failure(SystemExit(0), 2).startswith("ended by sys.exit(0) in step 2, which")
 
 
+COMMANDS: Any = get_command(app)
 COMMAND = re.compile(
-    rf"(onefold ({'|'.join(get_command(app).commands)})|--runs|truncate)( [^.;:,()]*)?$"
+    rf"(onefold ({'|'.join(COMMANDS.list_commands(None))})|--runs|truncate)( [^.;:,()]*)?$"
 )
 NO_PATHS = {"at", "job.name", "job", "where", "other", "what", "_EXAMPLES[job.name]"}
 
@@ -57,7 +60,8 @@ def values_in_commands(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_every_command_in_a_message_can_be_pasted() -> None:
     found = [
         (path.name, *value)
-        for path in sorted((ROOT / "src" / "onefold").rglob("*.py"))
+        for source in ("src", "packages/onefold-jobs/src")
+        for path in sorted((ROOT / source).rglob("*.py"))
         for value in values_in_commands(ast.parse(path.read_text()))
     ]
     assert len(found) > 20

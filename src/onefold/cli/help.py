@@ -8,14 +8,14 @@ text, so that it looks the same on a terminal, in a file and in the documentatio
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from onefold.system.words import listed, usual_option
+from onefold.system.words import listed
 
 __all__ = ["ENTRY_POINTS", "Command", "Commands", "LateCommand", "declare", "with_examples"]
 
@@ -61,6 +61,7 @@ def declare(
     group: str,
     examples: Sequence[_Record] = (),
     text: str = "",
+    cls: type[Command] | None = None,
     **settings: Any,
 ) -> Callable[[_Function], _Function]:
     """Declare a function as a command.
@@ -71,6 +72,7 @@ def declare(
         group: the heading under which it is listed.
         examples: commands, each with what it does.
         text: the help, where it is not the function's docstring.
+        cls: class of the command; None for `Command`.
         settings: of `typer.Typer.command`.
     """
 
@@ -78,7 +80,9 @@ def declare(
         # Without the indentation of a docstring, which paragraphs would keep.
         lines = (text or function.__doc__ or "").split("\n")
         help = with_examples("\n".join(line.strip() for line in lines), examples)
-        app.command(name, cls=Command, help=help, rich_help_panel=group, **settings)(function)
+        app.command(name, cls=cls or Command, help=help, rich_help_panel=group, **settings)(
+            function
+        )
         return function
 
     return declared
@@ -86,6 +90,9 @@ def declare(
 
 class Command(TyperCommand):
     """A command whose help has its options under headings."""
+
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """The names that other programs have for its options, without dashes, to suggest its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments; say which other command has an option that this one has not."""
@@ -100,9 +107,10 @@ class Command(TyperCommand):
             have = [each for each, its in others.items() if any(name in p.opts for p in its.params)]
             # Of the library's errors, that of an unknown option alone names similar ones.
             if hasattr(error, "possibilities"):
+                usual = self.other_names.get(name.lstrip("-").replace("-", "_"), name)
                 few = 0 < len(have) <= _FEW
                 own = () if few else [each for p in self.params for each in p.opts]
-                error.possibilities = difflib.get_close_matches(usual_option(name), own, 1)
+                error.possibilities = difflib.get_close_matches(usual, own, 1)
                 named = listed(f"{ctx.parent.command_path} {each}" for each in have)
                 error.message += f" in {ctx.command_path}: it is one of {named}" if few else ""
             raise

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = [
-    "cause_of",
     "counted",
     "in_shell",
     "listed",
@@ -18,14 +17,10 @@ __all__ = [
     "script_line",
     "seconds_of",
     "tell",
-    "usual_option",
     "words_of_failure",
 ]
 
 _LONGEST_MESSAGE = 4000
-_ELSEWHERE = {"bs": "batch_size", "early_stopping": "patience", "learning_rate": "lr"}
-_ELSEWHERE |= {"max_epochs": "epochs", "num_train_epochs": "epochs"}
-"""What other programs call an option, and what we do."""
 
 
 def seconds_of(time: str) -> float:
@@ -82,28 +77,6 @@ def message_of(error: BaseException) -> str:
     except Exception as failed:
         text = f"its message cannot be shown, as its own str() raised {type(failed).__name__}"
     return text[:_LONGEST_MESSAGE].encode(errors="backslashreplace").decode()
-
-
-def cause_of(error: BaseException) -> str:
-    """What the network or the disk answered, below the words that libraries put around it.
-
-    >>> cause_of(ValueError("no room"))
-    'no room'
-    """
-    innermost, each = error, error.__cause__ or error.__context__
-    while each is not None:
-        innermost = each if isinstance(each, OSError) else innermost
-        each = each.__cause__ or each.__context__
-    return message_of(innermost).partition("\n")[0]
-
-
-def usual_option(name: str) -> str:
-    """Our name of an option, by that which other programs have; a name of no other is returned.
-
-    >>> usual_option("--early-stopping"), usual_option("patince")
-    ('patience', 'patince')
-    """
-    return _ELSEWHERE.get(name.lstrip("-").replace("-", "_"), name)
 
 
 def tell(text: str) -> None:

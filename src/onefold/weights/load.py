@@ -37,7 +37,7 @@ from onefold.errors import CheckpointError
 from onefold.system.words import listed
 from onefold.weights.file import keys_of_states, read_weights, state_under
 
-__all__ = ["Loaded", "bare_name", "load_weights", "refuse_spoilt"]
+__all__ = ["Loaded", "bare_name", "check_finite", "load_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ def _none_of(found: Collection[str], own: Collection[str], keys: Collection[str]
     return f"no name of it is the model's. The file has {have[0]}; the model {have[1]}"
 
 
-def refuse_spoilt(model: torch.nn.Module, weights: Path) -> None:
+def check_finite(model: torch.nn.Module, weights: Path) -> None:
     """Refuse a model whose values are not finite, and which could only predict NaN.
 
     Args:

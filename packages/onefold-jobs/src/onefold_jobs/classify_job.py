@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from onefold.errors import CheckpointError, LaunchError
-from onefold.system.compat import BatchNorm
 from onefold_jobs import finetune, require
 from onefold_jobs.data.arrays import read_digits, read_idx_folder
 from onefold_jobs.data.augment import (
@@ -269,7 +268,9 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         ),
         # In training, batch norm raises an error if a channel has a single value, as it may after
         # the last pooling of a single picture.
-        least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
+        least_shard=2
+        if any(isinstance(part, finetune.BATCH_NORMS) for part in model.modules())
+        else 1,
         train_set=pictures(data.train.pictures, targets(data.train.labels), changes=changes),
         test_set=test_set,
         train_collate=mix if options.mixup or options.cutmix else None,

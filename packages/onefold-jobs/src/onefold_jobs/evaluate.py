@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from onefold.errors import DataError, OnefoldError
-from onefold.system.words import listed
 from onefold_jobs import classify_job, require, segment_job, text_job
 from onefold_jobs.catalog import JOBS
 from onefold_jobs.data.arrays import read_labeled
@@ -65,6 +64,7 @@ from onefold_jobs.targets import (
     number_baseline,
     scores_of,
 )
+from onefold_jobs.words import listed
 
 __all__ = ["EvaluateOptions", "Evaluation", "evaluate_run"]
 

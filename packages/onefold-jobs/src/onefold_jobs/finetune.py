@@ -23,16 +23,14 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
-from onefold.system.compat import BatchNorm
-from onefold.system.words import listed
-from onefold.weights.file import best_scored, check_weights
-from onefold.weights.load import Loaded, bare_name, refuse_spoilt
+from onefold.weights import Loaded, bare_name, best_scored, check_finite, check_weights
 from onefold_jobs.data.augment import IMAGENET, Normalize
 from onefold_jobs.data.pictures import Sums
 from onefold_jobs.models.catalog import TIMM_PREFIX
 from onefold_jobs.named_weights import find_weights, timm_facts
 from onefold_jobs.options import PictureOptions, TrainOptions, scaled_rate
 from onefold_jobs.runfolder import CHECKPOINTS, SavedName, kept_facts, read_run
+from onefold_jobs.words import listed
 
 __all__ = [
     "KeptModel",
@@ -50,6 +48,7 @@ __all__ = [
     "statistics_of",
 ]
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 Head = str | tuple[str, ...]
 """Names of the parts that make up the last layer, usually a single one."""
 
@@ -165,7 +164,7 @@ def load_finite(
         CheckpointError: the weights do not fit, are damaged, or are not finite.
     """
     loaded = onefold.load_weights(model, weights, key=key, strict=strict)
-    refuse_spoilt(model, weights)
+    check_finite(model, weights)
     return loaded
 
 
@@ -357,7 +356,7 @@ def freeze(model: nn.Module, options: TrainOptions, head: Head) -> list[str]:
     for path, module in model.named_modules():
         # One without parameters of its own cannot be named, and so is never frozen.
         own = [f"{path}.{name}" for name, _ in module.named_parameters()]
-        if isinstance(module, BatchNorm) and own and all(name in frozen for name in own):
+        if isinstance(module, BATCH_NORMS) and own and all(name in frozen for name in own):
             # The object stays, and with it its parameters, its hooks and all that refer to it.
             module.__class__ = _still(type(module))  # type: ignore[assignment, arg-type]
             module.train(False)

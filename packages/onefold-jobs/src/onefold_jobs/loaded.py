@@ -15,7 +15,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import DataError
-from onefold.weights.file import check_weights
+from onefold.weights import check_weights
 from onefold_jobs import classify_job, require, segment_job, text_job
 from onefold_jobs.data.augment import LabeledPictures
 from onefold_jobs.data.pictures import in_bytes, open_picture

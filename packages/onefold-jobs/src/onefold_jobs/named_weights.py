@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from onefold.errors import CheckpointError, DataError
-from onefold.system.words import cause_of
 from onefold_jobs import require
 from onefold_jobs.data.fetch import fetch_file, is_there
 from onefold_jobs.models.catalog import TIMM_PREFIX, import_timm
+from onefold_jobs.words import cause_of
 
 __all__ = ["HUB_PREFIX", "TORCHVISION", "find_weights", "model_named", "timm_facts"]
 

@@ -35,10 +35,10 @@ import tomli_w
 import torch
 
 import onefold
-from onefold.system.safe_files import nested_too_deeply, write_whole
-from onefold.system.words import seconds_of, usual_option
+from onefold.files import nested_too_deeply, write_whole
 from onefold_jobs.data.files import read_whole
 from onefold_jobs.loggers import LoggerName
+from onefold_jobs.words import OTHER_NAMES, seconds_of
 
 __all__ = [
     "RUN_OPTIONS",
@@ -352,7 +352,9 @@ def from_mapping(kind: type[_Options], values: Mapping[str, Any], source: str) -
     fields = [field.name for field in dataclasses.fields(kind)]
     unknown = [name for name in values if name not in fields]
     if unknown:
-        close = (difflib.get_close_matches(usual_option(name), fields, 1) for name in unknown)
+        close = (
+            difflib.get_close_matches(OTHER_NAMES.get(name, name), fields, 1) for name in unknown
+        )
         meant = "".join(f"; did you mean {each[0]}?" for each in close if each)
         raise ValueError(f"{source}: there is no option {', '.join(unknown)}{meant}")
     checked = {name: _typed(name, value, hints[name], source) for name, value in values.items()}

@@ -15,9 +15,8 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, DataError, OnefoldError
-from onefold.system.safe_files import aside_of, write_whole
-from onefold.system.words import tell
-from onefold.weights.file import check_weights
+from onefold.files import aside_of, write_whole
+from onefold.weights import check_weights
 from onefold_jobs import classify_job, require, segment_job, text_job
 from onefold_jobs.data.augment import LabeledPictures
 from onefold_jobs.data.classes import listed_files
@@ -43,6 +42,7 @@ from onefold_jobs.scores import Measured
 from onefold_jobs.segment_pictures import Padded, predicted_numbers, whole_logits
 from onefold_jobs.targets import Answer, Target, target_measure, target_rows, targets
 from onefold_jobs.text_models import EncodedTexts
+from onefold_jobs.words import tell
 
 __all__ = [
     "Input",

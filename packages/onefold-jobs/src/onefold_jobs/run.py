@@ -16,22 +16,15 @@ import errno
 import importlib.util
 import math
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, PeerLost, RunFailed
-from onefold.system.process import (
-    NOTICES,
-    STOP_SIGNALS,
-    STOPPED_CODE,
-    Stopped,
-    ctrl_c_later,
-)
-from onefold.system.words import counted, in_shell, tell
 from onefold_jobs.data.files import left_out_notes, visible
 from onefold_jobs.data.layouts import refuse_other_layouts
 from onefold_jobs.data.scan import Scanning, read_scan
@@ -47,7 +40,8 @@ from onefold_jobs.runfolder import (
     read_run,
     require_room,
 )
-from onefold_jobs.training import Task, begin_training
+from onefold_jobs.training import STOPPED_CODE, Task, begin_training
+from onefold_jobs.words import counted, in_shell, tell
 
 __all__ = ["Job", "read_options", "run_job"]
 
@@ -56,7 +50,10 @@ _MAY_CHANGE = RUN_OPTIONS | {"name", "cache", "dev", "labels_as_is"}
 which labels are refused."""
 _GRACE_S = 60.0
 """How many seconds a run may take to save itself when it is asked to stop."""
-_STOPPED = frozenset({STOPPED_CODE, *(128 + number for number in (*STOP_SIGNALS, *NOTICES))})
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals by which schedulers announce an end."""
+_STOPPED = frozenset({STOPPED_CODE, *(128 + number for number in (*_STOP_SIGNALS, *_NOTICES))})
 """Exit codes of a run that somebody has stopped."""
 _REFUSED = 2
 _OUTER = frozenset({
@@ -196,10 +193,21 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     if drawn and result["is_lead"]:
         from onefold_jobs.report import build_report
 
-        # The run has ended, so there is nothing left to stop, and the page takes a few seconds.
-        with suppress(KeyboardInterrupt), ctrl_c_later(signal.SIGTERM, signal.SIGHUP):
+        with _unstoppable():
             report = str(build_report(settled.folder))
     return {**result, "folder": str(settled.folder), "report": report}
+
+
+@contextmanager
+def _unstoppable() -> Iterator[None]:
+    """Ignore requests to stop: the run has ended, and its page takes a few seconds."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in _STOP_SIGNALS if in_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _read_data(job: Job, options: TrainOptions) -> Any:
@@ -209,8 +217,8 @@ def _read_data(job: Job, options: TrainOptions) -> Any:
         with reading_bar() as watch:
             return job.prepare(options, Scanning(known=known, watch=watch))
     except KeyboardInterrupt as stop:
-        # Ctrl-C raises KeyboardInterrupt itself, SIGTERM and SIGHUP its subclass `Stopped`.
-        number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
+        # The command line raises a subclass with a number for SIGTERM and SIGHUP.
+        number = getattr(stop, "number", signal.SIGINT)
         stopped = "stopped while the data were read, before anything was trained or written"
         raise RunFailed(stopped, 128 + number) from None
 

@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from onefold.errors import DataError, LaunchError, OnefoldError
-from onefold.system.folderlock import FolderLock
-from onefold.system.safe_files import aside_of, json_text, parse_json, read_plain, write_whole
+from onefold.files import FolderLock, aside_of, json_text, parse_json, read_plain, write_whole
 from onefold_jobs.loggers import OpenLogger, open_logger
 from onefold_jobs.options import TrainOptions, write_config
 

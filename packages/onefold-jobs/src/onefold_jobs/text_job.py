@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from onefold.errors import CheckpointError, DataError
-from onefold.system.words import counted
 from onefold_jobs import require, text_models
 from onefold_jobs.data.files import read_whole, readable, refuse
 from onefold_jobs.data.labels import (
@@ -45,6 +44,7 @@ from onefold_jobs.targets import (
     targets,
 )
 from onefold_jobs.training import Task
+from onefold_jobs.words import counted
 
 __all__ = ["JOB", "TextModel", "TextOptions", "check_early", "make_task", "prepare", "settle"]
 

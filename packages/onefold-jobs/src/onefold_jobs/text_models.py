@@ -38,8 +38,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
 
 from onefold.errors import CheckpointError
-from onefold.weights.file import read_weights, state_under
-from onefold.weights.load import refuse_spoilt
+from onefold.weights import check_finite, read_weights, state_under
 from onefold_jobs.data.files import read_json, read_whole
 
 __all__ = [
@@ -231,7 +230,7 @@ def load_pretrained(directory: str | PathLike[str], num_classes: int) -> tuple[n
             f"{directory}: expected a model and a tokenizer that transformers can load, got "
             f"{type(failure).__name__}: {failure}"
         ) from failure
-    refuse_spoilt(model, directory)
+    check_finite(model, directory)
     _check_weights(directory, model, report)
     _check_vocabulary(directory, model, tokens)
     # The library returns it in evaluation mode, in which there is no dropout.

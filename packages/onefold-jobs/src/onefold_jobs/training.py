@@ -36,8 +36,6 @@ from torch.utils.data import WeightedRandomSampler
 
 import onefold
 from onefold.errors import CheckpointError, LaunchError
-from onefold.system.process import STOPPED_CODE
-from onefold.system.words import counted
 from onefold_jobs.data.files import ReadData, counted_bad, visible
 from onefold_jobs.finetune import freeze, parameter_groups
 from onefold_jobs.meter import Meter, TimeLimit
@@ -53,11 +51,14 @@ from onefold_jobs.scores import (
     rule_of,
     spell,
 )
+from onefold_jobs.words import counted
 
 __all__ = ["Task", "begin_training"]
 
 
 _log = logging.getLogger("onefold")
+STOPPED_CODE = 75
+"""The exit code of a run that was asked to stop and has saved itself (EX_TEMPFAIL)."""
 _LINES = 20
 """How often an epoch's numbers become events, besides those of the epoch as a whole."""
 _FEW_STEPS = 100

@@ -24,9 +24,7 @@ import typer
 from rich.console import Console
 from typer.main import get_command
 
-from onefold.cli.help import Commands, declare
-from onefold.cli.running import print_json, tell_next
-from onefold.system.words import counted, in_shell, tell
+from onefold.cli import Command, Commands, declare, print_json, tell_next
 from onefold_jobs.catalog import JOBS
 from onefold_jobs.data.files import readable
 from onefold_jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
@@ -34,6 +32,7 @@ from onefold_jobs.options import expect
 from onefold_jobs.predict import PredictOptions, predict_run, write_prediction
 from onefold_jobs.run import Job, read_options, run_job
 from onefold_jobs.scores import Baseline, ClassScores, class_tables, no_better, spell
+from onefold_jobs.words import OTHER_NAMES, counted, in_shell, tell
 
 __all__ = ["GROUPS", "job_commands"]
 
@@ -105,6 +104,12 @@ Paths = Annotated[
 ]
 
 
+class JobCommand(Command):
+    """A command with the options of a job."""
+
+    other_names = OTHER_NAMES
+
+
 def job_commands() -> dict[str, Any]:
     """Make the commands that have the options of the jobs, by name."""
     jobs = typer.Typer(
@@ -118,7 +123,10 @@ def job_commands() -> dict[str, Any]:
             (f"onefold train {job.name} --data {_EXAMPLES[job.name]} --name a", "writes runs/a"),
             (f"onefold train {job.name} --name a --resume", "after a stop"),
         ]
-        declare(jobs, job.name, group="Jobs", text=job.help, examples=examples)(_command(job))
+        made = declare(
+            jobs, job.name, group="Jobs", text=job.help, examples=examples, cls=JobCommand
+        )
+        made(_command(job))
     app = typer.Typer(rich_markup_mode=None)
     app.add_typer(jobs, name="train")
     _declare_predict(app)

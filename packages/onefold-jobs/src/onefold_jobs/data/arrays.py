@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from onefold.errors import DataError
-from onefold.system.safe_files import open_plain
+from onefold.files import open_plain
 from onefold_jobs import require
 from onefold_jobs.data.classes import PictureClasses, Split, digest
 from onefold_jobs.data.files import readable

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from onefold.errors import DataError
-from onefold.system.safe_files import aside_of, open_plain
-from onefold.system.words import cause_of
+from onefold.files import aside_of, open_plain
 from onefold_jobs import require
+from onefold_jobs.words import cause_of
 
 __all__ = ["fetch_dataset", "fetch_file", "is_there"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from onefold.errors import DataError
-from onefold.system.safe_files import open_plain, parse_json
-from onefold.system.words import counted
+from onefold.files import open_plain, parse_json
+from onefold_jobs.words import counted
 
 __all__ = [
     "BadFile",

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from onefold.errors import DataError
-from onefold.system.words import listed
 from onefold_jobs.data.files import readable
+from onefold_jobs.words import listed
 
 __all__ = [
     "Label",

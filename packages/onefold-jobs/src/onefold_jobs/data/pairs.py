@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onefold.errors import DataError
-from onefold.system.words import listed, tell
 from onefold_jobs.data.classes import test_folder
 from onefold_jobs.data.files import BadFile, digest_of, readable, refuse
 from onefold_jobs.data.labels import Sample, check_same
@@ -26,6 +25,7 @@ from onefold_jobs.data.pictures import (
 )
 from onefold_jobs.data.samples import hold_out
 from onefold_jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_files
+from onefold_jobs.words import listed, tell
 
 __all__ = ["MaskedPictures", "Pair", "read_pairs", "read_pairs_to_test"]
 

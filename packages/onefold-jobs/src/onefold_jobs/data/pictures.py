@@ -56,7 +56,7 @@ import numpy as np
 import torch
 
 from onefold.errors import DataError
-from onefold.system.safe_files import open_plain
+from onefold.files import open_plain
 from onefold_jobs.data.files import BadFile, ReadData, name_below, readable
 
 if TYPE_CHECKING:

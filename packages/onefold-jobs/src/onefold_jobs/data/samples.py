@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from onefold.errors import DataError
-from onefold.system.words import counted, listed
 from onefold_jobs.data.files import BadFile, ReadData, digest_of, readable
 from onefold_jobs.data.labels import (
     Label,
@@ -29,6 +28,7 @@ from onefold_jobs.data.labels import (
 )
 from onefold_jobs.data.tables import TABLES, Columns, column_names, is_table, read_table
 from onefold_jobs.data.tsv import Line, none_of, read_tsv
+from onefold_jobs.words import counted, listed
 
 __all__ = [
     "ListedSamples",

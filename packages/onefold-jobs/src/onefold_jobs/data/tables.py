@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onefold.errors import DataError
-from onefold.system.safe_files import open_plain, parse_json
-from onefold.system.words import listed
+from onefold.files import open_plain, parse_json
 from onefold_jobs import require
 from onefold_jobs.data.files import BadFile, read_json, readable
 from onefold_jobs.data.labels import Label, TaskName, read_label, shortened
 from onefold_jobs.data.tsv import LONGEST_LINE_BYTES, Line, decoded, none_of, read_lines
+from onefold_jobs.words import listed
 
 __all__ = ["TABLES", "Columns", "column_names", "is_table"]
 __all__ += ["open_table", "read_table", "usual_column"]

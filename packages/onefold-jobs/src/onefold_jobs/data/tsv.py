@@ -14,10 +14,10 @@ from os import PathLike
 from pathlib import Path
 
 from onefold.errors import DataError
-from onefold.system.safe_files import open_plain
-from onefold.system.words import in_shell
+from onefold.files import open_plain
 from onefold_jobs.data.files import BadFile
 from onefold_jobs.data.labels import Label, TaskName, read_label, shortened
+from onefold_jobs.words import in_shell
 
 __all__ = ["LONGEST_LINE_BYTES", "Line", "decoded", "none_of", "read_lines", "read_tsv"]
 

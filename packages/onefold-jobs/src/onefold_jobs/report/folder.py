@@ -25,8 +25,7 @@ import numpy as np
 
 import onefold
 from onefold.errors import DataError, RecordError
-from onefold.record import FILE
-from onefold.system.safe_files import read_plain
+from onefold.files import read_plain
 from onefold_jobs.options import parse_toml
 from onefold_jobs.runfolder import CONFIG, FAULTS, read_object
 from onefold_jobs.runfolder import read_run as read_facts
@@ -37,6 +36,7 @@ __all__ = ["EpochLine", "ReportedRun", "StepsLine", "finite_or_zero", "number", 
 _Column = np.ndarray[Any, Any]
 _Columns = dict[str, _Column]
 
+_RECORD = "run.record"
 _MOST_OPTIONS_BYTES = 1 << 20
 _POINTS = 20
 """How many points a curve over steps has in an epoch, at most."""
@@ -269,7 +269,7 @@ def _read_record(folder: Path) -> tuple[list[StepsLine], list[EpochLine]]:
         return [], []
     except (RecordError, *FAULTS) as error:
         raise DataError(
-            f"{folder / FILE}: expected the record of a run of onefold train, got: {error}"
+            f"{folder / _RECORD}: expected the record of a run of onefold train, got: {error}"
         ) from error
 
 

@@ -1,0 +1,36 @@
+"""Files that others may have put in place: opened with care, read with limits, written whole.
+
+A folder of data or of a run may be writable to others. There a name may stand for a link, a FIFO or
+a device, JSON may be nested without end, and two programs may write at once. Programs that are
+built on onefold read and write such files as onefold does.
+
+Example:
+    >>> import pathlib, tempfile
+    >>> from onefold import files
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "facts.json"
+    >>> files.write_whole(path, b'{"epochs": 3}')  # a reader finds the old file or the new one
+    >>> files.parse_json(files.read_plain(path).decode())  # a regular file, up to 64 MiB
+    {'epochs': 3}
+"""
+
+from onefold.system.folderlock import FolderLock
+from onefold.system.safe_files import (
+    aside_of,
+    json_text,
+    nested_too_deeply,
+    open_plain,
+    parse_json,
+    read_plain,
+    write_whole,
+)
+
+__all__ = [
+    "FolderLock",
+    "aside_of",
+    "json_text",
+    "nested_too_deeply",
+    "open_plain",
+    "parse_json",
+    "read_plain",
+    "write_whole",
+]
