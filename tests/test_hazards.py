@@ -37,6 +37,7 @@ RUNS_CODE = """
     launcher/worker.py pickle.loads: as above, to have the path of imports first
     launcher/worker.py runpy.run_module: the user's own, as asked
     launcher/worker.py runpy.run_path: the user's own script
+    tools/registry.py import_module: our own tools, by the names in its list
     tools/inspection.py runpy.run_path: the user's own function, as asked by --call
     jobs/cli/init.py environment.get_template: our own template, which lies in the package
     jobs/cli/init.py np.load: without pickles, which NumPy refuses by itself
@@ -66,8 +67,6 @@ WRITES_OR_REMOVES = """
     jobs/replay.py (copy / RUN).write_text: in the private folder that onefold replay made
     jobs/replay.py (copy / CHECKPOINTS / each).symlink_to: as above
     cli/replay.py (copy / nearest.name).symlink_to: in the private folder that was just made
-    cli/replay.py path.write_bytes: as above
-    cli/replay.py asked.write_bytes: as above
     cli/replay.py log.open: as above
     tools/inspection.py Path(self._asked.findings).write_bytes: in the caller's private folder
     tools/inspection.py open: a new file for a bundle, or the terminal of whoever asks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from onefold.launcher.worker import main as run_worker
-from onefold.tools.processes import prepare_process
+from onefold.tools.registry import prepare_process
 
 __all__ = ["main"]
 

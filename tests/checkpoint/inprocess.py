@@ -16,7 +16,7 @@ from onefold.exchange.progress import Progress
 from onefold.launcher import membership
 from onefold.launcher.membership import RunStopped
 from onefold.session import forming
-from tests.inside import session_in
+from tests.inside import run_in, session_in
 from tests.small import make_trainer
 
 Script = Callable[["Life"], str]
@@ -96,7 +96,7 @@ class Runs:
             life = Life(devices, dies, progress)
             patch.setattr("onefold.trainer.current_context", lambda: LaunchContext(options=options))
             for name in ("progress_of", "places_of"):
-                patch.setattr(f"onefold.tools.{name}", lambda context: progress)
+                patch.setattr(f"onefold.tools.registry.{name}", lambda context: progress)
             patch.setattr(forming, "_trainers", itertools.count())
             patch.setattr(membership, "members", membership.Members())
             try:
@@ -114,6 +114,6 @@ def _leave(life: Life) -> None:
     if life.made is None:
         return
     session = session_in(life.made)
-    session.tools.run.checkpoints.finish()
+    run_in(life.made).checkpoints.finish()
     session.hooks.close()
     session.engine.context.exchange.close()

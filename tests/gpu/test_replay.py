@@ -32,10 +32,10 @@ def run(devices: int, precision: str | None, spoil: int | None) -> None:
 
 
 def look(folder: Path, step: int, placement: str, devices: int, *rest: Any) -> Findings:
-    asks, found = folder / "asks", folder / "found"
+    found = folder / "found"
     asked = Inspection(record=str(folder / FILE), step=step, findings=str(found))
-    asks.write_bytes(msgspec.json.encode(asked))
-    with keeping(placement, inspection=str(asks)), suppress(SystemExit):
+    tools = {"inspection": msgspec.to_builtins(asked)}
+    with keeping(placement, tools=tools), suppress(SystemExit):
         run(devices, *rest)
     return msgspec.json.decode(found.read_bytes(), type=Findings)
 

@@ -113,7 +113,12 @@ def test_every_job_has_the_same_bits_on_any_number_of_devices(job: str, tmp_path
     options |= {"segment": {"turns": "yes"}, "classify": {"mixup": 0.4, "cutmix": 1}}.get(job, {})
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = ["-m", "onefold", "train", job, "--skip-bad", *words]
-    assert verify_script(command, "1,2,3", options=RunOptions(quiet=True, probe_steps=4)) == 0
+    assert (
+        verify_script(
+            command, "1,2,3", options=RunOptions(quiet=True, tools={"verify": {"steps": 4}})
+        )
+        == 0
+    )
 
 
 @pytest.mark.full

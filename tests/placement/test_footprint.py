@@ -13,8 +13,9 @@ from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
 from onefold.core.placements import implementation_of
 from onefold.placement.footprint import Footprint
+from onefold.session.run import RunSetup
 from onefold.session.userparts import UserParts
-from onefold.tools.planning import plan_instead
+from onefold.tools.planning import prepare
 from tests.step.assembled import settings_of
 from tests.tables import for_each
 
@@ -93,11 +94,19 @@ def test_whole_sums_take_more_than_stages(
     module = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
     made, target = optimizer(module.parameters(), lr=0.1), tmp_path / "shares"
     context = LaunchContext(
-        devices=("cuda:0",), options=RunOptions(plan=str(target), plan_devices=(2, 3))
+        devices=("cuda:0",),
+        options=RunOptions(tools={"plan": {"path": str(target), "devices": [2, 3]}}),
     )
     user = UserParts.of(module, made, lambda *_: None, None)
+    start = RunSetup(
+        context=context,
+        user=user,
+        settings=settings_of(shards=4, **settings),
+        losses=user.losses,
+    )
+    start.optimizer = made
     with pytest.raises(SystemExit):
-        plan_instead(context, user, made, settings_of(shards=4, **settings))
+        prepare(start)
     size, found = 12 * MIB, json.loads(target.read_text())
     # PyTorch's SGD keeps nothing, and Adafactor is not known.
     state = 0 if found["state_is_known"] else 2 * size

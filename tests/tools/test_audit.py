@@ -114,16 +114,16 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Planted | None], None]:
 
     original = Replica.taken
 
-    def taken(self: Replica, taken: Any, batch: Any, task: Any, where: str) -> Gradients:
+    def taken(self: Replica, *given: Any) -> Gradients:
         def take(*arguments: Any) -> Gradients:
             gradients = real(*arguments)
             if planted[0] is not None:
-                planted[0].spoil(self, gradients, where)
+                planted[0].spoil(self, gradients, given[-1])
             return gradients
 
         with monkeypatch.context() as patch:
             patch.setattr(replica, "take_gradients", take)
-            return original(self, taken, batch, task, where)
+            return original(self, *given)
 
     monkeypatch.setattr(Replica, "taken", taken)
     return lambda it: planted.__setitem__(0, it)

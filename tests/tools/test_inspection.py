@@ -63,10 +63,10 @@ class Script:
         self, record: Path, step: int, devices: int = 1, placement: str = "replicate", **asked: Any
     ) -> Findings:
         """Look into a step."""
-        asks, found = record.parent / "asks", record.parent / "found"
+        found = record.parent / "found"
         inspection = Inspection(record=str(record), step=step, findings=str(found), **asked)
-        asks.write_bytes(msgspec.json.encode(inspection))
-        options = RunOptions(inspection=str(asks), placement=placement)
+        tools = {"inspection": msgspec.to_builtins(inspection)}
+        options = RunOptions(tools=tools, placement=placement)
         with pytest.raises(SystemExit):
             simulate(self, devices, options=options)
         return msgspec.json.decode(found.read_bytes(), type=Findings)

@@ -18,8 +18,8 @@ import torch
 
 from onefold.core.assignment import Devices
 from onefold.core.context import LaunchContext
-from onefold.tools import observers
-from onefold.tools.observers import PROFILED_STEPS, Profile
+from onefold.tools import profile
+from onefold.tools.profile import PROFILED_STEPS, Profile
 from onefold.watch.timeline import TimelinePart, check_timeline, join_timeline, name_row, slice_of
 from onefold.watch.timing import Moment, Span, Stopwatch
 from tests.tables import for_each
@@ -56,7 +56,7 @@ class DeviceWatch(Stopwatch):
 
 @pytest.fixture
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
-    monkeypatch.setattr(observers, "host_now_s", lambda: 7.0)
+    monkeypatch.setattr(profile, "host_now_s", lambda: 7.0)
     monkeypatch.setattr(atexit, "register", lambda call: None)
 
     def make(*own: int, trainer: int = 0, kind: type[Stopwatch] = Stopwatch) -> Profile:

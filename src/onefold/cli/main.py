@@ -224,8 +224,7 @@ def verify(
         exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
         timeout_s=timeout,
         quiet=True,
-        probe_steps=steps,
-        probe_trainers=trainers or 0,
+        tools={"verify": {"steps": steps, "trainers": trainers or 0}},
     )
     if resume:
         ways = read_ways(devices, placement)

@@ -43,7 +43,10 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as
     with PrivateFolder("onefold-plan-") as private:
         path = private.path / "plan.json"
         settled = replace(
-            options, plan=str(path), plan_devices=counts, logs=str(private.path), quiet=True
+            options,
+            tools={"plan": {"path": str(path), "devices": counts}},
+            logs=str(private.path),
+            quiet=True,
         )
         outcome = supervise(command, select_devices(1), settled)
         if outcome.exit_code or not path.exists():

@@ -46,7 +46,7 @@ from onefold.record.entries import Begun, Failed
 from onefold.record.findings import Findings, Inspection, SampleFinding, ShardFinding
 from onefold.record.frames import FrameWriter
 from onefold.record.history import RULE, Departure, first_departure
-from onefold.system.process import INSPECTION_VARIABLE, STOPPED_CODE
+from onefold.system.process import STOPPED_CODE, TOOLS_VARIABLE
 from onefold.system.safe_files import PrivateFolder
 from onefold.system.words import in_shell, listed, tell
 
@@ -120,8 +120,6 @@ class Rerun:
                 findings=str(found),
                 **asked,
             )
-            path = folder / "inspection.json"
-            path.write_bytes(msgspec.json.encode(asks))
             command = self._command(begun, step, folder)
             tell(f"computing step {step} again: {in_shell(*command)}")
             log = folder / "output"
@@ -129,7 +127,7 @@ class Rerun:
                 code = subprocess.run(
                     command,
                     cwd=begun.folder or None,
-                    env={**os.environ, **begun.flags, INSPECTION_VARIABLE: str(path)},
+                    env={**os.environ, **begun.flags, TOOLS_VARIABLE: _tools(asks)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -271,20 +269,19 @@ def _look_into_bundle(
             writer.close()
             record = str(folder / FILE)
         bundle.extract("step.pt", folder)
-        found, asked = folder / "findings.json", folder / "inspection.json"
+        found = folder / "findings.json"
         asks = Inspection(
             record=record, step=about["step"], after=about["step"] - 1, shards=shards,
             scale=about["scale"], findings=str(found),
         )  # fmt: skip
-        asked.write_bytes(msgspec.json.encode(asks))
-        os.environ[INSPECTION_VARIABLE] = str(asked)
+        os.environ[TOOLS_VARIABLE] = _tools(asks)
         try:
             onefold.launch(_compute, devices=devices, args=(str(folder / "step.pt"),))
         except RunFailed as failure:
             if failure.exit_code != STOPPED_CODE:
                 raise RunFailed(str(failure), 2) from None
         finally:
-            del os.environ[INSPECTION_VARIABLE]
+            del os.environ[TOOLS_VARIABLE]
         looked = msgspec.json.decode(found.read_bytes(), type=Findings)
     for what, then in about["description"].items():
         own = what.startswith(
@@ -299,6 +296,11 @@ def _look_into_bundle(
         if not own and (now := looked.description.get(what, "")) != then:
             console.print(f"{what}: {then} where the bundle was made, here {now}", markup=False)
     return looked
+
+
+def _tools(asked: Inspection) -> str:
+    """The variable that hands an inspection to a run."""
+    return msgspec.json.encode({"inspection": asked}).decode()
 
 
 def _compute(path: str) -> None:

@@ -222,7 +222,8 @@ def verify_script(
         command: the script and its arguments.
         devices: device counts, such as ``1,2,3``, or ``cpu:1,2,3`` for processes on the processor;
             the others are compared with the first.
-        options: the options of every run; ``probe_steps`` of each trainer are compared.
+        options: the options of every run; those of ``verify`` say how many steps of each
+            trainer are compared.
         placement: one or several, such as ``replicate,partition``: each with every count.
         as_json: print one JSON object; the text goes to stderr.
 
@@ -262,6 +263,12 @@ class _Comparison:
     found: dict[str, Any] = field(default_factory=dict)
     """What was found, as ``--json`` prints it."""
 
+    @property
+    def _steps(self) -> int:
+        """Number of steps that are compared."""
+        steps: int = self.options.tools["verify"]["steps"]
+        return steps
+
     def of_bits(self, ways: Sequence[Way]) -> int:
         """Compare runs bit for bit, and print a verdict; return the exit code.
 
@@ -281,7 +288,7 @@ class _Comparison:
             return _DIFFER
         codes = [self._judge(trainer, runs, differences) for trainer in range(len(reference))]
         made = [len(lines) - 1 for lines in reference]
-        several = f"{len(made)} Trainers, at most {self.options.probe_steps} of each"
+        several = f"{len(made)} Trainers, at most {self._steps} of each"
         of = several if len(made) > 1 else "1 Trainer"
         self.console.print(f"Compared: {counted(sum(made), 'step')} of {of}.")
         return max(codes)
@@ -331,20 +338,24 @@ class _Comparison:
 
     def _run(self, title: str, way: Way, mathematics: str) -> tuple[str, Outcome]:
         name = str(self.number)
+        asked = {
+            **self.options.tools["verify"],
+            "folder": str(self.folder),
+            "run": name,
+            # Only the first run keeps every tensor of every step: they take much space.
+            "records": self.number == 0,
+            "mathematics": mathematics,
+        }
         options = replace(
             self.options,
             placement=way.placement,
-            probe=str(self.folder),
-            probe_run=name,
-            # Kept by the first run alone: with every tensor of every step, they take much room.
-            probe_records=self.number == 0,
-            probe_mathematics=mathematics,
+            tools={"verify": asked},
             logs=str(self.folder / name),
         )
         # Counted before it starts: a run that fails must not share its name with the next.
         self.number += 1
         # Its thread is for the screen alone, and a file shows nothing of it.
-        words, shown = f"{title}, {options.probe_steps} steps", self.console.is_terminal
+        words, shown = f"{title}, {self._steps} steps", self.console.is_terminal
         with self.console.status(words) if shown else nullcontext():
             return name, supervise(self.command, select_devices(way.chosen), options)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from onefold.core.numbers import check_choice, check_seconds, check_whole
 from onefold.core.placements import PLACEMENTS, PlacementKind, described, kind_of
@@ -62,10 +63,6 @@ class RunOptions:
     offload_dir: str = ""
     """Folder of the file that has the model if devices do not keep all of it; empty for that of
     temporary files."""
-    plan: str = ""
-    """File in which is written what the first model would take, in place of training it."""
-    plan_devices: tuple[int, ...] = ()
-    """For so many devices, each."""
     keep_last: int = 3
     """How many of the newest checkpoints are kept."""
     allow_changed: tuple[str, ...] = ()
@@ -89,21 +86,9 @@ class RunOptions:
     a newer checkpoint makes the count begin anew."""
     restart_devices: RestartDevices = "same"
     """Whether restarts leave out a device that was lost; see `Outcome.lost`."""
-    probe: str = ""
-    """Folder in which runs are compared; empty for no comparison."""
-    probe_run: str = ""
-    """Name of this run in that folder."""
-    probe_steps: int = 0
-    """How many steps are compared."""
-    probe_trainers: int = 0
-    """After how many Trainers the script ends once their steps are compared; 0 for all."""
-    probe_records: bool = False
-    """Whether this run is recorded for others to be compared with, rather than compared itself."""
-    probe_mathematics: str = ""
-    """The dtype, ``float64`` or ``float32``, in which this run compares V shards with one."""
-    inspection: str = ""
-    """File that says into which step is to be looked, of a run that is computed once more; empty
-    for none. See `onefold.record.findings.Inspection`."""
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
+    """Options of tools that only a command of onefold uses, by the tool: see
+    `onefold.tools.registry`."""
     logs: str = ""
     """Folder in which the output of the devices other than the lead is kept."""
     quiet: bool = False

@@ -429,7 +429,7 @@ class ShardResult:
     """What `gave` returns of gradients that have been handed over."""
 
     digest: int | torch.Tensor | None = None
-    """() int64: of a sample of the gradient; None where none was asked for, or there is none."""
+    """Digest of the gradient, () int64; None without `GradientNotes` that make one."""
 
     @property
     def known_weight(self) -> float:

@@ -17,6 +17,7 @@ context belongs to the process that has read it; asking for it in a forked child
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import threading
@@ -36,7 +37,7 @@ from onefold.system.caches import (
     other_caches,
     place_of_code,
 )
-from onefold.system.process import INSPECTION_VARIABLE, NOTICES, STOP_SIGNALS
+from onefold.system.process import NOTICES, STOP_SIGNALS, TOOLS_VARIABLE
 
 __all__ = [
     "OFFLOAD_DIR_VARIABLE",
@@ -215,9 +216,9 @@ def _refuse_pod_of_several(environment: Mapping[str, str]) -> None:
 def take_context(environment: MutableMapping[str, str]) -> LaunchContext:
     """Read how this process was started, and remove the record, so that no child inherits it."""
     context = read_context(environment)
-    if context.launched and INSPECTION_VARIABLE in environment:
-        asked = environment.pop(INSPECTION_VARIABLE)
-        context = replace(context, options=replace(context.options, inspection=asked))
+    if context.launched and TOOLS_VARIABLE in environment:
+        tools = json.loads(environment.pop(TOOLS_VARIABLE))
+        context = replace(context, options=replace(context.options, tools=tools))
     environment.pop(CONTEXT_VARIABLE, None)
     return context
 

@@ -47,7 +47,7 @@ def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwarg
     """
     options = current_context().options
     # A plan looks at sizes alone, perhaps at those of a model that fits nowhere.
-    if options.placement_kind.keeps_whole and not options.plan:
+    if options.placement_kind.keeps_whole and "plan" not in options.tools:
         return make(*args, **kwargs)
     recording = Recording(SparseAllocator(home_of(options.offload_dir)), LEAST_BYTES)
     try:

@@ -38,12 +38,12 @@ from onefold.launcher.membership import RunStopped, at_good_end, is_failing, reg
 from onefold.passes.collectives import gather_batch, written_shards
 from onefold.session.batches import Batches, Wait, read_now
 from onefold.session.forming import check_devices, choose_devices, settle_process, shares_of
-from onefold.session.runparts import RunParts, RunTools
+from onefold.session.run import RunSetup, RunTools, RunView
 from onefold.session.userparts import UserParts, keep_code_private
 from onefold.step.agreement import digest_of
 from onefold.step.assembly import assemble, hold, take_from_holders
 from onefold.step.engine import Engine
-from onefold.step.hook import Asked, Kind
+from onefold.step.hook import Asked
 from onefold.step.result import Step, StepResult
 from onefold.system.words import script_line
 from onefold.update.scheduler import RunScheduler
@@ -93,12 +93,13 @@ class Session:
         tools: RunTools,
     ) -> None:
         self._context, self._process = context, os.getpid()
-        settings = tools.settings(settings)
-        # Refused before any device is touched or anybody else is contacted.
-        user.check(settings)
-        optimizer = chosen_optimizer(user.optimizer, user.module, context.options)
-        tools.before_devices(user, optimizer, settings)
-        self.settings, self.parts = settings, user
+        start = RunSetup(context=context, user=user, settings=settings, losses=user.losses)
+        tools.adjust(start)
+        # Refused before any device is used or another device is contacted.
+        user.check(start.settings)
+        start.optimizer = optimizer = chosen_optimizer(user.optimizer, user.module, context.options)
+        tools.prepare(start)
+        self.settings, self.parts = settings, user = start.settings, user
         self.devices = choose_devices(context, devices, shards=settings.shards, module=user.module)
         keep_code_private(user, settings)
         check_devices(self.devices.own_devices.values(), settings)
@@ -110,7 +111,7 @@ class Session:
         self.engine = assemble(
             user.module,
             optimizer,
-            tools.losses(user),
+            start.losses,
             settings=settings,
             devices=self.devices,
             shares=chosen,
@@ -126,8 +127,6 @@ class Session:
         """
         self._scheduler = RunScheduler(user.scheduler, settings.scheduler_every, optimizer)
         self.position = Position(self._scheduler.end_epoch)
-        self._makers: dict[Kind, Callable[[Asked], Any]] = {}
-        """Make calls that are not made here: hooks put them there."""
         self._left = self._is_over = False
         # From here on the model belongs to this Trainer, and what is written to it is looked at in
         # the end.
@@ -136,10 +135,12 @@ class Session:
         at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
         self.batches = Batches(self.engine, self.devices, self.position, self.whole)
         """Makes loaders, and cuts what steps are given."""
-        tools.begin(self._run())
+        self.run = self._run()
+        """What the tools of the run see."""
+        tools.begin(self.run)
 
-    def _run(self) -> RunParts:
-        return RunParts(
+    def _run(self) -> RunView:
+        return RunView(
             context=self._context,
             engine=self.engine,
             devices=self.devices,
@@ -151,7 +152,6 @@ class Session:
             telling_others=self.telling_others,
             count=self._count,
             left=lambda: self._left,
-            makers=self._makers,
         )
 
     @cached_property
@@ -227,7 +227,9 @@ class Session:
         choices |= {"line": script_line()}
         asked = Asked("save", given=directory.absolute(), choices=choices)
         with self.telling_others():
-            folder: Path = self.hooks.call(asked, lambda: self._makers["save"](asked))
+            folder: Path = self.hooks.call(
+                asked, lambda: self.run.checkpoints.save(asked.given, **asked.choices)
+            )
             return folder
 
     def load(self, directory: Path, **choices: Any) -> Any:
@@ -235,7 +237,9 @@ class Session:
         asked = Asked("load", given=directory.absolute(), choices=choices)
         try:
             with self.telling_others(but=CheckpointError):
-                return self.hooks.call(asked, lambda: self._makers["load"](asked))
+                return self.hooks.call(
+                    asked, lambda: self.run.checkpoints.load(asked.given, **asked.choices)
+                )
         finally:
             self.gradients.forget()
 

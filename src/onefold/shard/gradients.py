@@ -65,6 +65,11 @@ class ParameterSet:
             {number: place for place, number in enumerate(numbers)},
         )
 
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The number of each parameter among all."""
+        return range(len(self.names)) if self.places is None else list(self.places)
+
     def places_of(self, numbers: Sequence[int]) -> Sequence[int]:
         """The places here of some parameters, as far as they are here."""
         if self.places is None or not numbers:

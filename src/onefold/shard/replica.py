@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -60,12 +60,15 @@ from onefold.shard.kernels import computing_in
 from onefold.shard.losscheck import LossWatch, refuse_uneven
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.stages import StageModules
-from onefold.shard.task import LossFunction, Microbatch, ShardTask, add_microbatch
+from onefold.shard.task import (
+    LossFunction,
+    Microbatch,
+    ShardTask,
+    add_microbatch,
+    end_notes,
+)
 from onefold.system.hooks import hooked
 from onefold.watch.timing import Stopwatch
-
-if TYPE_CHECKING:
-    from onefold.shard.digest import Digest, GradientSample, WholeDigests
 
 __all__ = ["LossFunction", "Replica", "ShardTask", "Weighed"]
 
@@ -123,10 +126,6 @@ class Replica:
         self.of_stages = [self._all.some(n) for n in stages.stages.entries] if stages else []
         dtypes = map(layout.dtype_of, range(len(layout.entries)))
         self._narrow = [n for n, dtype in enumerate(dtypes) if added_up_in(dtype) != dtype]
-        self._digest: Digest | None = None
-        self.audited: dict[int, str] = {}
-        """What each audited shard of the step gave: its total and a digest of its gradient."""
-        self._whole: WholeDigests | None = None
         self._compute_in = precision.compute
         self._rounds = precision.parameters is not None
         self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
@@ -180,8 +179,6 @@ class Replica:
     def begin(self, task: ShardTask) -> None:
         """Prepare for the first shard of a step."""
         drop_gradients(self._parameters)
-        self._digest = None
-        self.audited = {}
         # Those with hooks that may put a tensor of their own into ``.grad``. They may be registered
         # between any two steps, so they are looked for anew.
         several = task.shards > 1 or task.microbatch is not None
@@ -224,8 +221,6 @@ class Replica:
         buffers = self.buffers.changed()
         self.put_back(task)
         assert result is not None  # a shard that runs has samples
-        if self._whole is not None:
-            self.audited[shard] = self._whole.result(result.total)
         # By hand: `replace` looks at every field by its name, in every shard.
         left_out, values = batch.size_of(shard) - samples, result.values
         return ShardResult(
@@ -236,7 +231,7 @@ class Replica:
             values,
             left_out,
             result.given,
-            result.digest,
+            end_notes(task, shard, result.total),
         )
 
     def compute_microbatch(
@@ -250,7 +245,7 @@ class Replica:
             handing = GradientHooks(
                 self.stages,
                 microbatch,
-                lambda stage: self.taken(self.of_stages[stage], batch, task, where),
+                lambda stage: self.taken(self.of_stages[stage], microbatch, batch, task, where),
                 task.send,
             )
         start = self.watch.now()
@@ -273,23 +268,25 @@ class Replica:
         if handing:
             handing.finish()
         else:
-            gradients = self.taken(self._all, batch, task, where)
+            gradients = self.taken(self._all, microbatch, batch, task, where)
         # Without divisors backward has not run: the step is begun again once they are known.
         total = None if part.kind == "means" else part.total()
         given = handing.given if handing else ()
         weight = LATE if handing and handing.is_late else code_of(part)
-        digest = self.take_digest()
-        return ShardResult(gradients, total, weight, values=values, given=given, digest=digest)
+        return ShardResult(gradients, total, weight, values=values, given=given)
 
     def taken(
-        self, taken: ParameterSet, batch: ShardedBatch, task: ShardTask, where: str
+        self,
+        taken: ParameterSet,
+        microbatch: Microbatch,
+        batch: ShardedBatch,
+        task: ShardTask,
+        where: str,
     ) -> Gradients:
         """Take the gradients of some parameters, as they are added up, out of ``.grad``."""
         gradients = take_gradients(taken, where, task.left_out)
-        if self._whole is not None:
-            self._whole.add(taken.places or range(len(gradients)), gradients)
-        if task.sample is not None:
-            self._digest_sample(gradients, taken, task.sample)
+        for notes in task.notes:
+            notes.add(microbatch.shard, taken.numbers, gradients)
         # The whole batch: nothing is added to it, and its bits are a plain loop's.
         if self._narrow and (self._rounds or not task.is_plain(batch)):
             gradients = widened(gradients, taken.places_of(self._narrow))
@@ -299,19 +296,6 @@ class Replica:
             kept = gradients[place]
             gradients[place] = None if kept is None else kept.clone()
         return gradients
-
-    def _digest_sample(
-        self, gradients: Gradients, taken: ParameterSet, sample: GradientSample
-    ) -> None:
-        """Digest the sample of a step, if it is among some gradients."""
-        for place in taken.places_of([sample.parameter]):
-            if (gradient := gradients[place]) is not None:
-                self._digest = sample.digest_of(gradient)
-
-    def take_digest(self) -> Digest | None:
-        """Return the digest of the gradients that were taken since the last call."""
-        digest, self._digest = self._digest, None
-        return digest
 
     def autocast(self) -> AbstractContextManager[object]:
         """Compute in the run's precision inside this context."""
@@ -453,7 +437,8 @@ class Replica:
     def begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
         self.note_shard(shard)
-        self._whole = task.whole_digests(shard)
+        for notes in task.notes:
+            notes.begin(shard)
         self.buffers.restore(shard)
         if torch.is_autocast_enabled(self.device.type):
             # One that the script has opened around its loop keeps the weights of earlier steps.

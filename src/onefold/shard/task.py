@@ -11,22 +11,28 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.gathering import Gatherer, Gathers, Refusing
 from onefold.core.mean import Contribution, LateWeight, known
-from onefold.core.values import LATE, ShardResult, total_weight
+from onefold.core.values import LATE, Gradients, ShardResult, total_weight
 from onefold.errors import LossError
 from onefold.exchange.stageexchange import GradientSend
 from onefold.shard.gradients import add_gradients
 
-if TYPE_CHECKING:
-    from onefold.shard.digest import Digest, GradientSample, WholeDigests
-
-__all__ = ["LossFunction", "Microbatch", "ShardTask", "add_microbatch"]
+__all__ = [
+    "Digest",
+    "GradientNotes",
+    "LossFunction",
+    "Microbatch",
+    "ShardTask",
+    "add_microbatch",
+    "end_notes",
+    "sum_of_digests",
+]
 
 
 LossFunction = Callable[[torch.nn.Module, Any], object]
@@ -38,6 +44,28 @@ _OF_PIECES = (
     "microbatch has cut it: expected a whole shard, whose microbatches do not know each other. Use "
     "more shards instead of microbatch: each is smaller, and gather joins them all"
 )
+
+
+Digest = int | torch.Tensor
+"""A signed 64-bit number; a tensor () int64 if it is computed on an accelerator."""
+_HALF = 1 << 63
+
+
+class GradientNotes(Protocol):
+    """Sees the gradients of shards as they are taken from ``.grad``.
+
+    One object sees all shards that a process computes in a step. For each shard or microbatch:
+    `begin`, then `add` for each set of gradients, then `end`.
+    """
+
+    def begin(self, shard: int) -> None:
+        """Start a shard, again if an earlier attempt failed."""
+
+    def add(self, shard: int, numbers: Sequence[int], gradients: Gradients) -> None:
+        """See gradients of a shard, with the numbers of their parameters."""
+
+    def end(self, shard: int, total: torch.Tensor | None) -> Digest | None:
+        """End a shard, given its part of the loss, () float64; return a digest for the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +93,8 @@ class ShardTask:
     """The most samples of a shard that run at once; None for all of them."""
     left_out: Sequence[int] = ()
     """Numbers of trained parameters whose gradients are dropped: the step is not theirs."""
-    sample: GradientSample | None = None
-    """Which part of each shard's gradient is digested; None for no digests."""
-    audited: frozenset[int] = frozenset()
-    """Shards of which the whole gradient is digested, as another device computes them as well."""
+    notes: tuple[GradientNotes, ...] = ()
+    """See the gradients of each shard; added by hooks."""
     gatherers: Callable[[int], Gatherer] | None = None
     """What `onefold.gather` does in each shard; None while no loss has been seen to call it."""
 
@@ -82,14 +108,6 @@ class ShardTask:
     def is_plain(self, batch: ShardedBatch) -> bool:
         """Whether one forward pass sees the whole batch, as in a plain loop."""
         return self.shards == 1 and (self.microbatch is None or batch.samples <= self.microbatch)
-
-    def whole_digests(self, shard: int) -> WholeDigests | None:
-        """What all gradients of a shard are noted in; None where nobody asks for that."""
-        if shard not in self.audited:
-            return None
-        from onefold.shard.digest import WholeDigests
-
-        return WholeDigests()
 
     def gatherer_of(self, microbatch: Microbatch, batch: ShardedBatch) -> Gatherer | None:
         """Find what `onefold.gather` does in a microbatch; None if it sees the whole batch."""
@@ -162,6 +180,23 @@ class Microbatch(NamedTuple):
         return self.stop - self.start
 
 
+def end_notes(task: ShardTask, shard: int, total: torch.Tensor | None) -> Digest | None:
+    """End the notes of a shard or microbatch; return its digest."""
+    digest: Digest | None = None
+    for notes in task.notes:
+        digest = sum_of_digests(digest, notes.end(shard, total))
+    return digest
+
+
+def sum_of_digests(one: Digest | None, other: Digest | None) -> Digest | None:
+    """Add the digests of two parts of a shard, modulo 2 ** 64."""
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, int) and isinstance(other, int):
+        return (one + other + _HALF) % (2 * _HALF) - _HALF
+    return one + other
+
+
 def add_microbatch(result: ShardResult, microbatch: ShardResult, step: int) -> ShardResult:
     """Add the result of a shard's next microbatch; the memory of the first one takes the sum."""
     totals = [each.total for each in (result, microbatch) if each.total is not None]
@@ -176,16 +211,8 @@ def add_microbatch(result: ShardResult, microbatch: ShardResult, step: int) -> S
         _weight_of_both(result.weight, microbatch.weight, step),
         values=values and values.plus(others, f"step {step}"),
         given=[one or other for one, other in zip(result.given, microbatch.given, strict=True)],
-        digest=_digest_of_both(result.digest, microbatch.digest),
+        digest=sum_of_digests(result.digest, microbatch.digest),
     )
-
-
-def _digest_of_both(one: Digest | None, other: Digest | None) -> Digest | None:
-    if one is None or other is None:
-        return other if one is None else one
-    from onefold.shard.digest import sum_of
-
-    return sum_of(one, other)
 
 
 def _weight_of_both(

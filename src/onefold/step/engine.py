@@ -118,8 +118,6 @@ class Engine:
         self._nan_before = _nan_buffers(context.module)
         self.hooks = Hooks()
         """The tools around the steps of the run."""
-        self.gradient_ready: Callable[[float], None] | None = None
-        """Called before clipping and update with the weight that the gradient is divided by."""
 
     @property
     def loss(self) -> LossFunction:
@@ -308,6 +306,7 @@ class Engine:
                         known = not weight.gathers and not weight.late
                         attempt.whole = weight.terms == 1 and known
                 if attempt.whole and not attempt.again:
+                    self._gradient_taken = attempt.gradient_taken
                     return totals, weight
                 if attempt.whole:
                     self.placement.publish()  # computed again, as a result was wrong
@@ -384,17 +383,17 @@ class Engine:
             now: whether to look at loss and gradient at once, though that waits for a GPU.
         """
         context = self.context
-        alone = weight.value <= 0 or self.gradient_ready is not None
+        seen = self._gradient_taken
+        alone = weight.value <= 0 or seen is not None
         failure = self._finite.of_loss(batch, number, now=now, alone=alone)
         norm: torch.Tensor | None = None
         if weight.value > 0 and not failure:
             with context.timed("exchange", "norm"):
                 self.rules.take(batch, weight, totals, self._task)
-                if self.gradient_ready is not None:
-                    self.gradient_ready(weight.value)
+                if seen is not None:
+                    seen(weight.value)
                 norm = self._norm(batch, totals)
-            # Whoever compares gradients reports what is not finite in them as well.
-            if self.gradient_ready is None:
+            if seen is None:
                 name = partial(self._name_bad_gradient, batch)
                 failure, norm = self._finite.of_gradient(norm, number, name)
             if norm is not None:

@@ -115,7 +115,10 @@ class Attempt:
     whole: bool = False
     """Whether its result is one that a step can be made of; known once it is computed."""
     again: bool = False
-    """Whether it is not to be used, and all shards are computed again; for hooks to say."""
+    """Whether to discard the result and compute all shards again; set by hooks."""
+    gradient_taken: Callable[[float], None] | None = None
+    """Called with the divisor once the gradient is taken, instead of the check that loss and
+    gradient are finite; set by hooks."""
 
 
 Make = Callable[[], Any]

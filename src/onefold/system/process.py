@@ -33,11 +33,11 @@ from types import FrameType
 from typing import Any, Self
 
 __all__ = [
-    "INSPECTION_VARIABLE",
     "LOOK_S",
     "NOTICES",
     "STOPPED_CODE",
     "STOP_SIGNALS",
+    "TOOLS_VARIABLE",
     "Stillness",
     "StopSignals",
     "Stopped",
@@ -115,8 +115,8 @@ NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 a run that saves itself to stop, however often they come, and nobody else: a program that does not
 save has no use for them, and one that has a handler of its own keeps it."""
 
-INSPECTION_VARIABLE = "ONEFOLD_INSPECTION"
-"""Has the path of the file that says into which step of a run is to be looked."""
+TOOLS_VARIABLE = "ONEFOLD_TOOLS"
+"""Environment variable with the options of tools of a run, as JSON; see `RunOptions.tools`."""
 
 STOPPED_CODE = 75
 """Exit code of a run that was asked to stop, has saved itself, and can go on (EX_TEMPFAIL)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,24 @@ from onefold.core.batch import map_parts
 from onefold.data_order.position import Reached
 from onefold.record.entries import BlockEntry, Result, SavedEntry, StepEntry
 from onefold.session.batches import read_now
-from onefold.session.runparts import RunParts
+from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Asked, Hook, Make
 from onefold.step.result import Step
 
-__all__ = ["Answers"]
+__all__ = ["Answers", "prepare"]
+
+
+def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
+    """Resume the run of a script, if it has a checkpoint."""
+
+    def begin(run: RunView) -> Answers:
+        run.resumption = Resumption(
+            *(run.engine, run.changes(), run.checkpoints, run.position),
+            on_lead=run.devices.has_lead,
+        )
+        return Answers(run, run.resumption)
+
+    return begin
 
 
 class Answers(Hook):
@@ -27,7 +40,7 @@ class Answers(Hook):
         resumption: where it goes on.
     """
 
-    def __init__(self, run: RunParts, resumption: Resumption) -> None:
+    def __init__(self, run: RunView, resumption: Resumption) -> None:
         self._run, self._resumption = run, resumption
         run.position.reached = self._reached
 

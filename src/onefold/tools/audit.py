@@ -53,13 +53,15 @@ from onefold.core.wire import decode, encode
 from onefold.errors import AuditError
 from onefold.placement.base import Placement
 from onefold.placement.context import StepContext
+from onefold.session.run import RunSetup, RunView
 from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
 from onefold.step.hook import Attempt, Hook, Update
 from onefold.system.child import Child, ChildError, has_idle_cores, on_other_cores
+from onefold.tools.digests import WholeDigests
 from onefold.update.optimizers import has_own_step
 
-__all__ = ["Auditor", "SameProcess", "WrongResult", "packed", "unpacked"]
+__all__ = ["Auditor", "SameProcess", "WrongResult", "packed", "prepare", "unpacked"]
 
 _log = logging.getLogger("onefold")
 _WHOLE = 1 << 64
@@ -102,6 +104,20 @@ class SameProcess(NamedTuple):
         )
 
 
+def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
+    """Audit a share of the shards of a run."""
+    options = start.context.options
+
+    def begin(run: RunView) -> Auditor:
+        def note(found: WrongResult | SameProcess) -> None:
+            for each in run.found:  # the recording tool may start later
+                each(found)
+
+        return Auditor(run.engine.context, run.engine.placement, options, note)
+
+    return begin
+
+
 class Auditor(Hook):
     """Audits a share of all shards; all devices make the same calls.
 
@@ -125,6 +141,8 @@ class Auditor(Hook):
         self._context, self._placement = context, placement
         self._rate, self._heals, self._note = options.audit, options.on_corruption == "heal", note
         self._step = 0
+        self._digests = WholeDigests(())
+        """Of the step."""
         self._kept: dict[int, bytes | None] = {}
         self._healed = -1
         """The last step that was computed again."""
@@ -136,8 +154,9 @@ class Auditor(Hook):
         self._began, self._limit_s = 0.0, self.least_limit_s
 
     def task(self, task: ShardTask) -> ShardTask:
-        """Have the shards that are audited note all of their gradients."""
-        return replace(task, audited=self.chosen(task.step, task.shards))
+        """Digest all gradients of the audited shards."""
+        self._digests = WholeDigests(self.chosen(task.step, task.shards))
+        return replace(task, notes=(*task.notes, self._digests)) if self._digests.shards else task
 
     @contextmanager
     def around_compute(self, attempt: Attempt) -> Iterator[None]:
@@ -145,7 +164,7 @@ class Auditor(Hook):
         batch, task = attempt.batch, attempt.task
         with self.keeping(batch, task):
             yield
-        if attempt.whole and task.audited:
+        if attempt.whole and self._digests.shards:
             with self._context.timed("exchange", "audit"):
                 attempt.again |= not self.is_sound(batch, task)
 
@@ -157,7 +176,7 @@ class Auditor(Hook):
         update: Update,
     ) -> None:
         """Audit the update of one of the segments, in a step of which shards were audited."""
-        if task.audited:
+        if self._digests.shards:
             self.update(optimizer, segments, update)
         else:
             update()
@@ -176,7 +195,7 @@ class Auditor(Hook):
 
         Args:
             batch: the batch of the step.
-            task: what all shards have in common, with those that were chosen.
+            task: what all shards have in common.
 
         Raises:
             AuditError: a device is at fault, and the run is not to go on.
@@ -187,7 +206,7 @@ class Auditor(Hook):
         first = {number: dict(each["results"]) for number, each in enumerate(shared)}
         payloads = {shard: unpacked(text) for each in shared for shard, text in each["payloads"]}
         # Of a shard whose payload cannot be sent, or was changed, there is nothing here.
-        found = [shard for shard in sorted(task.audited) if shard in payloads]
+        found = [shard for shard in sorted(self._digests.shards) if shard in payloads]
         if not found:
             self._end_early()
             return True
@@ -214,7 +233,7 @@ class Auditor(Hook):
         If there is one device, and other cores are idle, they compute these shards meanwhile.
         """
         self._step, self._began = task.step, time.monotonic()
-        own = [shard for shard in task.audited if shard in batch.shards]
+        own = [shard for shard in self._digests.shards if shard in batch.shards]
         self._kept = {shard: self._written(batch.shards[shard]) for shard in own}
         who = {shard: 0 for shard, kept in self._kept.items() if kept is not None}
         self._end_early()  # if the step is begun again
@@ -237,7 +256,8 @@ class Auditor(Hook):
         """What each device has computed of the chosen shards, and their payloads."""
         own = {}
         for replica in self._context.replicas:
-            results = list(replica.audited.items())
+            here, found = batch.shares.shards_of(replica.number), self._digests.results
+            results = [(shard, result) for shard, result in found.items() if shard in here]
             sent = [(shard, self._unchanged(shard, batch)) for shard, _ in results]
             sent = [each for each in sent if each[1] is not None]
             own[replica.number] = {"results": results, "payloads": sent}
@@ -323,11 +343,12 @@ class Auditor(Hook):
         self, replica: Replica, shards: Sequence[int], batch: ShardedBatch, task: ShardTask
     ) -> list[tuple[int, str]]:
         with self._context.attached(replica):
+            again = WholeDigests(shards)
             replica.begin(task)
             for shard in shards:
-                replica.compute(shard, batch, task)
+                replica.compute(shard, batch, replace(task, notes=(again,)))
             replica.end()
-            return list(replica.audited.items())
+            return list(again.results.items())
 
     def _judged(
         self,

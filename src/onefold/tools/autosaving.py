@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from onefold.checkpoint.autosave import Autosave, Resumption
 from onefold.launcher.membership import RunStopped, at_good_end, only_noting
-from onefold.session.runparts import RunParts
+from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Asked, Hook, Spans, Surrounds
 from onefold.step.result import Step
 from onefold.system.process import STOPPED_CODE
 
-__all__ = ["Autosaving"]
+__all__ = ["Autosaving", "prepare"]
+
+
+def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
+    """Save a run as its options ask."""
+
+    def begin(run: RunView) -> Autosaving:
+        assert run.progress is not None
+        assert run.resumption is not None
+        # Loading may fail on one device alone, for lack of memory say: the others must be told.
+        with run.telling_others():
+            autosave = Autosave(
+                *(run.devices, run.checkpoints, run.position, run.progress, run.resumption),
+                blocks=lambda: run.changes().blocks,
+            )
+        return Autosaving(run, autosave, run.resumption)
+
+    return begin
 
 
 class Autosaving(Hook):
@@ -23,7 +42,7 @@ class Autosaving(Hook):
 
     saves_run = True
 
-    def __init__(self, run: RunParts, autosave: Autosave, resumption: Resumption) -> None:
+    def __init__(self, run: RunView, autosave: Autosave, resumption: Resumption) -> None:
         self._run, self._autosave, self._resumption = run, autosave, resumption
         at_good_end(self.finish)
 

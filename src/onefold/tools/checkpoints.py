@@ -1,69 +1,66 @@
-"""Saves and loads a run where its script asks for it: `Trainer.save` and `Trainer.load`."""
+"""Follows a run for `Trainer.save` and `Trainer.load`, once its script called one of them."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
-from onefold.checkpoint.folder import Checkpoint
-from onefold.checkpoint.resume import Checkpoints
 from onefold.checks.savable import readable, sorted_values
-from onefold.session.runparts import RunParts
+from onefold.session.run import RunSetup, RunView
 from onefold.step.engine import Engine
 from onefold.step.hook import Asked, Hook, Make, Surrounds
 from onefold.update.optimizers import settings_of
 
-__all__ = ["CheckpointCalls"]
+__all__ = ["CheckpointCalls", "prepare"]
 
 _log = logging.getLogger("onefold")
 
 
-class CheckpointCalls(Hook):
-    """Has `Checkpoints` follow the run, and makes the calls that save and load it.
+def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
+    """Refuse what the first save would refuse, while nothing is lost."""
 
-    Args:
-        run: the run.
-        checkpoints: of the run.
-
-    Raises:
-        TypeError: the run is to save itself, and cannot be saved.
-    """
-
-    def __init__(self, run: RunParts, checkpoints: Checkpoints) -> None:
-        self._run, self._checkpoints = run, checkpoints
-        run.makers["save"], run.makers["load"] = self._save, self._load
-        # Refused while nothing is lost yet.
+    def begin(run: RunView) -> Hook:
         try:
             _check_can_be_saved(run.engine)
         except TypeError as error:
             if run.context.options.checkpoint:
                 raise
-            if run.devices.has_lead:  # a run that saves nothing may go on
+            if run.devices.has_lead:  # a run that saves nothing may continue
                 _log.warning("trainer.save will refuse this run: %s", error)
+        return CheckpointCalls(run)
 
-    def _save(self, asked: Asked) -> Any:
-        return self._checkpoints.save(asked.given, **asked.choices)
+    return begin
 
-    def _load(self, asked: Asked) -> Checkpoint | None:
-        return self._checkpoints.load(asked.given, **asked.choices)
+
+class CheckpointCalls(Hook):
+    """Raises what writing a checkpoint raised, and waits for the last one.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: RunView) -> None:
+        self._run = run
 
     def call(self, asked: Asked, make: Make) -> Any:
-        """Raise what the writing of a checkpoint has raised, before data is gone through."""
-        if asked.kind == "result" and asked.data is not None:
-            self._checkpoints.check()
+        """Raise what writing raised before going through data."""
+        if self._run.has_checkpoints and asked.kind == "result" and asked.data is not None:
+            self._run.checkpoints.check()
         return make()
 
     def around(self, asked: Asked) -> Surrounds:
-        """Raise the same before a step, and warn where it trains other parameters than before."""
-        if asked.cut is not None and asked.begins:
-            self._checkpoints.check()
-            self._checkpoints.check_trained(asked.name)
+        """Do the same before a step, and warn if it trains other parameters than the saved run."""
+        if self._run.has_checkpoints and asked.cut is not None and asked.begins:
+            self._run.checkpoints.check()
+            self._run.checkpoints.check_trained(asked.name)
         return None
 
     def finish(self) -> None:
         """Wait until everything is written."""
-        with self._run.telling_others():
-            self._checkpoints.finish()
+        if self._run.has_checkpoints:
+            with self._run.telling_others():
+                self._run.checkpoints.finish()
 
 
 def _check_can_be_saved(engine: Engine) -> None:

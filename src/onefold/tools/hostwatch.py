@@ -50,10 +50,11 @@ from onefold.exchange.group import Rendezvous
 from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress, own_table
 from onefold.launcher.hang import AGAIN_S, DeviceStanding, HostDevice, Waits, late_of, report_of
 from onefold.launcher.stacks import STACKS_LABEL, answer_with_stacks
+from onefold.session.run import RunSetup, RunView
 from onefold.system.process import LOOK_S
 from onefold.system.safe_files import memory_file
 
-__all__ = ["HostWatch", "watch_for_hangs"]
+__all__ = ["HostWatch", "prepare", "watch_for_hangs"]
 
 _log = logging.getLogger("onefold")
 _screen = logging.getLogger(WAITING)
@@ -81,6 +82,16 @@ class _Question(msgspec.Struct, frozen=True, array_like=True):
     """The device that asks."""
     stacks: bool
     """Whether with stacks, as there is going to be a report."""
+
+
+def prepare(start: RunSetup) -> Callable[[RunView], None]:
+    """Watch for hangs if devices note their places and no launcher of onefold reads them."""
+
+    def begin(run: RunView) -> None:
+        if run.places is not None and run.engine.context.with_others:
+            watch_for_hangs(start.context)
+
+    return begin
 
 
 @functools.cache

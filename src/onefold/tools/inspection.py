@@ -1,8 +1,8 @@
 """Looks into one step of a run that is computed once more; nothing of the run is changed.
 
-``onefold replay`` writes an `Inspection` into a file, and names the file in the environment. The
-Trainer of the record then computes up to that step, compares each step with the record of the
-run, and ends the script in the step itself, before its update. What it has found is `Findings`.
+``onefold replay`` hands an `Inspection` to the run. The Trainer of the record computes up to that
+step, compares each step with the record of the run, and ends the script in the step itself, before
+its update. The result is `Findings`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import runpy
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from onefold.record.findings import (
     LayerFinding,
     ShardFinding,
 )
+from onefold.session.run import RunSetup, RunView
 from onefold.shard.gradients import keeping_gradients
 from onefold.shard.operations import (
     OperationWatch,
@@ -49,14 +50,26 @@ from onefold.step.result import Step, StepResult
 from onefold.system.process import STOPPED_CODE
 from onefold.tools.samples import ShardSamples, finite_or_none
 
-__all__ = ["Inspector"]
+__all__ = ["Inspector", "prepare"]
+
+
+def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
+    """Look into a step of one Trainer."""
+    asked = msgspec.convert(start.context.options.tools["inspection"], Inspection)
+
+    def begin(run: RunView) -> Hook | None:
+        if asked.trainer != run.devices.trainer:
+            return None
+        return Inspector(asked, run.engine, run.position, run.batches.datasets)
+
+    return begin
 
 
 class Inspector(Hook):
     """Compares the steps of a run with its record, and looks into one of them.
 
     Args:
-        path: the file of an `Inspection`.
+        asked: what to look at.
         engine: the devices of this process.
         position: where the run is.
         datasets: those of the loaders, by the loaders' numbers.
@@ -64,14 +77,12 @@ class Inspector(Hook):
 
     def __init__(
         self,
-        path: Path,
+        asked: Inspection,
         engine: Engine,
         position: Position,
         datasets: Mapping[int, Any],
     ) -> None:
-        self._asked = msgspec.json.decode(path.read_bytes(), type=Inspection)
-        self.trainer = self._asked.trainer
-        """Number of the Trainer whose step it is."""
+        self._asked = asked
         self._engine, self._datasets, self._leads = engine, datasets, engine.context.leads
         if self._asked.after:
             position.step = self._asked.after

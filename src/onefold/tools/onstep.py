@@ -6,10 +6,16 @@ from collections.abc import Callable
 
 from onefold.core.assignment import Devices
 from onefold.core.randomness import forked_generators
+from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Asked, Hook, Spans
 from onefold.step.result import Step
 
-__all__ = ["OnStep"]
+__all__ = ["OnStep", "prepare"]
+
+
+def prepare(start: RunSetup) -> Callable[[RunView], OnStep]:
+    """Make the hook of a run."""
+    return lambda run: OnStep(run.devices)
 
 
 class OnStep(Hook):

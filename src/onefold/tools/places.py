@@ -1,17 +1,22 @@
-"""Notes where this process is, for whoever looks for devices that wait, and stops on request."""
+"""Notes where this process is, for hang reports."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from onefold.exchange.progress import Progress
-from onefold.session.runparts import RunParts
-from onefold.step.hook import Asked, Hook, Make, Spans, Surrounds
+from onefold.session.run import RunSetup, RunView
+from onefold.step.hook import Asked, Hook, Make, Spans
 from onefold.step.result import Step
 
-__all__ = ["Places", "StopRequests"]
+__all__ = ["Places", "prepare"]
+
+
+def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
+    """Note places if there is a table for them."""
+    return lambda run: Places(run, run.places) if run.places is not None else None
 
 
 class Places(Hook):
@@ -22,7 +27,7 @@ class Places(Hook):
         places: the table in which it is noted.
     """
 
-    def __init__(self, run: RunParts, places: Progress) -> None:
+    def __init__(self, run: RunView, places: Progress) -> None:
         self._position, self._places, self._rank = run.position, places, run.context.rank
         self._note()
         for replica in run.engine.context.replicas:
@@ -45,28 +50,3 @@ class Places(Hook):
 
     def _note(self) -> None:
         self._places.set_step(self._rank, self._position.step + 1)
-
-
-class StopRequests(Hook):
-    """Tells the step whether this process was asked to stop; others may not know of it yet.
-
-    Devices see a signal at different times; the step makes one answer of it.
-
-    Args:
-        run: the run.
-        progress: the table in which the launcher asks for it, if it does.
-        requests: what has come by signals, which is made longer by each.
-    """
-
-    def __init__(self, run: RunParts, progress: Progress | None, requests: Sequence[bool]) -> None:
-        self._position, self._progress, self._requests = run.position, progress, requests
-        self._stops_after = run.context.options.stops_after
-
-    def around(self, asked: Asked) -> Surrounds:
-        """Note whether to stop, right before all devices agree on it."""
-        asked.asked_to_stop |= (
-            bool(self._requests)
-            or self._stops_after == self._position.step + 1
-            or (self._progress is not None and self._progress.stop_requested())
-        )
-        return None

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from onefold.checks.model import held_in
 from onefold.checks.optimizer import updates_by_element
-from onefold.core.context import LaunchContext
 from onefold.core.flat import lay_out
 from onefold.core.placements import PLACEMENTS, implementation_of
 from onefold.core.settings import Settings, added_up_in
 from onefold.core.storage import cut_segments, divides_evenly
 from onefold.placement.footprint import Footprint
+from onefold.session.run import RunSetup
 from onefold.session.userparts import UserParts
 from onefold.shard.kernels import Compilers
 from onefold.shard.modelparts import ModelParts
@@ -25,29 +25,21 @@ from onefold.step.assembly import LEAST_SENT_EARLY_BYTES
 from onefold.system.safe_files import replace_file
 from onefold.update.optimizers import name_of, optimizers_in
 
-__all__ = ["plan_instead"]
+__all__ = ["prepare"]
 
 _USUAL_STATE = 2
 """Numbers that an optimizer is taken to keep for each parameter if that is not known."""
 
 
-def plan_instead(
-    context: LaunchContext, user: UserParts, optimizer: torch.optim.Optimizer, settings: Settings
-) -> None:
-    """Write a plan and end the script, if the launcher has asked for that.
-
-    Args:
-        context: how this process was started.
-        user: the script's parts.
-        optimizer: the user's, or what stands in for it.
-        settings: of the run.
+def prepare(start: RunSetup) -> NoReturn:
+    """Write a plan and end the script.
 
     Raises:
         SystemExit: the plan is written.
     """
-    if not context.options.plan:
-        return
-    counts = context.options.plan_devices
+    context, user, optimizer, settings = start.context, start.user, start.optimizer, start.settings
+    asked = context.options.tools["plan"]
+    counts = asked["devices"]
     used = {min(count, settings.shards) for count in counts}
     stages, sizes, known = _measured(user, optimizer, settings, used)
     # CPU devices of a host share memory, and so have the parameters once.
@@ -63,7 +55,7 @@ def plan_instead(
         "stages": stages,
         "rows": [_row(sizes, count, together=together) for count in counts],
     }
-    replace_file(Path(context.options.plan), json.dumps(found))
+    replace_file(Path(asked["path"]), json.dumps(found))
     raise SystemExit(0)
 
 

@@ -1,52 +1,43 @@
-"""Has a run written down: what its shards digest, and the entries that follow from its calls.
+"""Records a run: writes an entry for each step, result and checkpoint.
 
-`Recorder` knows the record. Here is what it is told, and when.
+`Recorder` writes the record; this hook tells it what happens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from onefold.checkpoint.autosave import Resumption
 from onefold.core.flat import named_tensors
 from onefold.launcher.environment import STARTED_IN, kernel_flags
 from onefold.launcher.membership import at_good_end
 from onefold.record import FILE
 from onefold.record.entries import Audited, BlockEntry, Failed, Found, SameProcessEntry
 from onefold.record.recorder import Recorder, begun
-from onefold.session.runparts import RunParts
-from onefold.shard.digest import GradientDigests, digest_of_all
-from onefold.shard.task import ShardTask
-from onefold.step.engine import Engine
+from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Asked, Hook, Make, Spans
 from onefold.step.result import Step
 from onefold.system.words import script_line
 from onefold.tools.audit import SameProcess, WrongResult
+from onefold.tools.digests import digest_of_all
 
-__all__ = ["Digesting", "RecordKeeping"]
+__all__ = ["RecordKeeping", "prepare"]
 
 
-class Digesting(Hook):
-    """Has a sample of each shard's gradient digested; on all devices of a run that is recorded.
+def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
+    """Record a run on the lead, if it has a folder for that."""
+    return _begin
 
-    Args:
-        engine: the devices of this process.
-    """
 
-    def __init__(self, engine: Engine) -> None:
-        context = engine.context
-        sizes = [parameter.numel() for parameter in context.parts.trained.values()]
-        self._digests = GradientDigests(sizes, context.settings.seed)
-
-    def task(self, task: ShardTask) -> ShardTask:
-        """Say which part of each shard's gradient is digested."""
-        return replace(task, sample=self._digests.sample_of(task.step))
+def _begin(run: RunView) -> Hook | None:
+    if run.recorded_in is None or not run.devices.has_lead:
+        return None
+    with run.telling_others():
+        return RecordKeeping(run, run.recorded_in)
 
 
 class RecordKeeping(Hook):
@@ -54,12 +45,12 @@ class RecordKeeping(Hook):
 
     Args:
         run: the run.
-        folder: where its record lies.
-        resumption: where the run goes on, if it was resumed.
+        folder: the folder of the record.
     """
 
-    def __init__(self, run: RunParts, folder: Path, resumption: Resumption | None) -> None:
-        self._run, self._resumption = run, resumption
+    def __init__(self, run: RunView, folder: Path) -> None:
+        self._run, self._resumption = run, run.resumption
+        resumption = run.resumption
         self._recorder = Recorder(folder / FILE, run.engine.context.update.optimizer)
         run.note_checkpoint = self._recorder.note_checkpoint
         run.found.append(self._note_audit)

@@ -1,206 +1,158 @@
-"""The one place that knows all tools: makes the hooks of a run from its options, in their order.
+"""The list of all tools, in the order of their hooks. A new tool is one module and one line here.
 
-A tool is imported when an option asks for it. So a run without tools loads none.
+A tool is a module below ``onefold.tools``. It is imported if its line asks for it, so a run without
+tools imports none. The module defines:
+
+- ``prepare(start)``, required: acts on the checked arguments of a Trainer, before any device is
+  used, and returns ``begin``. ``begin(run)`` acts once the run has its engine, and returns the
+  tool's `Hook`, or None.
+- ``adjust(start)``, optional: replaces settings before they are checked.
+- ``prepare_process(context)``, optional: changes the process before the script begins.
+
+Each is called on every device, in the order of the list. Options that belong to one tool alone are
+in `RunOptions.tools`, under its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onefold.core.calldigest import Call, CallDigest
 from onefold.core.context import LaunchContext
-from onefold.core.settings import AS_GIVEN, Settings
 from onefold.exchange.progress import places_of, progress_of
-from onefold.session.runparts import RunParts
-from onefold.session.userparts import UserParts
-from onefold.shard.replica import LossFunction
-from onefold.step.hook import Hook
-from onefold.system.process import requests_by_signals
-from onefold.tools.onstep import OnStep
 
 if TYPE_CHECKING:
-    import torch
+    from onefold.session.run import RunSetup, RunView
+    from onefold.step.hook import Hook
+    from onefold.tools.onstep import OnStep
 
-    from onefold.checkpoint.autosave import Resumption
-    from onefold.tools.verifying import Verifying
+__all__ = ["ORDER", "Tools", "prepare_process"]
 
-__all__ = ["Tools"]
 
-ORDER = (
-    *("verify", "answers", "checkpoints", "autosave", "probe", "profile", "on_step"),
-    *("record", "digests", "inspect", "audit", "stops", "places"),
+class _Tool(NamedTuple):
+    name: str
+    wanted: Callable[[LaunchContext], object]
+    """Whether a run needs it."""
+
+
+def _saves(context: LaunchContext) -> bool:
+    return bool(context.options.checkpoint) and progress_of(context) is not None
+
+
+def _is_looked_at(context: LaunchContext) -> bool:
+    return not context.options.tools.keys().isdisjoint(("verify", "inspection"))
+
+
+_TOOLS = (
+    # Outermost: it may end the script after a step, and every other hook must see that step first.
+    _Tool("verifying", _is_looked_at),
+    # Before all hooks that look at steps: an answered step is neither saved nor recorded again.
+    _Tool("answers", _saves),
+    # Outside autosaving: the checkpoint of a step names the parameters that the step trains.
+    _Tool("checkpoints", lambda context: True),
+    # Outside recording: a step that it refuses did not fail. Saves entries that are written.
+    _Tool("autosaving", _saves),
+    _Tool("verifying.probing", lambda context: "verify" in context.options.tools),
+    _Tool("profile", lambda context: context.timeline_parts),
+    # Inside autosaving: a checkpoint has what these functions write. Outside recording and places:
+    # if one raises, its step is recorded, and the failure is reported as in the next step.
+    _Tool("onstep", lambda context: True),
+    _Tool("recording", lambda context: context.options.recorded_in),
+    _Tool("digests", lambda context: context.options.recorded_in or _is_looked_at(context)),
+    _Tool("inspection", lambda context: "inspection" in context.options.tools),
+    _Tool("audit", lambda context: context.options.audit),
+    _Tool("stops", lambda context: context.options.may_stop),
+    # Innermost: the first to note that a step is done.
+    _Tool("places", lambda context: places_of(context) is not None),
+    # Without a hook.
+    _Tool("hostwatch", lambda context: context.launcher == "torch"),
+    _Tool("planning", lambda context: "plan" in context.options.tools),
 )
-"""Outermost first. After a step: what is compared must be shown before ``verify`` may end the
-script; what ``on_step`` writes is there for a checkpoint; a step is recorded, and its place noted,
-before functions of the script may fail. Before a step: what is refused by ``autosave`` is no
-failure of the step for ``record``, and what is answered is not recorded again."""
+ORDER = tuple(tool.name for tool in _TOOLS)
+"""Names of all tools, outermost hook first. Before a step the outermost hook is called first, after
+a step last; see `onefold.step.hook`."""
 
 
-LEFT_OUT: set[str] = set()
-"""What no Trainer of this process has: to show what the rest does without it."""
+def _wanted(context: LaunchContext) -> Iterator[tuple[str, Any]]:
+    for tool in _TOOLS:
+        if tool.wanted(context):
+            yield tool.name, _module(tool.name)
+
+
+def _module(name: str) -> Any:
+    return import_module(f"onefold.tools.{name}")
+
+
+def prepare_process(context: LaunchContext) -> None:
+    """Let the tools of a run change the process, before its script imports anything."""
+    for _, module in _wanted(context):
+        if hasattr(module, "prepare_process"):
+            module.prepare_process(context)
 
 
 class Tools:
-    """The tools of one Trainer's run.
+    """The tools of one Trainer.
 
     Args:
         context: how this process was started.
     """
 
     def __init__(self, context: LaunchContext) -> None:
-        self._context, self._options = context, context.options
-        self._requests: list[bool] = []
+        self._context = context
+        self._modules = dict(_wanted(context))
+        self._begin: dict[str, Callable[[RunView], Hook | None]] = {}
         self._hooks: dict[str, Hook] = {}
-        self._verifying: Verifying | None = None
-        self._resumption: Resumption | None = None
 
-    def settings(self, settings: Settings) -> Settings:
-        """The settings that the run is to have."""
-        if self._options.probe_mathematics:
-            # The loss function is compared, not how it is computed, which would hide it. Compiled
-            # code would not see the random draws either that the comparison replaces.
-            return replace(settings, precision=AS_GIVEN, microbatch=None, compile=False)
-        return settings
+    def adjust(self, start: RunSetup) -> None:
+        """Replace settings before they are checked."""
+        for module in self._modules.values():
+            if hasattr(module, "adjust"):
+                module.adjust(start)
 
-    def before_devices(
-        self, user: UserParts, optimizer: torch.optim.Optimizer, settings: Settings
-    ) -> None:
-        """Do what is done before any device is touched: the script's arguments are checked."""
-        if self._options.plan:
-            from onefold.tools.planning import plan_instead
+    def prepare(self, start: RunSetup) -> None:
+        """Act on checked arguments, before any device is used; may end the script."""
+        self._start = start
+        for name, module in self._modules.items():
+            self._begin[name] = module.prepare(start)
 
-            plan_instead(self._context, user, optimizer, settings)
-        # Before others are waited for: a notice that comes meanwhile would end this process.
-        self._requests = requests_by_signals(self._options.stop_signals)
+    def begin(self, run: RunView) -> None:
+        """Make the hooks of the run."""
+        self._run, options = run, self._context.options
+        run.progress, run.places = progress_of(self._context), places_of(self._context)
+        if options.recorded_in and "inspection" not in options.tools and not run.devices.trainer:
+            run.recorded_in = Path(options.recorded_in)
+        self._make(self._begin)
 
-    def losses(self, user: UserParts) -> Mapping[str, LossFunction]:
-        """The losses that the engine is to use; nothing of the script is refused any more."""
-        if self._options.probe or self._options.inspection:
-            from onefold.tools.verifying import Verifying
-
-            self._verifying = Verifying(self._context, user.module, user.losses)
-            return self._verifying.losses
-        return user.losses
-
-    def begin(self, run: RunParts) -> None:
-        """Make the hooks, now that there is a run."""
-        self.run, options = run, self._options
-        made = self._hooks
-        made["on_step"] = self.on_step = OnStep(run.devices)
-        if self._verifying is not None:
-            self._verifying.begin(run.engine, run.devices, run.count)
-            made["verify"] = self._verifying
-        if "checkpoints" not in LEFT_OUT:
-            self._follow_for_checkpoints()
-        # May find a checkpoint, so what starts from the step that is done comes after it.
-        self._save()
-        if options.audit:
-            from onefold.tools.audit import Auditor
-
-            made["audit"] = Auditor(run.engine.context, run.engine.placement, options, self._tell)
-        if options.inspection:
-            self._inspect()
-        elif options.recorded_in and not run.devices.trainer:
-            with run.telling_others():
-                self._record(Path(options.recorded_in))
-        self._note_places()
-        self._observe()
-        self._settle()
+    def _make(self, tools: Mapping[str, Callable[[RunView], Hook | None]]) -> None:
+        for name, begin in tools.items():
+            if (hook := begin(self._run)) is not None:
+                self._hooks[name] = hook
+        hooks = [self._hooks[name] for name in ORDER if name in self._hooks]
+        self._run.engine.hooks.replace(hooks)
 
     def record(self, folder: Path) -> None:
         """Begin a record in the middle of a run; see `Trainer.record`."""
-        if self._options.inspection:
+        run = self._run
+        if "inspection" in self._context.options.tools:
             return
-        if "digests" in self._hooks:
-            raise RuntimeError(f"the run has a record already: expected no other, in {folder}")
-        run = self.run
+        if run.recorded_in is not None:
+            raise RuntimeError(
+                f"the run is already recorded in {run.recorded_in}, but trainer.record was called "
+                f"with {folder}. Record a run once"
+            )
         run.engine.agree(CallDigest(Call.RECORD, run.position.step + 1))
         if run.devices.has_lead:
             folder.mkdir(parents=True, exist_ok=True)
-        self._record(folder)
-        self._settle()
+        run.recorded_in = folder
+        names = ("recording", "digests")
+        self._make({name: _module(name).prepare(self._start) for name in names})
 
-    def _settle(self) -> None:
-        hooks = [self._hooks[name] for name in ORDER if name in self._hooks]
-        self.run.engine.hooks.replace(hooks)
-
-    def _tell(self, found: object) -> None:
-        for tell in self.run.found:
-            tell(found)
-
-    def _follow_for_checkpoints(self) -> None:
-        from onefold.checkpoint.resume import Checkpoints
-        from onefold.tools.checkpoints import CheckpointCalls
-
-        run = self.run
-        run.checkpoints = Checkpoints(
-            *(run.engine, run.averaging(), run.devices, run.position, run.scheduler),
-            note=lambda *about: run.note_checkpoint(*about),
-        )
-        self._hooks["checkpoints"] = CheckpointCalls(run, run.checkpoints)
-
-    def _save(self) -> None:
-        run, progress = self.run, progress_of(self._context)
-        if not self._options.checkpoint or progress is None:
-            return
-        from onefold.checkpoint.autosave import Autosave, Resumption
-        from onefold.tools.answers import Answers
-        from onefold.tools.autosaving import Autosaving
-
-        with_run = run.engine, run.changes(), run.checkpoints, run.position
-        resumption = Resumption(*with_run, on_lead=run.devices.has_lead)
-        self._resumption = resumption
-        # Loading may fail on one device alone, for lack of memory say: the others must be told.
-        with run.telling_others():
-            autosave = Autosave(
-                *(run.devices, run.checkpoints, run.position, progress, resumption),
-                blocks=lambda: run.changes().blocks,
-            )
-        self._hooks["answers"] = Answers(run, resumption)
-        self._hooks["autosave"] = Autosaving(run, autosave, resumption)
-
-    def _inspect(self) -> None:
-        from onefold.tools.inspection import Inspector
-        from onefold.tools.recording import Digesting
-
-        run, path = self.run, Path(self._options.inspection)
-        inspector = Inspector(path, run.engine, run.position, run.batches.datasets)
-        if inspector.trainer == run.devices.trainer:
-            self._hooks["inspect"], self._hooks["digests"] = inspector, Digesting(run.engine)
-
-    def _record(self, folder: Path) -> None:
-        from onefold.tools.recording import Digesting, RecordKeeping
-
-        self._hooks["digests"] = Digesting(self.run.engine)
-        if self.run.devices.has_lead:
-            self._hooks["record"] = RecordKeeping(self.run, folder, self._resumption)
-
-    def _note_places(self) -> None:
-        context, run, places = self._context, self.run, places_of(self._context)
-        if self._options.may_stop or places is not None:
-            from onefold.tools.places import Places, StopRequests
-
-            if self._options.may_stop:
-                self._hooks["stops"] = StopRequests(run, progress_of(context), self._requests)
-            if places is not None:
-                self._hooks["places"] = Places(run, places)
-        if places is not None and context.launcher == "torch" and run.engine.context.with_others:
-            from onefold.tools.hostwatch import watch_for_hangs
-
-            watch_for_hangs(context)
-
-    def _observe(self) -> None:
-        options, run = self._options, self.run
-        if self._context.timeline_parts:
-            from onefold.tools.observers import timeline_of
-
-            watches = {each.number: each.watch for each in run.engine.context.replicas}
-            if (profile := timeline_of(run.devices, watches)) is not None:
-                self._hooks["profile"] = profile
-        if options.probe and not options.probe_mathematics:
-            from onefold.tools.observers import Probing
-
-            self._hooks["probe"] = Probing(run.engine, run.devices)
+    @property
+    def on_step(self) -> OnStep:
+        """Calls the functions of `Trainer.on_step`."""
+        hook: Any = self._hooks["onstep"]
+        on_step: OnStep = hook
+        return on_step

@@ -23,14 +23,12 @@ class Compared:
         self._patch = monkeypatch
         monkeypatch.setattr("onefold.tools.verifying._progress", [])
         self.context = LaunchContext(
-            options=RunOptions(
-                probe=str(folder),
-                probe_run=self.run.name,
-                probe_steps=3,
-                probe_mathematics="float64",
-            ),
-            directory=str(self.run),
+            options=RunOptions(tools={"verify": self.options()}), directory=str(self.run)
         )
+
+    def options(self, **changed: Any) -> dict[str, Any]:
+        run = {"folder": str(self.folder), "run": self.run.name, "steps": 3}
+        return {**run, "mathematics": "float64", **changed}
 
     def trainer(
         self, model: nn.Module, loss: Callable[..., object], *, shards: int = 4, **settings: Any

@@ -11,6 +11,7 @@ from torch import nn
 
 import onefold
 from onefold.core.context import LaunchContext
+from onefold.core.options import RunOptions
 from tests.small import line, points, square
 from tests.tools.verifying.compared import Compared, compared
 
@@ -177,7 +178,7 @@ def test_a_script_that_waits_is_ended(compared: Compared, monkeypatch: pytest.Mo
 
 
 def test_so_many_trainers_are_compared(compared: Compared) -> None:
-    options = replace(compared.context.options, probe_trainers=2)
+    options = RunOptions(tools={"verify": compared.options(trainers=2)})
     compared.context = replace(compared.context, options=options)
     first, second = (compared.trainer(line(), square) for _ in range(2))
     steps(first, 5)

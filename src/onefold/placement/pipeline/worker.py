@@ -31,9 +31,14 @@ from onefold.placement.pipeline.boundary import (
 from onefold.placement.pipeline.shapestages import are_left, marks_of
 from onefold.placement.pipeline.shapetensor import LossProgress, ShapeTensor
 from onefold.placement.pipeline.shardstate import ShardState
-from onefold.shard.digest import sum_of
 from onefold.shard.replica import Replica
-from onefold.shard.task import Microbatch, ShardTask, add_microbatch
+from onefold.shard.task import (
+    Microbatch,
+    ShardTask,
+    add_microbatch,
+    end_notes,
+    sum_of_digests,
+)
 
 __all__ = ["PipelineWorker"]
 
@@ -294,7 +299,8 @@ class PipelineWorker:
             gradients = self._taken(stage, given, microbatch)
             self._reduction.give(GradientSend(microbatch.shard, stage, last, gradients))
         self._refuse_foreign(microbatch)
-        root, digest = self._taken(ROOT, given, microbatch), self._replica.take_digest()
+        root = self._taken(ROOT, given, microbatch)
+        digest = end_notes(self._task, microbatch.shard, None)
         if theirs is None:
             part = context.part
             assert part is not None
@@ -317,13 +323,17 @@ class PipelineWorker:
             theirs,
             gradients=[own if other is None else other for own, other in pairs],
             given=[one or other for one, other in zip(given, theirs.given, strict=True)],
-            digest=sum_of(digest, theirs.digest),
+            digest=sum_of_digests(digest, theirs.digest),
         )
 
     def _taken(self, stage: int, given: list[bool], microbatch: Microbatch) -> Gradients:
         numbers = self._reduction.stages.entries[stage]
         gradients = self._replica.taken(
-            self._replica.of_stages[stage], self._batch, self._task, self._where(microbatch)
+            self._replica.of_stages[stage],
+            microbatch,
+            self._batch,
+            self._task,
+            self._where(microbatch),
         )
         for number, gradient in zip(numbers, gradients, strict=True):
             given[number] = gradient is not None

@@ -2,7 +2,7 @@
 
 Such a run records its steps, in the folder of the comparison:
 
-- ``RUN-T.jsonl``: the digests of trainer T after each step, see `onefold.tools.observers`.
+- ``RUN-T.jsonl``: the digests of trainer T after each step, see `onefold.tools.verifying.probing`.
 - ``RUN-T-state-D.jsonl``: state that changed on device D and must not, see
   `onefold.tools.verifying.state`.
 - ``RUN-T-mathematics.jsonl``: V shards against one, see `onefold.tools.verifying.mathematics`.
@@ -38,17 +38,20 @@ import torch
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch, map_parts
 from onefold.core.context import LaunchContext
+from onefold.core.settings import AS_GIVEN
 from onefold.core.structure import Broadcast, Scatter
 from onefold.data_order.indexed import FunctionBatches, Items
 from onefold.data_order.loader import Loader
 from onefold.data_order.reader import Collate, is_stream
+from onefold.session.run import RunSetup, RunView
 from onefold.shard.replica import LossFunction
 from onefold.step.engine import Engine
-from onefold.step.hook import Asked, Hook, Make, Spans
+from onefold.step.hook import Asked, Attempt, Hook, Make, Spans
 from onefold.step.result import Step
 from onefold.system.jsonlines import append_line
 from onefold.tools.verifying.causes import causes_of
 from onefold.tools.verifying.mathematics import Mathematics, tolerance_of
+from onefold.tools.verifying.options import options_of
 from onefold.tools.verifying.state import StateWatch, place_of, unseeded_generators, watch_unseeded
 from onefold.tools.verifying.whole import (
     KeepingCollate,
@@ -58,7 +61,7 @@ from onefold.tools.verifying.whole import (
     whole_tensors,
 )
 
-__all__ = ["Verifying", "prepare_process"]
+__all__ = ["Verifying", "adjust", "prepare", "prepare_process"]
 
 
 _OF_FILES: tuple[tuple[Any, tuple[str, ...], str, str], ...] = (
@@ -100,9 +103,31 @@ class _Progress:
     """Whether all of its steps that are compared were made, so that no more are computed."""
 
 
+def adjust(start: RunSetup) -> None:
+    """Compare the loss as the script computes it in full precision, not how it is computed.
+
+    Compiled code would also not see the random draws that the comparison replaces.
+    """
+    if options_of(start.context).mathematics:
+        start.settings = replace(start.settings, precision=AS_GIVEN, microbatch=None, compile=False)
+
+
+def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
+    """Replace the losses of a Trainer whose mathematics is compared."""
+    made = Verifying(start.context, start.user.module, start.losses)
+    start.losses = made.losses
+
+    def begin(run: RunView) -> Hook:
+        made.begin(run.engine, run.devices, run.count)
+        return made
+
+    return begin
+
+
 def prepare_process(context: LaunchContext) -> None:
     """Set up the process before the script of a run begins that is only looked at."""
-    if context.options.probe:
+    options = options_of(context)
+    if options.folder:
         watch_unseeded()
     # Before the script imports any of them by name.
     for module, names, read, written in _OF_FILES:
@@ -110,9 +135,9 @@ def prepare_process(context: LaunchContext) -> None:
             setattr(module, name, _aside(getattr(module, name), context, read, written))
     # Compiled code would not see the functions that a comparison replaces, and the script is to
     # make its tensors in the comparison's precision from the first line.
-    if context.options.probe_mathematics:
+    if options.mathematics:
         torch.compiler.set_stance("force_eager")
-        torch.set_default_dtype(getattr(torch, context.options.probe_mathematics))
+        torch.set_default_dtype(getattr(torch, options.mathematics))
 
 
 def _aside(
@@ -141,9 +166,9 @@ def _aside(
 def _place_of(path: str | os.PathLike[str], context: LaunchContext) -> Path:
     """Where a run of a comparison has what the script saves under a path."""
     absolute = Path(os.path.abspath(path))
-    inspected = os.path.dirname(context.options.inspection)
+    inspected = os.path.dirname(context.options.tools.get("inspection", {}).get("findings", ""))
     # What lies there already is onefold's own, or a path that was returned before.
-    own = filter(None, (context.options.probe, context.directory, inspected))
+    own = filter(None, (options_of(context).folder, context.directory, inspected))
     if any(map(absolute.is_relative_to, own)):
         return absolute
     return Path(context.directory) / "checkpoints" / absolute.relative_to(absolute.anchor)
@@ -161,8 +186,8 @@ class Verifying(Hook):
     def __init__(
         self, context: LaunchContext, model: torch.nn.Module, losses: Mapping[str, LossFunction]
     ) -> None:
-        self._context, self._options = context, context.options
-        self._on = bool(self._options.probe)
+        self._context, self._options = context, options_of(context)
+        self._on = bool(self._options.folder)
         self._state = StateWatch(model, losses.values()) if self._on else None
         self._collates: dict[int, KeepingCollate] = {}
         self._own: object = None
@@ -178,8 +203,8 @@ class Verifying(Hook):
         self._same: dict[str, Step] = {}
         self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
         self._results: deque[tuple[object, object, Any]] = deque(maxlen=8)
-        if self._on and self._options.probe_mathematics:
-            if self._options.probe_mathematics == "float64":
+        if self._on and self._options.mathematics:
+            if self._options.mathematics == "float64":
                 self._dtype = torch.float64
                 model.double()
             self._mathematics = Mathematics(model, next(iter(losses.values())))
@@ -191,7 +216,7 @@ class Verifying(Hook):
         Args:
             engine: the devices of this process.
             devices: who takes part.
-            count: counts a step that is not computed; see `onefold.session.runparts`.
+            count: counts a step that is not computed; see `onefold.session.run`.
         """
         self._engine, self._devices, self._count = engine, devices, count
         if not self._on:
@@ -264,6 +289,11 @@ class Verifying(Hook):
             asked.batch = given
             yield
 
+    def around_compute(self, attempt: Attempt) -> None:
+        """Compare the gradient of a step whose mathematics is compared."""
+        if self._mathematics is not None and self._mathematics.inside:
+            attempt.gradient_taken = self._mathematics.compare
+
     def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
         """Note a step that was computed; see `note_step`."""
         if asked.computed:
@@ -319,7 +349,7 @@ class Verifying(Hook):
         # script goes on; its payloads are still wrapped.
         again, self._number = number == self._number, number
         self._steps += not again
-        compared = not again and self._steps <= self._options.probe_steps
+        compared = not again and self._steps <= self._options.steps
         if mathematics is not None:
             mathematics.user = self._users[name]
             if batch.others:
@@ -356,7 +386,7 @@ class Verifying(Hook):
 
     def _mark(self, what: str) -> Path:
         """A file by which the lead tells the comparison how far the script has come."""
-        return Path(self._options.probe, f"{self._options.probe_run}-{what}")
+        return Path(self._options.folder, f"{self._options.run}-{what}")
 
     def note_step(self, step: Step) -> None:
         """Note that a step was made; end the comparison of all Trainers that have made theirs.
@@ -370,14 +400,14 @@ class Verifying(Hook):
         options, own = self._options, self._progress
         own.made += 1
         # Those that alternate go on until the last has made its steps; one may never make any.
-        own.is_done |= own.made >= _PATIENCE * options.probe_steps
+        own.is_done |= own.made >= _PATIENCE * options.steps
         under_way = [each for each in _progress if not each.is_done]
-        if all(each.made >= options.probe_steps for each in under_way):
+        if all(each.made >= options.steps for each in under_way):
             for each in under_way:
                 each.is_done = True
             if self._devices.has_lead:
                 self._mark("done").touch()
-            if 0 < options.probe_trainers <= len(_progress):
+            if 0 < options.trainers <= len(_progress):
                 raise SystemExit(0)
 
     def note_gradients(self) -> None:
@@ -452,8 +482,7 @@ class Verifying(Hook):
         return place if if_any or known else Path(path).absolute()
 
     def _aside(self, path: str | Path) -> Path:
-        aside = self._on or self._options.inspection
-        return _place_of(path, self._context) if aside else Path(path).absolute()
+        return _place_of(path, self._context)
 
     def _unpacked(self, batch: ShardedBatch) -> tuple[ShardedBatch, WholeBatch]:
         """Return the batch with plain payloads, and the whole batch that they are shards of."""

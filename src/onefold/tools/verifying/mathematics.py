@@ -247,14 +247,15 @@ class Mathematics:
         self._model = model
         self.user = loss
         self._draws = Draws()
-        self._inside = False
+        self.inside = False
+        """Whether a step is being compared."""
         self._narrow = False
         self._closer_look = True
         """Whether to look closer at the next step that differs; done once, as it takes long."""
 
     def loss(self, model: torch.nn.Module, payload: object) -> object:
         """Compute the user's loss of one shard, in place of the loss that Trainer was given."""
-        if not self._inside:
+        if not self.inside:
             return self.user(model, payload)
         # The engine names no shard to a loss, but runs them in order. A loss of several terms runs
         # twice, first for its weights.
@@ -298,13 +299,11 @@ class Mathematics:
         self._time_first = TimeFirst(self._model)
         self._engine, self._device = engine, engine.context.replicas[0].device
         with without_dropout(), self._modes_for_all():
-            engine.gradient_ready = self._compare
-            self._inside = True
+            self.inside = True
             try:
                 yield self._comparison
             finally:
-                self._inside = False
-                engine.gradient_ready = None
+                self.inside = False
         folded = KeptBuffers(self._model)
         self._comparison.buffers = self._alone_after.compare(
             folded, self._start, self._buffers_after, self._sizes, self.tolerance
@@ -375,8 +374,8 @@ class Mathematics:
         left = count_of(payload, len(rows), self._dim).samples
         return _read(result, left, "the loss of the whole batch")
 
-    def _compare(self, weight: float) -> None:
-        """Compare loss and gradient; the engine calls this between the fold and clipping."""
+    def compare(self, weight: float) -> None:
+        """Compare loss and gradient, between the fold and clipping."""
         table, found = self._engine.context.exchange.table, self._comparison
         found.skipped = False
         totals = table.totals.cpu()

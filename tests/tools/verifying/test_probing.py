@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
-from onefold.core.options import RunOptions
 from onefold.system.jsonlines import read_record
-from onefold.tools.observers import Probe
+from onefold.tools.verifying.options import VerifyOptions
+from onefold.tools.verifying.probing import Probe
 from tests.small import line
 from tests.tables import for_each
 
@@ -40,8 +40,8 @@ TIED = tied()
 
 def probes(folder: Path) -> tuple[Probe, Probe]:
     """Of a run that is recorded, and of one that is compared with it."""
-    options = RunOptions(probe=str(folder), probe_run="0", probe_records=True)
-    return Probe(options), Probe(replace(options, probe_run="1", probe_records=False))
+    options = VerifyOptions(folder=str(folder), run="0", records=True)
+    return Probe(options), Probe(replace(options, run="1", records=False))
 
 
 @for_each(

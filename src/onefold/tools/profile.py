@@ -1,27 +1,20 @@
-"""Watches the steps of a run: `Profile` writes the timeline, `Probing` what a comparison needs."""
+"""Writes the timeline of a run: when each device computes, exchanges and waits."""
 
 from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import load_file, save_file
 
 from onefold.core.assignment import Devices
-from onefold.core.flat import fingerprint_of, named_tensors, own_name, same_bits, tensor_digests
-from onefold.core.options import RunOptions
-from onefold.step.engine import Engine
+from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Asked, Hook, Spans
 from onefold.step.result import Step
-from onefold.system.jsonlines import append_line
 from onefold.watch.timeline import TimelinePart, name_row, slice_of
 from onefold.watch.timing import Moment, Span, Stopwatch, elapsed_s, host_now_s, is_past
 
-__all__ = ["Probing", "Profile", "timeline_of"]
+__all__ = ["Profile", "prepare"]
 
 _log = logging.getLogger("onefold")
 
@@ -122,91 +115,16 @@ def _origin(watch: Stopwatch) -> tuple[float, Moment]:
     return host_now_s(), moment
 
 
-def timeline_of(devices: Devices, watches: Mapping[int, Stopwatch]) -> Profile | None:
-    """Make the timeline of a Trainer in the run's folder, if that is there."""
-    parts = devices.context.timeline_parts
-    try:
-        return Profile(Path(parts), devices, watches)
-    except FileNotFoundError:  # a cleaner of temporary files was here: no reason to end the run
-        _log.warning("%s was removed meanwhile: this trainer is missing in the timeline", parts)
-        return None
+def prepare(start: RunSetup) -> Callable[[RunView], Profile | None]:
+    """Write the timeline of a Trainer into the run's folder, if that exists."""
+    parts = Path(start.context.timeline_parts)
 
+    def begin(run: RunView) -> Profile | None:
+        watches = {each.number: each.watch for each in run.engine.context.replicas}
+        try:
+            return Profile(parts, run.devices, watches)
+        except FileNotFoundError:  # removed by a cleaner of temporary files: no reason to fail
+            _log.warning("%s was removed: the timeline lacks this trainer", parts)
+            return None
 
-class Probing(Hook):
-    """Has the lead compare each step, with all parameters of the model.
-
-    Args:
-        engine: the devices of this process.
-        devices: who takes part; all of them make this hook.
-    """
-
-    def __init__(self, engine: Engine, devices: Devices) -> None:
-        self._engine, options = engine, devices.context.options
-        self._probe = Probe(options, devices.trainer) if devices.has_lead else None
-        self._steps, self._done = options.probe_steps, 0
-        self._observe(None)
-
-    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
-        """Compare a step."""
-        if asked.computed:
-            self._done += 1  # not step.number, which starts elsewhere after a checkpoint
-            if self._done <= self._steps:
-                self._observe(float(step.loss))
-
-    def _observe(self, loss: float | None) -> None:
-        with self._engine.placement.gathered():
-            if self._probe is not None:
-                self._probe.observe(self._done, self._engine.context.module, loss)
-
-
-class Probe:
-    """Writes the digests of each step, and how far the model is from that of the recorded run.
-
-    Args:
-        options: name the folder of the comparison, which all of its runs share, and this run; and
-            whether its tensors are kept for the runs that follow, or compared with kept ones.
-        trainer: number of the trainer among those of the script.
-    """
-
-    def __init__(self, options: RunOptions, trainer: int = 0) -> None:
-        self._records = options.probe_records
-        folder = Path(options.probe)
-        self._lines = folder / f"{options.probe_run}-{trainer}.jsonl"
-        self._kept = str(folder / f"trainer-{trainer}-step-")
-        self._differs = False
-
-    def observe(self, step: int, module: torch.nn.Module, loss: float | None) -> None:
-        """Write one line for a step; step 0 is the model before the first step."""
-        tensors = {name: tensor.detach() for name, tensor in named_tensors(module).items()}
-        digests = tensor_digests(tensors)
-        line: dict[str, Any] = {"step": step, "loss": loss, "digests": digests}
-        line["fingerprint"] = fingerprint_of(digests)
-        line["parameters"] = [own_name(name) for name, _ in module.named_parameters()]
-        kept = Path(f"{self._kept}{step}.safetensors")
-        if self._records:
-            # Cloned: safetensors refuses tensors that share storage, and writes dense ones only.
-            save_file({n: t.cpu().contiguous().clone() for n, t in tensors.items()}, kept)
-        # Only the first difference is of interest: from there on everything differs.
-        elif not self._differs and kept.exists():
-            line["differences"] = _differences(load_file(kept), tensors)
-            self._differs = bool(line["differences"])
-        append_line(self._lines, line)
-
-
-def _differences(
-    kept: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]
-) -> dict[str, float | None]:
-    """The largest difference of each tensor whose bits differ; None if its shape differs."""
-    found: dict[str, float | None] = {}
-    for name, value in now.items():
-        # Other shapes have no largest difference; the line says so by null.
-        if name not in kept or kept[name].shape != value.shape:
-            found[name] = None
-            continue
-        theirs = kept[name]
-        if not same_bits(value.cpu(), theirs):
-            # Subtracted in double precision: in their own dtype the difference could round to 0, or
-            # overflow.
-            wide = torch.complex128 if value.is_complex() else torch.float64
-            found[name] = float((value.cpu().to(wide) - theirs.to(wide)).abs().max())
-    return found
+    return begin

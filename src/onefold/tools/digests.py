@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -26,17 +27,22 @@ import torch
 
 from onefold.core.flat import storage_order
 from onefold.core.randomness import derive_seed
+from onefold.core.values import Gradients
+from onefold.session.run import RunSetup, RunView
+from onefold.shard.task import Digest, GradientNotes, ShardTask, sum_of_digests
+from onefold.step.hook import Hook
 
 __all__ = [
     "LONGEST",
-    "Digest",
+    "Digesting",
     "GradientDigests",
     "GradientSample",
+    "SampleDigests",
     "WholeDigests",
     "digest_of",
     "digest_of_all",
     "digest_of_whole",
-    "sum_of",
+    "prepare",
 ]
 
 LONGEST = 1024
@@ -44,9 +50,37 @@ LONGEST = 1024
 _LONGEST_WORDS = 4 * LONGEST
 _ODD = 0x9E3779B97F4A7C15
 _OF_NUMPY = (torch.float32, torch.float64)
-_HALF = 1 << 63
-Digest = int | torch.Tensor
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
+    """Digest gradients in a run that is recorded or looked at."""
+    asked = start.context.options.tools.get("inspection")
+
+    def begin(run: RunView) -> Hook | None:
+        # Only the inspected Trainer digests, so that the run takes no longer than the recorded one.
+        looked_at = asked is not None and asked.get("trainer", 0) == run.devices.trainer
+        return Digesting(run) if looked_at or run.recorded_in is not None else None
+
+    return begin
+
+
+class Digesting(Hook):
+    """Has a sample of each shard's gradient digested; on all devices of a run that is recorded.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: RunView) -> None:
+        context = run.engine.context
+        sizes = [parameter.numel() for parameter in context.parts.trained.values()]
+        self._digests = GradientDigests(sizes, context.settings.seed)
+
+    def task(self, task: ShardTask) -> ShardTask:
+        """Say which part of each shard's gradient is digested."""
+        sample = SampleDigests(self._digests.sample_of(task.step))
+        return replace(task, notes=(*task.notes, sample))
 
 
 class GradientSample(NamedTuple):
@@ -58,9 +92,33 @@ class GradientSample(NamedTuple):
     stop: int
     """In elements, as they lie in memory."""
 
-    def digest_of(self, gradient: torch.Tensor) -> Digest:
-        """The digest of the stretch; waits for no device."""
-        return digest_of(gradient, self.start, self.stop)
+
+class SampleDigests(GradientNotes):
+    """Digests the same sample of each shard's gradient; waits for no device.
+
+    Args:
+        sample: the sample of the step.
+    """
+
+    def __init__(self, sample: GradientSample) -> None:
+        self._sample = sample
+        self._found: dict[int, Digest | None] = {}
+
+    def begin(self, shard: int) -> None:
+        """Start a shard."""
+        self._found[shard] = None
+
+    def add(self, shard: int, numbers: Sequence[int], gradients: Gradients) -> None:
+        """Digest the sample if it is in one of these gradients."""
+        number, start, stop = self._sample
+        if number in numbers and (gradient := gradients[numbers.index(number)]) is not None:
+            found = digest_of(gradient, start, stop)
+            self._found[shard] = sum_of_digests(self._found[shard], found)
+
+    def end(self, shard: int, total: torch.Tensor | None) -> Digest | None:
+        """Return the digest of a shard."""
+        found, self._found[shard] = self._found[shard], None
+        return found
 
 
 class GradientDigests:
@@ -117,22 +175,36 @@ def digest_of(gradient: torch.Tensor, start: int, stop: int) -> Digest:
     return (words.to(torch.int64) * _weights_on(words.device)[: len(words)]).sum()
 
 
-class WholeDigests:
-    """What an audit compares of a shard: all bits of its gradients, in whatever order they come."""
+class WholeDigests(GradientNotes):
+    """Digests all bits of the gradients of some shards, in whatever order they arrive.
 
-    def __init__(self) -> None:
-        self._found: dict[int, list[Digest]] = {}
+    Args:
+        shards: the shards to digest.
+    """
 
-    def add(self, numbers: Iterable[int], gradients: Iterable[torch.Tensor | None]) -> None:
-        """Add gradients of parameters, by the parameters' numbers."""
-        for number, gradient in zip(numbers, gradients, strict=True):
-            if gradient is not None:
-                self._found.setdefault(number, []).append(digest_of_whole(gradient))
+    def __init__(self, shards: Collection[int]) -> None:
+        self.shards = shards
+        self.results: dict[int, str] = {}
+        """Digests of each shard's gradients and its part of the loss."""
+        self._found: dict[int, dict[int, list[Digest]]] = {}
 
-    def result(self, total: torch.Tensor | None) -> str:
-        """What is compared, with the shard's part of the loss; waits for the device."""
-        digests = [(number, list(map(int, of))) for number, of in sorted(self._found.items())]
-        return f"{None if total is None else float(total).hex()} {digests}"
+    def begin(self, shard: int) -> None:
+        """Start a shard."""
+        self._found[shard] = {}
+
+    def add(self, shard: int, numbers: Sequence[int], gradients: Gradients) -> None:
+        """Digest gradients of parameters."""
+        if shard in self.shards:
+            for number, gradient in zip(numbers, gradients, strict=True):
+                if gradient is not None:
+                    self._found[shard].setdefault(number, []).append(digest_of_whole(gradient))
+
+    def end(self, shard: int, total: torch.Tensor | None) -> None:
+        """Complete the result of a shard; waits for the device."""
+        if shard in self.shards:
+            found = sorted(self._found.pop(shard).items())
+            digests = [(number, list(map(int, of))) for number, of in found]
+            self.results[shard] = f"{None if total is None else float(total).hex()} {digests}"
 
 
 def digest_of_whole(gradient: torch.Tensor) -> Digest:
@@ -169,15 +241,6 @@ def digest_of_all(tensors: Iterable[torch.Tensor], seed: int) -> int:
         # By an odd factor, so that the order of tensors counts as well.
         found = (found * _ODD + int(digest_of(tensor, start, start + LONGEST))) % (1 << 63)
     return found
-
-
-def sum_of(one: Digest | None, other: Digest | None) -> Digest | None:
-    """The digest of two microbatches of a shard together."""
-    if one is None or other is None:
-        return other if one is None else one
-    if isinstance(one, int) and isinstance(other, int):
-        return (one + other + _HALF) % (2 * _HALF) - _HALF
-    return one + other
 
 
 def _odd_numbers(count: int) -> np.ndarray[Any, Any]:
