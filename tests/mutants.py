@@ -305,8 +305,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "subclasses of optimizers are given parts of parameters",
         "checks/optimizer.py",
-        "type(one) in _BY_ELEMENT and",
-        "isinstance(one, tuple(_BY_ELEMENT)) and",
+        "type(one) in BY_ELEMENT and",
+        "isinstance(one, tuple(BY_ELEMENT)) and",
     ),
     Mutant(
         "an evaluation counts samples that collate has left out",

@@ -37,6 +37,7 @@ RUNS_CODE = """
     launcher/worker.py pickle.loads: as above, to have the path of imports first
     launcher/worker.py runpy.run_module: the user's own, as asked
     launcher/worker.py runpy.run_path: the user's own script
+    core/late.py import_module: our own modules, by the names in its table
     tools/registry.py import_module: our own tools, by the names in its list
     tools/inspection.py runpy.run_path: the user's own function, as asked by --call
     jobs/cli/init.py environment.get_template: our own template, which lies in the package

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from onefold import errors
 from onefold.core.options import RunOptions
-from onefold.launcher.devices import DeviceInfo, Selection, list_devices, select_devices
 from onefold.launcher.environment import current_context, is_launched
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from onefold.core.randomness import same_rng_for_all_shards
     from onefold.core.structure import Broadcast, Scatter
     from onefold.data_order.loader import Loader
+    from onefold.launcher.devices import DeviceInfo, Selection, list_devices, select_devices
     from onefold.launcher.launch import launch, supervise
     from onefold.launcher.workers import Outcome
     from onefold.record import Record
@@ -69,12 +69,14 @@ __version__ = version("onefold")
 
 _HOMES = {
     "Checkpoint": "onefold.checkpoint.resume",
+    "DeviceInfo": "onefold.launcher.devices",
     "Loader": "onefold.data_order.loader",
     "Mean": "onefold.core.mean",
     "LossTerms": "onefold.core.mean",
     "Outcome": "onefold.launcher.workers",
     "Scatter": "onefold.core.structure",
     "Record": "onefold.record",
+    "Selection": "onefold.launcher.devices",
     "Broadcast": "onefold.core.structure",
     "Step": "onefold.step.result",
     "Sum": "onefold.core.mean",
@@ -83,12 +85,14 @@ _HOMES = {
     "build": "onefold.session.build",
     "gather": "onefold.core.gathering",
     "launch": "onefold.launcher.launch",
+    "list_devices": "onefold.launcher.devices",
     "load_weights": "onefold.weights.load",
     "losses": "onefold.losses",
     "same_rng_for_all_shards": "onefold.core.randomness",
+    "select_devices": "onefold.launcher.devices",
     "supervise": "onefold.launcher.launch",
 }
-"""Where the names are that need PyTorch, or start processes."""
+"""Modules of the names that are imported at first use."""
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ from onefold.core import wire
 from onefold.core.calldigest import Call, CallDigest
 from onefold.core.flat import fingerprint_of
 from onefold.core.jsonvalue import to_json
+from onefold.core.late import load
 from onefold.core.randomness import forked_generators
 from onefold.core.settings import (
     BufferRule,
@@ -25,7 +26,7 @@ from onefold.core.settings import (
     SchedulerEvery,
     Settings,
 )
-from onefold.data_order.from_dataloader import DataSource, TorchNames, choose
+from onefold.data_order.arguments import DataSource, TorchNames, choose
 from onefold.data_order.indexed import BatchFunction, FunctionBatches
 from onefold.data_order.loader import Loader
 from onefold.data_order.reader import Collate, SizedDataset, as_it_is
@@ -401,11 +402,10 @@ class Trainer:
         >>> trainer.evaluate(score, torch.ones(5, 2), batch_size=4)
         {'positive': 1.0}
         """
-        from onefold.passes.evaluation import evaluate
-
         chosen = choose(
             dataset, names, batch_size=batch_size, workers=workers, collate=collate, in_order=True
         )
+        evaluate = load("passes.evaluation").evaluate
         return self._session.over_data(Call.EVALUATE, evaluate, score, model, chosen)
 
     def predict(
@@ -441,11 +441,10 @@ class Trainer:
         >>> said["sum"]
         tensor([2., 2., 2., 2., 2.])
         """
-        from onefold.passes.evaluation import predict
-
         chosen = choose(
             dataset, names, batch_size=batch_size, workers=workers, collate=collate, in_order=True
         )
+        predict = load("passes.evaluation").predict
         return self._session.over_data(Call.PREDICT, predict, function, model, chosen)
 
     @property
@@ -597,11 +596,10 @@ class Trainer:
         >>> said["y"].shape
         torch.Size([5, 1])
         """
-        from onefold.core.averaging import AverageRule
-
         session = self._session
         loss = "" if after is None else session.parts.loss_name(after)
-        rule = AverageRule.chosen(decay=decay, mean=mean, every=every, after=loss)
+        average_rule = load("core.averaging").AverageRule
+        rule = average_rule.chosen(decay=decay, mean=mean, every=every, after=loss)
         session.averaging.check_begin(rule)
         with session.telling_others():
             session.averaging.begin(rule, self.steps + 1)
@@ -782,9 +780,7 @@ class Trainer:
         >>> trainer.load(directory).extra
         {'note': 'first try'}
         """
-        from onefold.checkpoint.folder import Keeping
-
-        keeping = Keeping.checked(keep, best, scores or {})
+        keeping = load("checkpoint.folder").Keeping.checked(keep, best, scores or {})
         copied = to_json(extra, "extra")
         session = self._session
         return session.save(Path(directory), keeping=keeping, wait=wait, extra=copied)

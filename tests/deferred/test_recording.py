@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from onefold.deferred.access import deferred_of
 from onefold.deferred.recording import Recording
-from onefold.deferred.values import deferred_of
 from onefold.system.allocator import SparseAllocator
 from onefold_jobs.models.resnet import resnet18
 from tests.tables import for_each

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from onefold.core.flat import lay_out
+from onefold.deferred.access import deferred_of
 from onefold.deferred.recipe import Recipe, RecordedCall, Reference, View
-from onefold.deferred.values import DeferredValues, defer, deferred_of
+from onefold.deferred.values import DeferredValues, defer
 from onefold.placement.distribute import values_of_entry
 from onefold.system.allocator import SparseAllocator
 from tests.tables import for_each

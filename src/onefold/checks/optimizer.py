@@ -13,27 +13,24 @@ import inspect
 import torch
 
 from onefold.update.optimizers import TAKEN, has_own_step, optimizers_in
-from onefold.update.script_updates import ByScript
 
-__all__ = ["check_optimizer", "updates_by_element"]
+__all__ = ["BY_ELEMENT", "check_optimizer", "updates_by_element"]
 
 
-_BY_ELEMENT = frozenset(
-    {
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        torch.optim.Adagrad,
-        torch.optim.Adadelta,
-        torch.optim.RMSprop,
-        torch.optim.ASGD,
-        torch.optim.Rprop,
-        ByScript,
-    }
-)
+BY_ELEMENT: set[type[torch.optim.Optimizer]] = {
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+}
+"""Classes that update each element from that element alone. Other modules may add theirs."""
 _LOW = {torch.bfloat16, torch.float16}
 
 
@@ -42,7 +39,7 @@ def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
     # The exact type: a subclass may override step() and look at a whole parameter, or at its norm;
     # and so may a hook.
     each = optimizers_in(optimizer).values()
-    return all(type(one) in _BY_ELEMENT and not has_own_step(one) for one in each)
+    return all(type(one) in BY_ELEMENT and not has_own_step(one) for one in each)
 
 
 def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:

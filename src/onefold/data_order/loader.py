@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from onefold.core.batch import DataPass, ShardedBatch
+from onefold.core.late import load
 from onefold.core.shard import Shares
 from onefold.data_order.indexed import Choices, FunctionBatches, Indexed, Items
 from onefold.data_order.order import Order
@@ -393,9 +394,9 @@ def source_of(
             f"shuffle in it: a buffer from which it yields at random, or the order of its files"
         )
     drop_last = bool(choices.get("drop_last"))
-    from onefold.data_order.stream import Stream
-
-    return Stream(dataset, collate, seed, choices.get("batch_size"), drop_last=drop_last)
+    size, stream = choices.get("batch_size"), load("data_order.stream").Stream
+    made: Stream = stream(dataset, collate, seed, size, drop_last=drop_last)
+    return made
 
 
 def _is_loader(dataset: Any) -> bool:

@@ -10,7 +10,10 @@ import torch
 
 from onefold.core.structure import tensors_of, with_tensors
 
-__all__ = ["AccessHook", "NotResident", "Replace"]
+__all__ = ["DEFERRED", "AccessHook", "NotResident", "Replace", "deferred_of"]
+
+DEFERRED = "onefold_undrawn"
+"""Attribute of a parameter that has its `DeferredValues`."""
 
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
@@ -126,3 +129,8 @@ class AccessHook:
             "__reduce_ex__": reduce,
         }
         return type(kind.__name__, (kind,), members)
+
+
+def deferred_of(parameter: torch.Tensor) -> Any:
+    """Return the `DeferredValues` of a parameter; None for a plain parameter."""
+    return getattr(parameter, DEFERRED, None)

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 import torch
 
 from onefold.core.flat import storage_order
-from onefold.deferred.access import AccessHook
+from onefold.deferred.access import DEFERRED, AccessHook, deferred_of
 from onefold.deferred.recipe import Recipe, View
 from onefold.system.allocator import SparseAllocator
 
-__all__ = ["DeferredValues", "defer", "deferred_of", "revealed"]
+__all__ = ["DeferredValues", "defer", "revealed"]
 
-_NAME = "onefold_undrawn"
 _ABOUT_MEMORY = frozenset(
     [
         *(torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset),
@@ -67,14 +66,8 @@ class DeferredValues:
 
 def defer(parameter: torch.nn.Parameter, values: DeferredValues) -> None:
     """Have a parameter's values be drawn when somebody needs them."""
-    setattr(parameter, _NAME, values)
+    setattr(parameter, DEFERRED, values)
     _PARAMETERS.hide([parameter])
-
-
-def deferred_of(parameter: torch.Tensor) -> DeferredValues | None:
-    """The values of a parameter, if they are not drawn yet."""
-    found: DeferredValues | None = getattr(parameter, _NAME, None)
-    return found
 
 
 @contextmanager
@@ -86,7 +79,7 @@ def revealed(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     waiting = [(each, values) for each in parameters if (values := deferred_of(each)) is not None]
     for parameter, _ in waiting:
         _PARAMETERS.show([parameter])
-        delattr(parameter, _NAME)
+        delattr(parameter, DEFERRED)
     try:
         yield
     except BaseException:

@@ -24,6 +24,7 @@ import torch
 from onefold.core.assignment import Assignment, Devices
 from onefold.core.flat import FlatTensors
 from onefold.core.fold import Published
+from onefold.core.late import load
 from onefold.core.shard import Shares
 from onefold.core.storage import Storage
 from onefold.exchange.exchange import Exchange
@@ -68,10 +69,8 @@ def join(
     if len(devices.own) == len(devices.all):
         alone = LocalTransport(assignment.devices[0], allocator)
         return exchange_over(alone, storage, start, assignment)
-    from onefold.exchange.others import join_others
-
-    in_common = has_memory_in_common(devices)
-    transport = join_others(assignment, devices, timeout_s, allocator, in_common=in_common)
+    others, in_common = load("exchange.others"), has_memory_in_common(devices)
+    transport = others.join_others(assignment, devices, timeout_s, allocator, in_common=in_common)
     try:
         compare(transport.all_gather_objects({devices.own[0]: description}))
         return exchange_over(transport, storage, start, assignment)
@@ -109,9 +108,8 @@ def exchange_over(
         if has_stages:
             stages = LocalStageExchange(storage, assignment, copies=allocator.on_disk)
     else:
-        from onefold.exchange.others import memory_with_others
-
-        memory, stages = memory_with_others(transport, storage, start, assignment)
+        others = load("exchange.others")
+        memory, stages = others.memory_with_others(transport, storage, start, assignment)
     reduction = BlockReduction(memory) if stages is None else StageReduction(stages, memory)
     return Exchange(memory, transport, reduction)
 

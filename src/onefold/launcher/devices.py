@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -29,11 +28,11 @@ from typing import Any
 from onefold.errors import LaunchError
 from onefold.launcher.environment import is_by_bus, visible_gpus
 from onefold.system import cuda
+from onefold.system.process import cores
 
 __all__ = [
     "DeviceInfo",
     "Selection",
-    "cores",
     "emptiest_gpu",
     "list_devices",
     "select_devices",
@@ -86,11 +85,6 @@ class Selection:
     devices: tuple[str, ...]
     may_leave: bool = False
     """Whether devices may be left out, as the user did not ask for a number of them."""
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def list_devices() -> list[DeviceInfo]:

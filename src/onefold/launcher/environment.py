@@ -25,18 +25,12 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from onefold.core.context import LaunchContext
+from onefold.core.late import load
 from onefold.core.options import DEFAULT_PLACEMENT, RunOptions
 from onefold.errors import LaunchError
-from onefold.launcher.foreign_launchers import others_of, slurm_task
-from onefold.system.caches import (
-    INDUCTOR,
-    check_named,
-    default_of_torch,
-    other_caches,
-    place_of_code,
-)
 from onefold.system.process import NOTICES, STOP_SIGNALS, TOOLS_VARIABLE
 
 __all__ = [
@@ -61,6 +55,7 @@ CONTEXT_VARIABLE = "ONEFOLD_CONTEXT"
 SECRET_VARIABLE = "ONEFOLD_SECRET"
 PLACEMENT_VARIABLE, OFFLOAD_DIR_VARIABLE = "ONEFOLD_PLACEMENT", "ONEFOLD_OFFLOAD_DIR"
 STOP_VARIABLE = "ONEFOLD_STOP_SIGNAL"
+_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 _SECRET_LENGTH = 16
 STARTED_IN = os.getcwd() if os.path.isdir(".") else ""
 """The working directory as the program began; empty where it is gone."""
@@ -68,6 +63,12 @@ _OF_KERNELS = (
     *("ATEN_", "CUBLAS", "CUDNN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_TF32_", "OMP_"),
     *("ONEDNN_", "PYTORCH_", "TORCH_"),
 )
+_TORCH = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_FOREIGN = (
+    *("AZUREML_", "BEAKER_", "DSTACK_", "FLUX_", "HOROVOD_", "JSM_", "LWS_", "MV2_", "OMPI_"),
+    *("PALS_", "PET_", "PMI", "SKYPILOT_", "SLURM_", "SM_"),
+)
+"""How variables of other launchers begin; see `onefold.launcher.foreign_launchers`."""
 _CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
@@ -79,15 +80,18 @@ def read_context(environment: Mapping[str, str]) -> LaunchContext:
     """
     if CONTEXT_VARIABLE in environment:
         return LaunchContext.from_json(environment[CONTEXT_VARIABLE])
-    others = others_of(environment)
+    foreign = load("launcher.foreign_launchers") if _is_foreign(environment) else None
+    others: Any = foreign.others_of(environment) if foreign else None
     # Before Slurm's: where srun has started torchrun, the devices are what torchrun starts.
     environment = {**environment, **_of_pod(environment)}
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+    if environment.keys() >= _TORCH:
         context = _read_torch(environment)
         # Processes of one node, where a launcher has started several nodes.
-        beside = others.of_nodes and context.one_host
+        beside = others and others.of_nodes and context.one_host
         return replace(context, others=others.words if beside else "")
-    task = slurm_task(environment)
+    if foreign is None:
+        return LaunchContext(options=options_of(environment))
+    task = foreign.slurm_task(environment)
     # An mpirun inside of a job may start its helpers by srun, whose variables they hand on.
     if task is not None and (others.of_nodes or others.number in (0, task.size)):
         # A job script often names the address, as the one who wrote it knows the network.
@@ -98,6 +102,13 @@ def read_context(environment: Mapping[str, str]) -> LaunchContext:
         )
     options = options_of(environment)
     return LaunchContext(options=options, others=others.words, refusal=others.refusal)
+
+
+def _is_foreign(environment: Mapping[str, str]) -> bool:
+    """Whether there are variables of another launcher, or not all of PyTorch's."""
+    if "WORLD_SIZE" in environment and not environment.keys() >= _TORCH:
+        return True
+    return any(name.startswith(_FOREIGN) for name in environment)
 
 
 def _of_pod(environment: Mapping[str, str]) -> Mapping[str, str]:
@@ -317,22 +328,22 @@ def have_private_caches(otherwise: Callable[[], str]) -> str:
     Raises:
         ValueError: the user has named a folder that another user could change.
     """
-    run = _code_of_run(current_context())
+    caches, run = load("system.caches"), _code_of_run(current_context())
     # What was chosen here for a Trainer before this one is not the user's choice.
     user = {name: value for name, value in os.environ.items() if _chosen.get(name) != value}
-    place = user.get(INDUCTOR)
+    place = user.get(_INDUCTOR)
     # PyTorch itself sets it when its compiler is loaded.
-    if not place or place in (default_of_torch(), run):
+    if not place or place in (caches.default_of_torch(), run):
         try:
-            place = str(place_of_code(user))
+            place = str(caches.place_of_code(user))
         except (ValueError, OSError) as error:
             place = run or otherwise()
             _log.info("compiled code is not kept for the next run: %s", error)
-        _chosen[INDUCTOR] = place
+        _chosen[_INDUCTOR] = place
     else:
-        check_named(INDUCTOR, place)
-    _chosen.update(other_caches(user, Path(place)))
-    os.environ.update({**_chosen, INDUCTOR: place})
+        caches.check_named(_INDUCTOR, place)
+    _chosen.update(caches.other_caches(user, Path(place)))
+    os.environ.update({**_chosen, _INDUCTOR: place})
     return place
 
 
@@ -350,8 +361,8 @@ def worker_environment(context: LaunchContext) -> dict[str, str]:
     environment = dict(os.environ)
     environment[CONTEXT_VARIABLE] = context.to_json()
     # PyTorch makes its folder as soon as its compiler is loaded, wherever that may be.
-    if environment.get(INDUCTOR) in (None, "", default_of_torch()):
-        environment[INDUCTOR] = _code_of_run(context)
+    if environment.get(_INDUCTOR) in (None, "", load("system.caches").default_of_torch()):
+        environment[_INDUCTOR] = _code_of_run(context)
     # CUDA's default order is by speed, and so not that of NVML, by which devices were chosen.
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     # Read when cuBLAS is loaded: with other workspaces its results may differ from run to run.

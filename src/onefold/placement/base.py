@@ -25,6 +25,7 @@ import torch
 from onefold.core.assignment import Assignment, Devices
 from onefold.core.batch import ShardedBatch
 from onefold.core.calldigest import Call
+from onefold.core.late import load
 from onefold.core.placements import implementation_of
 from onefold.core.settings import Settings
 from onefold.core.storage import Storage
@@ -32,7 +33,6 @@ from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Start
 from onefold.placement.context import StepContext
-from onefold.placement.distribute import distribute_entries, distribute_masters
 from onefold.shard.modelparts import ModelParts
 from onefold.shard.replica import Replica
 from onefold.shard.stages import StageModules
@@ -235,9 +235,11 @@ class Placement(ABC):
     ) -> None:
         """Bring the lead's values to owners whose models have none, or rounded ones."""
         if exchange.memory.is_partitioned:
-            distribute_entries(start, update, exchange, leads=self.devices.has_lead)
+            entries = load("placement.distribute").distribute_entries
+            entries(start, update, exchange, leads=self.devices.has_lead)
         elif update.storage.rounds:
-            distribute_masters(start, update, exchange, assignment, self.devices)
+            masters = load("placement.distribute").distribute_masters
+            masters(start, update, exchange, assignment, self.devices)
 
     def start(self, context: StepContext) -> None:
         """Take over the run's memory, in which the model lies now."""

@@ -32,13 +32,14 @@ import torch
 from onefold.checks.model import check_device
 from onefold.core.assignment import Devices
 from onefold.core.context import LaunchContext
+from onefold.core.late import load
 from onefold.core.settings import Settings
 from onefold.core.shard import Shares
 from onefold.errors import LaunchError
-from onefold.launcher.devices import cores, emptiest_gpu
 from onefold.launcher.environment import allocator_chosen, have_cublas_repeat, visible_gpus
 from onefold.launcher.membership import hush_and_report
 from onefold.system import accelerator
+from onefold.system.process import cores
 from onefold.system.words import counted
 
 __all__ = ["check_devices", "choose_devices", "settle_process", "shares_of"]
@@ -192,7 +193,9 @@ def _default(module: torch.nn.Module) -> torch.device:
     placed = next((p.device for p in module.parameters()), torch.device("cpu"))
     if placed.type != "cpu" or not (seen := accelerator.count()):
         return placed
-    return torch.device(accelerator.kind(), emptiest_gpu() if seen > 1 else 0)
+    return torch.device(
+        accelerator.kind(), load("launcher.devices").emptiest_gpu() if seen > 1 else 0
+    )
 
 
 def _checked(named: object) -> torch.device:
@@ -235,9 +238,7 @@ def check_devices(devices: Iterable[torch.device], settings: Settings) -> None:
     for device in devices:
         check_device(settings.precision, device)
         if settings.compile:
-            from onefold.shard.compiling import check_compiler
-
-            check_compiler(device)
+            load("shard.compiling").check_compiler(device)
 
 
 def shares_of(devices: Devices, shards: int, counts: Sequence[int] | None) -> Shares:

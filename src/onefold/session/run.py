@@ -14,6 +14,7 @@ import torch
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
 from onefold.core.context import LaunchContext
+from onefold.core.late import load
 from onefold.core.settings import Settings
 from onefold.data_order.position import Position
 from onefold.exchange.progress import Progress
@@ -95,12 +96,11 @@ class RunView:
     @cached_property
     def checkpoints(self) -> Checkpoints:
         """Saves and loads the run."""
-        from onefold.checkpoint.resume import Checkpoints
-
-        return Checkpoints(
+        made: Checkpoints = load("checkpoint.resume").Checkpoints(
             *(self.engine, self.averaging(), self.devices, self.position, self.scheduler),
             note=lambda *about: self.note_checkpoint(*about),
         )
+        return made
 
     @property
     def has_checkpoints(self) -> bool:

@@ -29,6 +29,7 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.calldigest import Call
 from onefold.core.context import LaunchContext
+from onefold.core.late import load
 from onefold.core.settings import Settings
 from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position
@@ -47,7 +48,6 @@ from onefold.step.hook import Asked
 from onefold.step.result import Step, StepResult
 from onefold.system.words import script_line
 from onefold.update.scheduler import RunScheduler
-from onefold.update.script_updates import NO_STEP, ByScript, chosen_optimizer
 from onefold.watch.timing import Span
 
 if TYPE_CHECKING:
@@ -97,7 +97,11 @@ class Session:
         tools.adjust(start)
         # Refused before any device is used or another device is contacted.
         user.check(start.settings)
-        start.optimizer = optimizer = chosen_optimizer(user.optimizer, user.module, context.options)
+        optimizer = user.optimizer
+        if optimizer is None:
+            stand_in = load("session.script_updates").stand_in
+            optimizer = stand_in(user.module, context.options)
+        start.optimizer = optimizer
         tools.prepare(start)
         self.settings, self.parts = settings, user = start.settings, user
         self.devices = choose_devices(context, devices, shards=settings.shards, module=user.module)
@@ -157,23 +161,21 @@ class Session:
     @cached_property
     def changes(self) -> Modifying:
         """The block in which a script may change the model."""
-        from onefold.passes.modifying import Modifying
-
-        return Modifying(self.engine)
+        made: Modifying = load("passes.modifying").Modifying(self.engine)
+        return made
 
     @cached_property
     def averaging(self) -> Averaging:
         """The averages of the model, if the run keeps any."""
-        from onefold.passes.averaged import Averaging
-
-        return Averaging(self.engine)
+        made: Averaging = load("passes.averaged").Averaging(self.engine)
+        return made
 
     @cached_property
     def gradients(self) -> GradientSteps:
         """Which calls of `gradient` belong to one step."""
-        from onefold.session.gradientsteps import GradientSteps
-
-        return GradientSteps(on_lead=self.devices.has_lead)
+        made: GradientSteps
+        made = load("session.gradientsteps").GradientSteps(on_lead=self.devices.has_lead)
+        return made
 
     def set_shares(self, counts: Sequence[int]) -> None:
         """Have each device run this many shards from the next batch on.
@@ -207,14 +209,13 @@ class Session:
         chosen: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Make a call over a data set, in its order, which all devices must make."""
-        from onefold.passes.evaluation import DataCall
-
         part = self.parts.on_part(function, model)
         batches = self.batches.loader(**chosen)
         with self.telling_others():
             self.engine.check_last_step()
             size = batches.track.size
-            made = DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
+            make = load("passes.evaluation").DataCall
+            made = make(call, self.position.step + 1, size.samples, size.batch_size, function)
             key, data = (call, function, model), batches.dataset
             asked = Asked("result", words=call.words, key=key, data=data)
             found: dict[str, Any] = self.hooks.call(
@@ -268,23 +269,22 @@ class Session:
                 "update_bn runs the model by the loss, and this Trainer has several: expected the "
                 "block without update_bn, where statistics are averaged like everything else"
             )
-        from onefold.passes.evaluation import DataCall
-        from onefold.passes.statistics import recompute_statistics
-
         # Before anything is shown: what is unusable is refused here.
         batches = self.batches.loader(data, collate, batch_size=batch_size, workers=workers)
         with self.hooks.around(asked), self.averaging.block(step, recomputes=True):
             size = batches.track.size
-            call = DataCall(Call.UPDATE_BN, step, size.samples, size.batch_size, self.engine.loss)
-            work = partial(recompute_statistics, self.engine, batches, call)
+            make = load("passes.evaluation").DataCall
+            call = make(Call.UPDATE_BN, step, size.samples, size.batch_size, self.engine.loss)
+            recompute = load("passes.statistics").recompute_statistics
+            work = partial(recompute, self.engine, batches, call)
             self.hooks.call(Asked("statistics"), work)
             yield
 
     def step(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
         """Make one update; see `Trainer.step`."""
         name = self.parts.loss_name(loss)
-        if isinstance(self.engine.context.update.optimizer, ByScript):
-            raise RuntimeError(NO_STEP)
+        if self.parts.optimizer is None:
+            raise RuntimeError(load("session.script_updates").NO_STEP)
         asked = Asked("step", given=batch, name=name, dim=dim)
         step: Step = self.hooks.call(asked, partial(self._step, asked))
         return step
@@ -309,12 +309,11 @@ class Session:
 
     def gradient(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
         """Leave a batch's gradient in ``.grad``; see `Trainer.gradient`."""
-        from onefold.session.gradientsteps import Place
-
         name = self.parts.loss_name(loss)
         self.engine.take_spans()
         with self.telling_others():
-            place = Place(self.position.step, self.changes.number, self.changes.blocks)
+            make = load("session.gradientsteps").Place
+            place = make(self.position.step, self.changes.number, self.changes.blocks)
             begins = not self.gradients.goes_on(batch, place, name)
         asked = Asked("gradient", given=batch, name=name, dim=dim, begins=begins)
         note = partial(self.gradients.note, batch, place, name, begins=begins)
@@ -439,9 +438,7 @@ class Session:
         except RunStopped:
             raise  # on all devices alike, and everything is saved
         except BaseException as error:
-            from onefold.system.output import show_output
-
-            show_output()  # the script may print what it catches
+            load("system.output").show_output()  # the script may print what it catches
             if but is None or not isinstance(error, but):
                 # Alone, nobody else is left waiting: a script that survives the error may go on.
                 self._left |= self.engine.context.with_others

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.checks.model import check_model, check_precision
 from onefold.checks.optimizer import check_optimizer
+from onefold.core.late import load
 from onefold.core.settings import Settings
 from onefold.launcher.environment import have_private_caches
 from onefold.launcher.membership import folder_until_the_end
@@ -20,7 +21,6 @@ from onefold.shard.task import LossFunction
 from onefold.system.compilers import keep_code_in
 from onefold.update.optimizers import Optimizers, Schedulers, optimizers_in
 from onefold.update.scheduler import check_scheduler
-from onefold.update.script_updates import check_by_script
 
 __all__ = ["GivenOptimizer", "GivenScheduler", "UserParts", "keep_code_private"]
 
@@ -87,7 +87,7 @@ class UserParts:
         """
         check_model(self.module)
         if self.optimizer is None:
-            check_by_script(self.scheduler, settings.precision)
+            load("session.script_updates").check_by_script(self.scheduler, settings.precision)
         else:
             for each in optimizers_in(self.optimizer).values():
                 check_optimizer(each, self.module)
@@ -102,9 +102,7 @@ class UserParts:
                     f"expected {where} to be a function of model and batch, got {loss!r}"
                 )
         if settings.compile:
-            from onefold.shard.compiling import check_layers
-
-            check_layers(self.module)
+            load("shard.compiling").check_layers(self.module)
         if len(self.losses) > 1 and settings.microbatch == "auto":
             raise ValueError(
                 'microbatch="auto" looks for the largest microbatches of one loss, and this '

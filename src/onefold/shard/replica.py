@@ -31,6 +31,7 @@ import torch
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import FlatTensors
 from onefold.core.gathering import Gatherer, Gathers, Refusing, gathering
+from onefold.core.late import load
 from onefold.core.mean import Contribution, LateWeight, known, seeing_whole_batch, weigh
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.settings import AS_GIVEN, Precision, added_up_in
@@ -460,9 +461,8 @@ class Replica:
     def explain(self, error: Exception, shard: int, batch: ShardedBatch, where: str) -> None:
         """Note where an error was raised; raise its cause instead, if a buffer was resized."""
         error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
-        from onefold.shard.advice import advice_on
-
-        advice = advice_on(error, samples=batch.count_of(shard).samples, shards=batch.shares.shards)
+        samples, shards = batch.count_of(shard).samples, batch.shares.shards
+        advice = load("shard.advice").advice_on(error, samples=samples, shards=shards)
         if advice:
             error.add_note(advice)
         self.buffers.check_shapes()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 
 import torch
@@ -28,10 +29,11 @@ from onefold.checks.model import held_in
 from onefold.checks.optimizer import updates_by_element
 from onefold.core.assignment import Assignment, Devices
 from onefold.core.flat import lay_out, named_tensors, own_name, tensor_digests
+from onefold.core.late import load
 from onefold.core.settings import Settings
 from onefold.core.shard import Shares
 from onefold.core.storage import Storage, cut_segments, divides_evenly
-from onefold.deferred.values import deferred_of, revealed
+from onefold.deferred.access import deferred_of
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
 from onefold.exchange.memory import Start
@@ -155,7 +157,9 @@ def assemble(
     )
     joined(exchange)
     memory = exchange.memory
-    with revealed(parts.named.values()):
+    named = parts.named.values()
+    undrawn = any(deferred_of(each) is not None for each in named)
+    with load("deferred.values").revealed(named) if undrawn else nullcontext():
         trained, other, precision = memory.trained, memory.other, settings.precision
         cut = layout.modules if storage.early is None else layout.early
         replicas = [

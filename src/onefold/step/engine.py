@@ -27,6 +27,7 @@ from onefold.core.assignment import Assignment
 from onefold.core.batch import ShardedBatch
 from onefold.core.calldigest import Agreed, Call, CallDigest
 from onefold.core.flat import names_with_nan, own_name
+from onefold.core.late import load
 from onefold.core.values import ShardResult, StepWeight, total_weight
 from onefold.errors import DisagreementError
 from onefold.placement.base import Before, Placement, StepTotals
@@ -96,10 +97,9 @@ class Engine:
         """Meets the other devices."""
         self._comparison: EagerComparison | None = None
         if settings.compile:
-            from onefold.shard.compiling import EagerComparison
-
+            make = load("shard.compiling").EagerComparison
             by_user = context.compilers.by_user
-            self._comparison = EagerComparison(settings, self.external, notes=not by_user)
+            self._comparison = make(settings, self.external, notes=not by_user)
         self.rules = GradientRules(settings, update)
         """What is done to each gradient."""
         self._cuts_shards = settings.microbatch is not None
@@ -110,9 +110,7 @@ class Engine:
         watched &= last.device.type != "cpu"
         self._launches: LaunchWatch | None = None
         if watched:
-            from onefold.watch.launches import LaunchWatch
-
-            self._launches = LaunchWatch(last.number, last.watch)
+            self._launches = load("watch.launches").LaunchWatch(last.number, last.watch)
         self._has_warned = False
         self._updating = self._interrupted = False
         self._nan_before = _nan_buffers(context.module)
@@ -326,23 +324,20 @@ class Engine:
     @cached_property
     def microbatches(self) -> MicrobatchSearch:
         """Into microbatches of how many samples shards are run."""
-        from onefold.step.microbatch import MicrobatchSearch
-
-        return MicrobatchSearch(self.context)
+        made: MicrobatchSearch = load("step.microbatch").MicrobatchSearch(self.context)
+        return made
 
     @cached_property
     def _joint(self) -> JointShards:
         """Computes shards that see each other, or that need several divisors."""
-        from onefold.step.joint import JointShards
-
-        return JointShards(self.context)
+        made: JointShards = load("step.joint").JointShards(self.context)
+        return made
 
     @cached_property
     def _values(self) -> ValueTrade:
         """Knows what losses return beside themselves."""
-        from onefold.step.rows import ValueTrade
-
-        return ValueTrade(self.context)
+        made: ValueTrade = load("step.rows").ValueTrade(self.context)
+        return made
 
     def _around_update(
         self, optimizer: torch.optim.Optimizer, segments: Sequence[torch.Tensor]

@@ -25,6 +25,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.flat import all_finite
+from onefold.core.late import load
 from onefold.core.settings import Settings
 from onefold.core.values import ShardResult
 from onefold.errors import GradientError, LossError
@@ -189,9 +190,8 @@ def _bad_loss(totals: torch.Tensor, batch: ShardedBatch, step: int) -> str:
     """
     for shard, total in enumerate(totals.tolist()):
         if not math.isfinite(total):
-            from onefold.shard.advice import ONE_SAMPLE
-
-            alone = f". {ONE_SAMPLE}" if batch.size_of(shard) == 1 < batch.samples else ""
+            advice = load("shard.advice").ONE_SAMPLE
+            alone = f". {advice}" if batch.size_of(shard) == 1 < batch.samples else ""
             return (
                 f"the loss of step {step}, shard {shard} is {total}: expected a finite number for "
                 f"{batch.describe(shard)}{alone}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from onefold.core.late import load
 from onefold.core.settings import Settings
 from onefold.shard.task import LossFunction
 from onefold.update.optimizers import Optimizers
@@ -50,8 +51,7 @@ def objectives_of(
     """
     made = {}
     if settings.compile:
-        from onefold.shard.compiling import compiled
-
+        compiled = load("shard.compiling").compiled
         losses = {name: compiled(loss, settings) for name, loss in losses.items()}
     for number, (name, loss) in enumerate(losses.items()):
         left_out: tuple[int, ...] = ()

@@ -41,6 +41,7 @@ __all__ = [
     "Stillness",
     "StopSignals",
     "Stopped",
+    "cores",
     "ctrl_c_as_before",
     "ctrl_c_later",
     "die_with_parent",
@@ -252,6 +253,11 @@ def requests_by_signals(names: tuple[str, ...]) -> list[bool]:
             ", ".join(names),
         )
     return came
+
+
+def cores() -> int:
+    """Number of processor cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 class StopSignals:

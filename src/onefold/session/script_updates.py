@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from onefold.checks.optimizer import BY_ELEMENT
 from onefold.core.options import RunOptions
 from onefold.core.settings import Precision
 
-__all__ = ["NO_STEP", "ByScript", "check_by_script", "chosen_optimizer"]
+__all__ = ["NO_STEP", "ByScript", "check_by_script", "stand_in"]
 
 NO_STEP = (
     "trainer.step was called of a Trainer that was made with None for its optimizer, so that the "
@@ -41,6 +42,10 @@ class ByScript(torch.optim.Optimizer):
         raise RuntimeError(NO_STEP)
 
 
+# Which elements a device has makes no difference: it updates none.
+BY_ELEMENT.add(ByScript)
+
+
 def check_by_script(scheduler: LRScheduler | None, precision: Precision) -> None:
     """Refuse what a Trainer without an optimizer cannot do.
 
@@ -61,21 +66,16 @@ def check_by_script(scheduler: LRScheduler | None, precision: Precision) -> None
         )
 
 
-def chosen_optimizer(
-    optimizer: torch.optim.Optimizer | None, module: torch.nn.Module, options: RunOptions
-) -> torch.optim.Optimizer:
-    """Return the user's optimizer, or what stands in for it where there is none.
+def stand_in(module: torch.nn.Module, options: RunOptions) -> ByScript:
+    """Return the stand-in for the optimizer of a script that has its own.
 
     Args:
-        optimizer: the user's; None if the script makes the updates.
         module: the user's model.
         options: say whether the launcher is to save the run by itself.
 
     Raises:
-        ValueError: there is none, and the launcher would save the run without its state.
+        ValueError: the launcher would save the run without the state of the script's optimizer.
     """
-    if optimizer is not None:
-        return optimizer
     if options.checkpoint:
         raise ValueError(
             "onefold run --checkpoint saves the state of Trainer's optimizer, and this Trainer was "

@@ -1,0 +1,52 @@
+"""Modules that are imported when a run first needs them, in one table.
+
+The kernel is what a plain run needs; ``tests/test_kernel.py`` trains without anything else. A
+module of the kernel reaches the others through `load`, and through the registries of placements
+and tools, so that a reader finds every late import here.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["LATE", "load"]
+
+LATE = {
+    "checkpoint.folder": "trainer.save keeps the best checkpoints",
+    "checkpoint.resume": "the run is saved or loaded",
+    "core.averaging": "the weights are averaged",
+    "data_order.from_dataloader": "a loader is made from PyTorch's DataLoader",
+    "data_order.stream": "the data is a stream",
+    "deferred.values": "the model is built without values",
+    "exchange.others": "the run has other processes",
+    "launcher.devices": "the process chooses among several GPUs",
+    "launcher.foreign_launchers": "the environment has variables of another launcher",
+    "passes.averaged": "the averages are shown or saved",
+    "passes.evaluation": "the script evaluates or predicts",
+    "passes.modifying": "the script changes the model",
+    "passes.statistics": "batch-norm statistics of the averages are computed",
+    "placement.distribute": "owners have no values of their segments, or rounded ones",
+    "session.gradientsteps": "the script asks for gradients",
+    "shard.advice": "a step fails",
+    "shard.compiling": "the loss is compiled",
+    "step.joint": "the loss gathers, or has several divisors",
+    "step.microbatch": "shards run in microbatches",
+    "step.rows": "the loss returns values in addition to the loss",
+    "system.caches": "PyTorch's compiler is used",
+    "system.output": "output of the script was held back",
+    "session.script_updates": "the script updates the parameters itself",
+    "watch.launches": "an accelerator computes alone",
+}
+"""Modules below ``onefold``, and when each is imported."""
+
+
+def load(name: str) -> Any:
+    """Import a module of `LATE`.
+
+    >>> load("shard.advice").__name__
+    'onefold.shard.advice'
+    """
+    if name not in LATE:
+        raise KeyError(f"{name} is not a module of onefold.core.late.LATE")
+    return import_module(f"onefold.{name}")
