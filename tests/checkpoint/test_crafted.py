@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import onefold
+from onefold.core.settings import ALLOWED_AS
 from onefold.errors import CheckpointError
 from onefold.system.safe_files import RECORD_BYTES
 from tests.checkpoint.folders import names_in, reseal, seal
@@ -135,7 +136,7 @@ TOP = (
 )
 """What every record has, apart from ``extra``, which may be anything."""
 BAD: list[tuple[Path_, object, str]] = [
-    *(((name,), OUT, f"{name} is missing") for name in (*TOP, "extra")),
+    *(((name,), OUT, f"{name} is missing") for name in {*TOP, *ALLOWED_AS, "extra"}),
     *(((name,), True, name) for name in TOP),
     *(
         (("optimizer", name), OUT, f"optimizer.{name} is missing")
@@ -145,6 +146,7 @@ BAD: list[tuple[Path_, object, str]] = [
         (("position", 0, name), OUT, f"position[0].{name} is missing")
         for name in ("made_in_epoch", "number", "loader", "size", "passes")
     ),
+    (("compile",), 1, "expected compile to be `bool`, got 1"),
     (("format",), "1", "format"),
     (("step",), -1, "expected step to be `int` >= 0, got -1"),
     (("step",), 1 << 62, f"step to be `int` <= {(1 << 62) - 1}, got {1 << 62}"),

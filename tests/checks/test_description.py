@@ -79,7 +79,7 @@ def test_steps_change_the_settings_alone() -> None:
 CHOICES: dict[str, dict[str, Any]] = {
     "shards is 4 on device 0 and 8 on device 1: every device": {"shards": 8},
     "clip_norm is None on device 0 and 0.5 on": {"clip_norm": 0.5},
-    "the rules of buffers is {} on device 0 and": {"buffers": {"*": "max"}},
+    "buffers is {} on device 0 and": {"buffers": {"*": "max"}},
     "the number of Trainers before this one is 0 on device 0": {"trainer": 1},
     "the scheduler is None on device 0 and LambdaLR on": {"scheduler": by_lambda},
     "the optimizer is SGD on device 0 and Rprop on": {

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
 
 from onefold.core.jsonvalue import from_json
-from onefold.core.settings import PRECISIONS, SchedulerEvery
+from onefold.core.settings import ALLOWED_AS, PRECISIONS, SchedulerEvery, Settings
 from onefold.data_order.position import Count, SavedLoader
 from onefold.system.tensorfile import Seal
 
@@ -119,7 +119,6 @@ class _Run(Struct, kw_only=True):
     precision: Annotated[str, _one_of(PRECISIONS)] | None
     microbatch: _Positive | None
     microbatch_trials: Annotated[int, Meta(ge=0, le=2)] | None
-    compile: bool
     loss_scale: _Number
     good_steps: Count
     average: _Average | None
@@ -145,6 +144,14 @@ class _Run(Struct, kw_only=True):
         from_json(self.extra)
 
 
+_KINDS = get_type_hints(Settings)
+_Settings = msgspec.defstruct(
+    "_Settings",
+    [(name, _KINDS[name]) for name in ALLOWED_AS if name not in _Run.__struct_fields__],
+)
+"""Settings that are saved and have no limits here of their own."""
+
+
 def check_stored(record: object) -> None:
     """Check what every checkpoint must say, whatever run it is from.
 
@@ -165,6 +172,7 @@ def check_run(run: Mapping[str, Any]) -> None:
         ValueError: an entry is missing, or of a wrong kind.
     """
     _check(run, _Run)
+    _check(run, _Settings)
 
 
 def next_serial(records: Iterable[Mapping[str, Any]]) -> int:

@@ -21,7 +21,7 @@ from onefold.checkpoint.model import saved_rule
 from onefold.core.assignment import Devices
 from onefold.core.flat import named_tensors, own_name
 from onefold.core.jsonvalue import from_json, to_json
-from onefold.core.settings import LossScale, Precision
+from onefold.core.settings import ALLOWED_AS, LossScale, Precision
 from onefold.data_order.position import Position, check_same
 from onefold.errors import CheckpointError
 from onefold.passes.averaged import Averaging
@@ -37,8 +37,6 @@ _OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
 """Settings that say how a device computes, and are therefore the resuming script's."""
 _WITH_SCHEDULER = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 """Settings of an optimizer that its scheduler sets."""
-_SAME = ("seed", "shards", "clip_norm", "clip_value", "compile")
-"""Settings that a run keeps."""
 _LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
 
 
@@ -99,8 +97,8 @@ class RunState:
     def _state(self) -> dict[str, Any]:
         return {
             **self._position.to_json(),
-            **{name: getattr(self._settings, name) for name in _SAME},
-            "precision": self._settings.precision.name,
+            **self._settings.saved(),
+            # What was found, if it was searched for.
             "microbatch": self._microbatches.samples,
             "microbatch_trials": self._microbatches.trials,
             "loss_scale": 1.0 if self._rules.scale is None else self._rules.scale.value,
@@ -143,9 +141,9 @@ class RunState:
             CheckpointError: the runs differ in something that is not among ``allow_changed``.
         """
         here = self._state()
-        for name in _SAME:
-            key = "clip_norm" if name == "clip_value" else name
-            check_same(key, run[name], here[name], allow_changed, name)
+        for name, allowed_as in ALLOWED_AS.items():
+            if name != "microbatch":
+                check_same(allowed_as, run[name], here[name], allow_changed, name)
         # One that looks for the number may go on with another's, but not with none at all.
         saved, number = run["microbatch"], self._settings.microbatch
         looked = saved is not None or run["microbatch_trials"] is not None

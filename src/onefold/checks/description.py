@@ -28,10 +28,6 @@ __all__ = ["compare", "describe", "describe_settings"]
 _log = logging.getLogger("onefold")
 _HASHES = "a hash"
 _VALUE = "the value of "
-_SETTINGS = (
-    *("shards", "seed", "clip_norm", "clip_value", "on_nonfinite", "microbatch", "compile"),
-    *("deterministic", "scheduler_every"),
-)
 
 
 def describe(
@@ -50,9 +46,7 @@ def describe(
     ``values`` are the digests of those parameters and buffers of which the values must be, too.
     """
     described = {
-        **{name: str(getattr(settings, name)) for name in _SETTINGS},
-        "precision": str(settings.precision.name),
-        "the rules of buffers": str(dict(settings.buffers)),
+        **{name: str(value) for name, value in settings.compared().items()},
         "the number of shards per device": str(shares.counts),
         "the placement": devices.context.options.placement,
         "the stages": str(stages and (stages.names, stages.stage_of)),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 import torch
 
 from onefold.core.numbers import check_choice, check_positive, check_seconds, check_whole
 
 __all__ = [
+    "ALLOWED_AS",
     "AS_GIVEN",
+    "COSTS",
     "PRECISIONS",
     "BufferRule",
     "LossScale",
@@ -133,35 +135,59 @@ class LossScale:
         return self.value > _LEAST
 
 
+_SAME_BITS = "the parameters are no longer, bit for bit, those of the run that never stopped"
+_OTHER_STEPS = "the rest of the run takes other steps than the run that never stopped"
+_NOT_SAVED = {"saved": False}
+_OF_A_PROCESS = {"compared": False, "saved": False}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings that a user chose for a run."""
+    """The settings that a user chose for a run.
 
-    shards: int
+    Unless its field says otherwise, a setting must be the same on all devices, and is saved in
+    checkpoints: a resumed run must have it too, or allow the change. The metadata of a field are:
+
+    - ``compared`` and ``saved``: False for what devices, or a resumed run, may have differently;
+    - ``allow``: under which name ``--allow-changed`` allows a change, if not its own;
+    - ``costs``: what a run gives up that changes it.
+    """
+
+    shards: int = field(
+        metadata={"costs": f"{_SAME_BITS}, and buffers that each shard has for itself begin anew"}
+    )
     """How many shards every batch is cut into."""
-    seed: int
+    seed: int = field(
+        metadata={
+            "costs": "dropout and augmentation come from other random numbers from here on, and "
+            "the rest of this epoch from another order: some samples come twice in it and some "
+            "not at all"
+        }
+    )
     """The seed of all randomness."""
     clip_norm: float | None
     """The largest norm that the whole gradient may have; None for no limit."""
-    clip_value: float | None = None
+    clip_value: float | None = field(default=None, metadata={"allow": "clip_norm"})
     """The largest magnitude that an element of the gradient may have; None for no limit."""
-    precision: Precision = AS_GIVEN
+    precision: Precision = field(default=AS_GIVEN, metadata={"costs": _SAME_BITS})
     """What is computed in which dtype."""
-    on_nonfinite: OnNonfinite = "raise"
+    on_nonfinite: OnNonfinite = field(default="raise", metadata=_NOT_SAVED)
     """What becomes of a step with a loss or a gradient that is not finite."""
-    microbatch: Microbatch | None = None
+    microbatch: Microbatch | None = field(default=None, metadata={"costs": _SAME_BITS})
     """The most samples of a shard that run at once; None for all of them."""
-    compile: bool = False
+    compile: bool = field(default=False, metadata={"costs": _SAME_BITS})
     """Whether the model and the loss of a shard are compiled together."""
-    deterministic: bool
+    deterministic: bool = field(metadata=_NOT_SAVED)
     """Whether kernels that do not repeat their bits are refused."""
-    timeout_s: float
+    timeout_s: float = field(metadata=_OF_A_PROCESS)
     """The longest wait for another device."""
-    threads: int | None
-    """Threads of each CPU device; None gives each shard an even share of the cores."""
-    buffers: Mapping[str, BufferRule] = field(default_factory=dict)
+    threads: int | None = field(metadata=_OF_A_PROCESS)
+    """Threads of each CPU device; None gives each shard an even share of the cores. Devices compare
+    how many PyTorch has."""
+    buffers: Mapping[str, BufferRule] = field(default_factory=dict, metadata=_NOT_SAVED)
     """The rule for buffers, by name or pattern, where it differs from that of their dtype."""
-    scheduler_every: SchedulerEvery = "step"
+    # Saved with the scheduler, if there is one.
+    scheduler_every: SchedulerEvery = field(default="step", metadata=_NOT_SAVED)
     """When the learning rate scheduler is stepped."""
 
     def __post_init__(self) -> None:
@@ -190,3 +216,32 @@ class Settings:
             )
         check_choice("scheduler_every", self.scheduler_every, SchedulerEvery)
         check_choice("on_nonfinite", self.on_nonfinite, OnNonfinite)
+
+    def compared(self) -> dict[str, Any]:
+        """Return what must be the same on all devices, as plain values by name."""
+        return self._where("compared")
+
+    def saved(self) -> dict[str, Any]:
+        """Return what a checkpoint holds, as plain values by name."""
+        return self._where("saved")
+
+    def _where(self, flag: str) -> dict[str, Any]:
+        names = [each.name for each in fields(self) if each.metadata.get(flag, True)]
+        return {name: _plain(getattr(self, name)) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Precision):
+        return value.name
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+_SAVED = [each for each in fields(Settings) if each.metadata.get("saved", True)]
+ALLOWED_AS: dict[str, str] = {each.name: each.metadata.get("allow", each.name) for each in _SAVED}
+"""The name for ``--allow-changed`` of each setting that is saved."""
+COSTS: dict[str, str] = {
+    each.name: each.metadata.get("costs", _OTHER_STEPS)
+    for each in _SAVED
+    if ALLOWED_AS[each.name] == each.name
+}
+"""What a run gives up that changes a setting, by the name for ``--allow-changed``."""

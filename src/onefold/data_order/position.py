@@ -33,6 +33,7 @@ from msgspec.structs import replace
 
 from onefold.core.batch import DataPass, ShardedBatch
 from onefold.core.jsonvalue import from_json
+from onefold.core.settings import COSTS
 from onefold.errors import CheckpointError
 
 __all__ = [
@@ -299,18 +300,11 @@ WHOLE = 1 << 60
 _PLAIN = "samples by number"
 
 PROMISES = {
-    "seed": "dropout and augmentation come from other random numbers from here on, and the rest of "
-    "this epoch from another order: some samples come twice in it and some not at all",
-    "shards": "the parameters are no longer, bit for bit, those of the run that never stopped, and "
-    "buffers that each shard has for itself begin anew",
+    **COSTS,
     "batch_size": "the rest of the run takes other steps than the run that never stopped; each "
     "sample still comes once an epoch",
     "dataset": "the rest of this epoch comes from another order: some samples come twice in it and "
     "some not at all",
-    "microbatch": "the parameters are no longer, bit for bit, those of the run that never stopped",
-    "precision": "the parameters are no longer, bit for bit, those of the run that never stopped",
-    "compile": "the parameters are no longer, bit for bit, those of the run that never stopped",
-    "clip_norm": "the rest of the run takes other steps than the run that never stopped",
     "optimizer": "the optimizer begins anew, without what it has gathered",
     "scheduler": "the scheduler begins anew",
     "average": "the average begins anew, with the values of the checkpoint, or ends",
