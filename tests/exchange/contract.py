@@ -28,8 +28,9 @@ from onefold.exchange.memory import Start, write_first
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.shared import SharedTransport
 from onefold.exchange.stageexchange import GradientSend
+from onefold.exchange.transport import Transport
 from onefold.launcher.environment import current_context
-from onefold.system.allocator import DEFAULT_ALLOCATOR, MmapAllocator
+from onefold.system.allocator import DEFAULT_ALLOCATOR, MmapAllocator, TensorAllocator
 
 SHARDS = 7
 BUFFERS = {
@@ -291,23 +292,33 @@ def check_launched(kinds: Sequence[str]) -> list[str]:
     return list(kinds)
 
 
+def shared(trainer: int, home: TensorAllocator) -> SharedTransport:
+    context = current_context()
+    if context.network:
+        mailbox = context.network.mailbox(trainer)
+    else:
+        peers = connected(f"{context.run_id}-{trainer}", context.rank, context.size, LIMIT_S)
+        mailbox = Mailbox(peers, rank=context.rank, timeout_s=LIMIT_S)
+    return SharedTransport(mailbox, home)
+
+
+def collective(trainer: int, home: TensorAllocator) -> Transport:
+    context = current_context()
+    joined = join_group(Rendezvous(context, context.size, LIMIT_S), "cpu", trainer)
+    return CollectiveTransport(CPU, joined, LIMIT_S, home)
+
+
+EXCHANGES = {"shared": shared, "collective": collective}
+"""Makes the transport of a process, by the name of the exchange."""
+
+
 def made(name: str, trainer: int) -> tuple[Exchange, Storage, Start]:
     """A kind of exchange, perhaps "in stages", and then perhaps "on a disk"."""
-    context = current_context()
     kind, *how = name.split(", ")
-    sizes = storage(context.size, staged="in stages" in how)
+    sizes = storage(current_context().size, staged="in stages" in how)
     home = MmapAllocator.at("") if "on a disk" in how else DEFAULT_ALLOCATOR
-    begun = start(context.rank, sizes)
-    if kind == "shared":
-        if context.network:
-            mailbox = context.network.mailbox(trainer)
-        else:
-            peers = connected(f"{context.run_id}-{trainer}", context.rank, context.size, LIMIT_S)
-            mailbox = Mailbox(peers, rank=context.rank, timeout_s=LIMIT_S)
-        host = SharedTransport(mailbox, home)
-        return exchange_over(host, sizes, begun, assignment(sizes)), sizes, begun
-    joined = join_group(Rendezvous(context, context.size, LIMIT_S), "cpu", trainer)
-    transport = CollectiveTransport(CPU, joined, LIMIT_S, home)
+    begun = start(current_context().rank, sizes)
+    transport = EXCHANGES[kind](trainer, home)
     return exchange_over(transport, sizes, begun, assignment(sizes)), sizes, begun
 
 

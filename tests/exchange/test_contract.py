@@ -14,6 +14,7 @@ from onefold.testing import Fault, outcomes, simulate
 from tests.exchange.contract import (
     CALLS,
     CPU,
+    EXCHANGES,
     assignment,
     check_exchange,
     check_launched,
@@ -26,7 +27,7 @@ from tests.exchange.contract import (
 from tests.tables import for_each
 
 WAYS = ["", ", in stages", ", in stages, on a disk"]
-KINDS = [kind + way for kind in ("shared", "collective") for way in WAYS]
+KINDS = [kind + way for kind in EXCHANGES for way in WAYS]
 
 
 @for_each(("devices", "way"), [(1, WAYS[2]), (2, WAYS[0]), (3, WAYS[1]), (7, WAYS[2])])
@@ -68,7 +69,7 @@ def expected(kind: str, device: int, fault: str) -> tuple[str, int | None]:
     return name, -1 if (kind, fault) in NAMELESS else device
 
 
-@for_each("kind", ["shared", "collective"])
+@for_each("kind", EXCHANGES)
 def test_a_fault_ends_the_other_device_alike_at_every_call(kind: str) -> None:
     for call in CALLS:
         for device in {"gather_to_lead": [1], "hand out": [0]}.get(call, [0, 1]):
@@ -97,7 +98,7 @@ LAST = [
     ("kind", "last"),
     [
         pytest.param(kind, last, marks=[pytest.mark.full] if last != LAST[0] else [])
-        for kind in ("shared", "collective")
+        for kind in EXCHANGES
         for last in LAST
     ],
 )
