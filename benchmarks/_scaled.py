@@ -85,7 +85,7 @@ class Traffic:
 
     def watch(self) -> None:
         """Count from here on, for good."""
-        for name in ("begin", "collect"):
+        for name in ("start_step", "collect"):
             _before(CollectiveMemory, name, functools.partial(self._enter, "collect"))
         # What lies on the host travels with the rows: of shards' tables the buffers alone remain.
         _before(CollectiveMemory, "_rows_to_move", functools.partial(self._enter, "buffers"))

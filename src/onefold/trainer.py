@@ -602,7 +602,7 @@ class Trainer:
         rule = average_rule.chosen(decay=decay, mean=mean, every=every, after=loss)
         session.averaging.check_begin(rule)
         with session.telling_others():
-            session.averaging.begin(rule, self.steps + 1)
+            session.averaging.start_average(rule, self.steps + 1)
 
     @contextmanager
     def averaged(

@@ -248,7 +248,7 @@ def test_another_loader_is_refused_by_name(
         Script(saved).loader(**choices)
     early.position.check_fits(saved, (changed,))
     early.position.go_to(saved, (changed,))
-    next_pass = made.track.begin()
+    next_pass = made.track.start_pass()
     assert (next_pass.number, next_pass.used) == (0, 6)
 
 

@@ -126,7 +126,7 @@ def check_step(
     staged = isinstance(exchange.reduction, StageReduction)
     if isinstance(exchange.reduction, StageReduction):
         give_stages(exchange.reduction, own, step, shares)
-    exchange.begin(shares)
+    exchange.start_step(shares)
     for device in own:
         run = shares.shards_of(device)
         exchange.table.clear_rows(device, run)
@@ -182,7 +182,7 @@ def row_of(shard: int, dtype: torch.dtype) -> torch.Tensor:
 def give_stages(fold_of_stages: StageReduction, own: range, step: int, shares: Shares) -> None:
     """Hand over all shards stage by stage: each in an order of its own, some in two segments."""
     empty = SHARDS - 1 if step == 2 else SHARDS
-    fold_of_stages.begin(shard for shard in range(SHARDS) if shard == empty)
+    fold_of_stages.start_step(shard for shard in range(SHARDS) if shard == empty)
     for row in shares.rounds():
         for shard in (row[device] for device in own if device in row and row[device] != empty):
             orders = list(permutations(range(len(STAGES.names))))
@@ -354,7 +354,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 SHARES = Shares((4, 3))
 CALLS: dict[str, Callable[[Exchange, Start], object]] = {
     "agree": lambda exchange, begun: exchange.agree(2, b"x"),
-    "collect": lambda exchange, begun: (exchange.begin(SHARES), exchange.collect(SHARES)),
+    "collect": lambda exchange, begun: (exchange.start_step(SHARES), exchange.collect(SHARES)),
     "share": lambda exchange, begun: exchange.transport.all_gather_rows(
         {current_context().rank: torch.zeros(2, dtype=torch.float64)}
     ),

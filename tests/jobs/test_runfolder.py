@@ -120,7 +120,7 @@ def is_free(folder: Path) -> bool:
     child = os.fork()
     if not child:
         try:
-            lock_of_checkpoints(folder).look()
+            lock_of_checkpoints(folder).refuse_held()
         except LaunchError:
             os._exit(1)
         os._exit(0)
@@ -132,7 +132,7 @@ def test_a_lock_that_was_lost_is_taken_again(tmp_path: Path) -> None:
     """A script that copies the folder reads the file, which gives up the lock."""
     lock, file = lock_of_checkpoints(tmp_path), tmp_path / ".lock"
     file.touch(0o644)  # copied from elsewhere
-    lock.take()
+    lock.acquire()
     assert file.stat().st_mode & 0o777 == 0o600
     file.read_bytes()
     assert is_free(tmp_path)

@@ -94,7 +94,7 @@ def hung(
     progress.set_shard(0, 2)
     progress.set_waiting(1, 0)
     for seconds in (6, 5):
-        watch.look(devices)
+        watch.report_hangs(devices)
         later[0] += seconds
     return watch
 
@@ -106,7 +106,7 @@ def test_who_waits_for_whom_is_told_once_with_stacks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     watch = hung(status, devices, later)
-    watch.look(devices)
+    watch.report_hangs(devices)
     text = capsys.readouterr().err
     assert "device 1 has waited for 11 s for device 0, in step 7" in text
     assert f"device 0 (process {devices[0].pid}) computes shard 2 in step 7:" in text
@@ -114,7 +114,7 @@ def test_who_waits_for_whom_is_told_once_with_stacks(
     assert text.count("script.py:14 in waits_for_a_lock") == 2
     assert "another thread" not in text, "that of an installed package"
     later[0] += 100
-    watch.look(devices)
+    watch.report_hangs(devices)
     assert not capsys.readouterr().err
 
 
@@ -127,20 +127,20 @@ def test_a_wait_that_ends_or_is_usual_is_not_told(
     watch = hung(status, devices, later)
     status.progress.set_waiting(1, None)
     status.progress.set_waiting(1, 0)
-    watch.look(devices)
+    watch.report_hangs(devices)
     for step in range(8, 20):  # steps of 20 seconds
         later[0] += 20
         status.progress.set_waiting(1, None)
         for rank in (0, 1):
             status.progress.set_step(rank, step)
-        watch.look(devices)
+        watch.report_hangs(devices)
     status.progress.set_waiting(1, 0)
-    watch.look(devices)
+    watch.report_hangs(devices)
     later[0] += 50
-    watch.look(devices)
+    watch.report_hangs(devices)
     assert not capsys.readouterr().err
     later[0] += 15
-    watch.look(devices)
+    watch.report_hangs(devices)
     assert "device 1 has waited for 65 s" in capsys.readouterr().err
 
 
@@ -151,7 +151,7 @@ def test_a_process_without_the_handler_lives_on(
     later: list[float],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    hung(status, devices, later).look(devices)
+    hung(status, devices, later).report_hangs(devices)
     assert capsys.readouterr().err.count("no stack: it does not answer") == 2
     assert all(Path(f"/proc/{device.pid}").exists() for device in devices)
 
@@ -161,7 +161,7 @@ def test_the_record_has_it_and_its_count_is_as_before(
 ) -> None:
     writer = FrameWriter(tmp_path / FILE)
     writer.append(encode(Failed(step=1, line="a.py:1", error="LossError", text="one")))
-    hung(status, devices, later, tmp_path / FILE).look(devices)
+    hung(status, devices, later, tmp_path / FILE).report_hangs(devices)
     writer.append(encode(Failed(step=2, line="a.py:1", error="LossError", text="two")))
     writer.close()
     record = onefold.Record(tmp_path)

@@ -278,7 +278,7 @@ def look(
     where: str = "step 2, shard 1",
 ) -> None:
     loss = next(iter(FOUND[kind].values()))(v)
-    watch.look(loss, samples=SAMPLES, batch_samples=WHOLE, run_checks=run_checks, where=where)
+    watch.inspect(loss, samples=SAMPLES, batch_samples=WHOLE, run_checks=run_checks, where=where)
 
 
 @for_each("kind", [*CERTAIN, *MAYBE])

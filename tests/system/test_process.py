@@ -39,22 +39,22 @@ def test_a_process_that_stays_stopped_is_noticed_after_some_looks() -> None:
     """After about four seconds: a debugger may hold a process for a moment."""
     with subprocess.Popen(["sleep", "60"]) as process:
         seen = Stillness(process.pid)
-        assert not any(seen.look() for _ in range(20))
+        assert not any(seen.sample_state() for _ in range(20))
         for _ in range(2):
             process.send_signal(signal.SIGSTOP)
             until(lambda: state_of(process.pid) == "T")
-            assert not any(seen.look() for _ in range(7))
+            assert not any(seen.sample_state() for _ in range(7))
             assert seen.is_still
             process.send_signal(signal.SIGCONT)
             until(lambda: state_of(process.pid) != "T")
-            assert not seen.look()
+            assert not seen.sample_state()
             assert not seen.is_still
         process.send_signal(signal.SIGSTOP)
         until(lambda: state_of(process.pid) == "T")
-        assert [seen.look() for _ in range(10)] == [False] * 7 + [True] * 3
+        assert [seen.sample_state() for _ in range(10)] == [False] * 7 + [True] * 3
         assert 2 <= 8 * LOOK_S <= 10
         process.kill()
-    assert not any(Stillness(process.pid).look() for _ in range(10))
+    assert not any(Stillness(process.pid).sample_state() for _ in range(10))
 
 
 PARENT = """

@@ -34,8 +34,8 @@ def told(steps: Sequence[tuple[bool, ...]], caplog: pytest.LogCaptureFixture) ->
             # It has begun: the script may have waited for it in forward.
             watch.note("backward", "", START, cast(Any, Event(done)))
         watch.note("exchange", "", START, START)
-        launches.look(len(shards))
-        watch.take()
+        launches.sample_device(len(shards))
+        watch.drain()
     return caplog.messages
 
 

@@ -30,12 +30,12 @@ def test_spans_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     watch.note("update", "optimizer", watch.now())
     watch.note("forward", "shard 0", 1.0, 1.5)
     watch.note("forward", "shard 1", 3.0, 3.25)
-    spans = watch.take()
+    spans = watch.drain()
     assert (spans[0], clock.now_s) == (Span("update", "optimizer", 1.0, 2.0), 2.0)
     assert PhaseSeconds.of(spans) == PhaseSeconds(
         data=0.0, forward=0.75, backward=0.0, exchange=0.0, update=1.0
     )
-    assert watch.take() == []
+    assert watch.drain() == []
 
 
 @for_each("part", ["data", "forward", "backward"])

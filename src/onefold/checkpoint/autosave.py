@@ -171,12 +171,12 @@ class Autosave:
         if devices.has_lead:
             # Now, as a full or read-only disk is better found before the first hours of training.
             try_directory(directory)
-            self._lock.take(options.grace_period_s)
+            self._lock.acquire(options.grace_period_s)
         found = checkpoints.find(
             directory, allow_changed=options.allow_changed, if_any=True, leave_out=leave_out
         )
         if found is not None:
-            resumption.begin(found, Path(options.recorded_in) / FILE)
+            resumption.adopt_step(found, Path(options.recorded_in) / FILE)
         if not resumption.replaying:
             show_output()
         self._every, self._keeping = options.save_every, Keeping(options.keep_last)
@@ -367,7 +367,7 @@ class Resumption:
         self.catch_up()
         return None
 
-    def begin(self, found: Found, record: Path) -> None:
+    def adopt_step(self, found: Found, record: Path) -> None:
         """Have the run stand where a checkpoint was made; its values come later.
 
         Args:
@@ -432,13 +432,13 @@ class Resumption:
         self._over |= where == "over"
         if self.replay is not None:
             if self.replay.over and self._place != "step":
-                self._take(self._found)
+                self._load(self._found)
             elif not self._shown:
                 self._show(self._found)
             return
         known = self._place is None or (self._place == "end" and where == "epoch")
         if known and not self._position.awaits:
-            self._take(self._found)
+            self._load(self._found)
         elif not self._shown:
             self._show(self._found)
 
@@ -453,7 +453,7 @@ class Resumption:
                 "steps that follow, have it stand in a loop over trainer.epochs",
                 *(self._block, self._where),
             )
-        self._take(self._found)
+        self._load(self._found)
 
     def note_answer(self) -> None:
         """Take the values where the run was saved right behind a call that has been answered."""
@@ -465,7 +465,7 @@ class Resumption:
     def catch_up(self) -> None:
         """Take the values if the script has come to the place where its run goes on."""
         if self._found is not None and self.replay is not None and self.replay.over:
-            self._take(self._found)
+            self._load(self._found)
 
     def end_block(self, replay: Replay | None) -> None:
         """Undo what a block of `changing` has done, if the checkpoint has it already.
@@ -608,7 +608,7 @@ class Resumption:
         if self._on_lead:
             _log.warning(text, *arguments)
 
-    def _take(self, found: Found) -> None:
+    def _load(self, found: Found) -> None:
         self._show(found, settings=True)
         self.end()
 
@@ -624,7 +624,7 @@ class Resumption:
         self._is_taking = True
         try:
             with self._modifying.closed(self._position.step + 1):
-                self._checkpoints.take(found, settings=settings)
+                self._checkpoints.load_found(found, settings=settings)
         finally:
             self._is_taking = False
         self._shown = True

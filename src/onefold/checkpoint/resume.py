@@ -162,7 +162,7 @@ class Checkpoints:
             self._saving.refuse_not_finite(self._position.step)
             self._engine.follow_parameters()
             self.lost = False
-            waits = self._saving.begin(folder, record)
+            waits = self._saving.start(folder, record)
         if wait or waits:
             self._wait_until_written()
         self._position.note_save()
@@ -175,7 +175,7 @@ class Checkpoints:
         found = self.find(path, allow_changed=allow_changed, if_any=if_any)
         if found is None:
             return None
-        self._take(found)
+        self._load(found)
         self.adopt_place(found)
         run = found.stored.run
         return Checkpoint(
@@ -271,7 +271,7 @@ class Checkpoints:
         if self._lead.is_here:
             self._state.warn_of_differences(found.stored, found.allow_changed)
 
-    def take(self, found: Found, *, settings: bool = True) -> None:
+    def load_found(self, found: Found, *, settings: bool = True) -> None:
         """Make the values of a checkpoint the model's, the optimizer's and the scheduler's.
 
         Args:
@@ -279,13 +279,13 @@ class Checkpoints:
             settings: whether to take the scheduler and the optimizer's settings as well.
         """
         self._begin_loading(digest(found.stored.run["fingerprint"]))
-        self._take(found, settings=settings)
+        self._load(found, settings=settings)
 
     def _begin_loading(self, arguments: int) -> None:
         self._engine.agree(CallDigest(Call.LOAD, self._position.step + 1, arguments=arguments))
         self._wait_until_written()
 
-    def _take(self, found: Found, *, settings: bool = True) -> None:
+    def _load(self, found: Found, *, settings: bool = True) -> None:
         stored, files, allow_changed = found.stored, found.files, found.allow_changed
         with readable(self._module, self._engine.placement.gathered):
             # From here on the trainer changes: all that could be refused was refused before.

@@ -86,7 +86,7 @@ class Patience:
         self._what, self._every_s = what, every_s
         self._began, self._warnings = time.monotonic(), 1
 
-    def look(self) -> None:
+    def warn_if_due(self) -> None:
         """Warn if it is time to."""
         passed_s = time.monotonic() - self._began
         # As often as a wait would have failed, so that a hung disk does not go unnoticed.
@@ -142,7 +142,7 @@ class Lead:
             done = job.wait(self.look_s) if self.is_here else True
             if self.share(float(done)) > 0:
                 return
-            patience.look()
+            patience.warn_if_due()
 
     def patience(self, job: Background) -> Patience:
         """Begin to wait for a job, and be ready to warn if that takes long."""
@@ -275,7 +275,7 @@ class Saving:
             spoilt = self._engine.spoilt_buffers()
             yield from [name for name in (found, min(spoilt, default=None)) if name is not None]
 
-    def begin(self, folder: Path, record: dict[str, Any]) -> bool:
+    def start(self, folder: Path, record: dict[str, Any]) -> bool:
         """Begin to write; return whether all is written, or has failed, by now.
 
         Args:
@@ -432,7 +432,7 @@ class PartitionedState:
             patience = self._lead.patience(writing)
             while (number := self._next()) != _ENDED:
                 if number == _NOTHING:
-                    patience.look()
+                    patience.warn_if_due()
                 else:
                     self._supply(*self._places[number])
         except BaseException:

@@ -201,7 +201,7 @@ class ValueGuard:
         finally:
             self._versions, self._values = noted
 
-    def look(
+    def inspect(
         self, *, also: Samples | None = None, run_checks: bool, of_all: bool = False
     ) -> tuple[int, int]:
         """Find a changed parameter, and compute a checksum of sampled values, in one reading.

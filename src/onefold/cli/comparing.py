@@ -193,7 +193,7 @@ def _both(
     console: Console, runs: Sequence[Rerun], step: int, shards: list[int] | None
 ) -> tuple[Findings, Findings]:
     """Look into a step of both runs; print where one has other bits than its record."""
-    one, two = (run.look(step, shards=shards, digests=True) for run in runs)
+    one, two = (run.inspect_step(step, shards=shards, digests=True) for run in runs)
     for looked, run in zip((one, two), runs, strict=True):
         for line in looked.differs[:1]:
             console.print(f"  {run.record.path}, computed again: {line}", markup=False)

@@ -92,7 +92,7 @@ class Rerun:
             raise RecordError(f"{self.record.path} is empty: expected the record of a run")
         return begun
 
-    def look(self, step: int, **asked: Any) -> Findings:
+    def inspect_step(self, step: int, **asked: Any) -> Findings:
         """Compute up to a step, and look into it.
 
         Args:
@@ -224,7 +224,7 @@ def replay_step(
             raise ValueError(f"{run} is a bundle, of one step: expected --shard or --devices alone")
         found = _look_into_bundle(console, run, shards, devices or "cpu:1")
     else:
-        found = Rerun(run, devices=devices, placement=placement).look(
+        found = Rerun(run, devices=devices, placement=placement).inspect_step(
             step,
             shards=shards,
             bundle="" if bundle is None else str(bundle.absolute()),
@@ -414,7 +414,7 @@ def explain(
                 f"It has {sizes[step]} samples, where {usual:g} are usual: fewer samples give "
                 f"larger gradients by chance."
             )
-    looked = again.look(step)
+    looked = again.inspect_step(step)
     _print_step(console, looked)
     if not looked.shards:
         console.print(_GATHERS)

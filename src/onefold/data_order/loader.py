@@ -129,7 +129,7 @@ class Loader:
                 a stream that had samples has none any more.
             CheckpointError: a sampler gave another order than in the run that was saved.
         """
-        this = self.track.begin()
+        this = self.track.start_pass()
         was_used = 0 < this.end <= this.given
         try:
             if this.given < this.end:

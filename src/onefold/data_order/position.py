@@ -459,7 +459,7 @@ class LoaderTrack:
         self.position: Position | None = None
         """What follows it, if a run may go on in the middle of a pass; it is told of their ends."""
 
-    def begin(self) -> DataPass:
+    def start_pass(self) -> DataPass:
         """Begin the next pass, without the samples that were used before the run resumed."""
         coming = SavedPass(self._next, 0)
         if self._empty:

@@ -184,7 +184,7 @@ class _StreamReader(Dataset[Answer]):
         if start in self._read:
             return self._read[start]
         if self._generators is None:
-            self._begin(start)
+            self._start_stream(start)
         else:
             put_generators(self._generators, _HOST)
         samples = []
@@ -197,7 +197,7 @@ class _StreamReader(Dataset[Answer]):
         self._read = dict([*self._read.items(), (start, piece)][-_KEPT:])
         return piece
 
-    def _begin(self, start: int) -> None:
+    def _start_stream(self, start: int) -> None:
         seed, epoch = self._numbers
         number = loader_seed("stream", seed, epoch, loader=self._loader)
         seed_generators(number)

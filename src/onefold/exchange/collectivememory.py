@@ -136,7 +136,7 @@ class CollectiveMemory(Memory):
             if order is not None:
                 self._take_turns(order)
 
-    def begin(self, shares: Shares) -> None:
+    def start_step(self, shares: Shares) -> None:
         # Of a step that failed something may be left.
         self._shares, self._written, self._waiting, self._moving = shares, 0, set(), []
         self._came = []

@@ -83,7 +83,7 @@ class Lateness:
         finally:
             self._waits = False
 
-    def look(self) -> None:
+    def answer_peers(self) -> None:
         """Answer if some device has asked; called every `LOOK_S`, from a thread.
 
         Raises:
@@ -202,7 +202,7 @@ class PeerWatch:
     def _watch(self) -> None:
         while not self._end.wait(LOOK_S):
             for rank, peer in self._peers.items():
-                if peer.look():
+                if peer.sample_state():
                     # Before the cut: whoever it wakes reads this to explain the error.
                     self.stopped = rank
                     self._connections.cut()
@@ -215,7 +215,7 @@ class PeerWatch:
         lateness = self._lateness  # `close` may drop it meanwhile, from the main thread
         try:
             if lateness is not None:
-                lateness.look()
+                lateness.answer_peers()
         except RuntimeError:  # the store is gone: nobody can ask there any more
             self._lateness = None
 

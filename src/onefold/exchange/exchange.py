@@ -63,9 +63,9 @@ class Exchange:
         self.transport.begin_step(step)
         return self.transport.all_gather_bytes(message)
 
-    def begin(self, shares: Shares) -> None:
+    def start_step(self, shares: Shares) -> None:
         """Note the shares of a step, before the first `publish`."""
-        self.memory.begin(shares)
+        self.memory.start_step(shares)
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Hand over the partial sum of one of ``device``'s blocks; never blocks.

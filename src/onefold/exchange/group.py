@@ -170,7 +170,7 @@ class Rendezvous:
         )
         for rank in keys:
             while is_missing(rank):
-                waiting.look([rank], missing)
+                waiting.check_peers([rank], missing)
                 time.sleep(_POLL_S)
         return [refuse_sealed(key, store.get(key)).decode() for key in keys.values()]
 

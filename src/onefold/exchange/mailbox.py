@@ -257,7 +257,7 @@ class Mailbox:
         return bool(events)
 
     def _look_at(self, peer: Peer) -> None:
-        if peer.stillness.look():
+        if peer.stillness.sample_state():
             raise PeerLost.stopped(peer.number, peer.pid, waiting=self.rank, step=self.step)
 
     def _raise_ended(self, peer: Peer) -> NoReturn:
@@ -370,14 +370,14 @@ def connected(
             listener.bind(socket_name(address, rank))
             listener.listen(size)
             for other in range(rank):
-                look = partial(waiting.look, [other])
+                look = partial(waiting.check_peers, [other])
                 connections[other] = _reach(socket_name(address, other), rank, look)
             while missing := sorted(set(range(rank + 1, size)) - connections.keys()):
                 listener.settimeout(LOOK_S)
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
-                    waiting.look(missing)
+                    waiting.check_peers(missing)
                     continue
                 who = _hello(connection)
                 if who in missing:

@@ -437,7 +437,7 @@ class Memory(ABC):
         assignment: who takes part, and who owns which partition.
         allocator: where what is large of this process lies on the host.
 
-    The methods are called in the order of a step: `begin`, `publish` for each block, or
+    The methods are called in the order of a step: `start_step`, `publish` for each block, or
     `publish_stage` for each stage of the last one, `collect`, then
     `partial` for each block and owned partition, `publish_parameters`, `release`. `collect`,
     `publish_parameters` and `broadcast_from_lead` are called on all devices, and may block where
@@ -495,7 +495,7 @@ class Memory(ABC):
         always = [] if self.is_partitioned else [self.trained[device]]
         return [*always, self.other[device]]
 
-    def begin(self, shares: Shares) -> None:  # noqa: B027 (most send nothing early)
+    def start_step(self, shares: Shares) -> None:  # noqa: B027 (most send nothing early)
         """Note the shares of a step, before the first `publish`."""
 
     @abstractmethod

@@ -224,7 +224,7 @@ class Waiting:
     ) -> None:
         self._rank, self._timeout_s, self._ended = rank, timeout_s, ended
         self._began, self._next_s = time.monotonic(), FIRST_S
-        self._look = self._began + LOOK_S
+        self._next_look_s = self._began + LOOK_S
         self._says = rank <= 1 or not host_has_others
 
     @property
@@ -239,16 +239,16 @@ class Waiting:
             self._next_s *= 3
             _log.warning("device %d has waited for %.0f s: %s", self._rank, waited_s, words())
 
-    def look(self, missing: Sequence[int], words: Callable[[], str] | None = None) -> None:
+    def check_peers(self, missing: Sequence[int], words: Callable[[], str] | None = None) -> None:
         """Check and say, but not more often than every `LOOK_S`.
 
         Args:
             missing: see `check`.
             words: see `say`; by default they name those that are missing.
         """
-        if time.monotonic() < self._look:
+        if time.monotonic() < self._next_look_s:
             return
-        self._look = time.monotonic() + LOOK_S
+        self._next_look_s = time.monotonic() + LOOK_S
         self.check(missing)
         self.say(words or (lambda: f"not yet there: device {', '.join(map(str, missing))}"))
 

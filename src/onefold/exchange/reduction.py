@@ -249,8 +249,8 @@ time in which one stage is computed."""
 class StageReduction(Reduction):
     """Takes what this process's devices give, and adds up what is for it of everybody's gradients.
 
-    In a step all devices call `begin`, then for each round of shards `give` for every stage that
-    they have computed and `end_round`, and then `collect` and `totals`.
+    In a step all devices call `start_step`, then for each round of shards `give` for every stage
+    that they have computed and `end_round`, and then `collect` and `totals`.
 
     Args:
         exchange: brings gradients to the owners.
@@ -275,7 +275,7 @@ class StageReduction(Reduction):
         }
         self.release()
 
-    def begin(self, empty: Iterable[int]) -> None:
+    def start_step(self, empty: Iterable[int]) -> None:
         """Begin a step.
 
         Args:

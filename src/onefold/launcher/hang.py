@@ -106,7 +106,7 @@ class Waits:
         """Seconds of the median step; 0 as long as nobody knows."""
         return median(self._steps) if self._steps else 0.0
 
-    def look(self, devices: Sequence[HostDevice], now_s: float) -> None:
+    def update(self, devices: Sequence[HostDevice], now_s: float) -> None:
         """Look where the devices are."""
         for device in devices:
             place, seen = device.progress.place_of(device.rank), self._seen.get(device.rank)
@@ -258,7 +258,8 @@ def _place_words(place: DevicePlace) -> str:
 
 
 class HangWatch:
-    """Reports of devices that wait for too long; for the launcher, which calls `look` repeatedly.
+    """Reports of devices that wait for too long; for the launcher, which calls `report_hangs`
+    repeatedly.
 
     Args:
         record: where the record of the run is; it need not exist.
@@ -267,16 +268,16 @@ class HangWatch:
     def __init__(self, record: Path | None) -> None:
         self._record, self._waits, self._next_s = record, Waits(), 0.0
 
-    def look(self, devices: Sequence[HostDevice]) -> None:
+    def report_hangs(self, devices: Sequence[HostDevice]) -> None:
         """Report each device that has waited for too long, once for each wait."""
         try:
-            self._look(devices, time.monotonic())
+            self._find_hangs(devices, time.monotonic())
         except Exception:
             # A report must not end the run that it is about.
             _log.warning("a device waits for long, and the report failed", exc_info=True)
 
-    def _look(self, devices: Sequence[HostDevice], now_s: float) -> None:
-        self._waits.look(devices, now_s)
+    def _find_hangs(self, devices: Sequence[HostDevice], now_s: float) -> None:
+        self._waits.update(devices, now_s)
         if now_s < self._next_s or not self._waits.has_question(now_s):
             return
         self._next_s = now_s + AGAIN_S

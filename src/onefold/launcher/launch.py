@@ -292,7 +292,7 @@ def _check_places(options: RunOptions) -> None:
         )
     if options.checkpoint:
         # Only a look: the lead takes the lock, and keeps it.
-        lock_of_checkpoints(Path(options.checkpoint)).look(options.grace_period_s)
+        lock_of_checkpoints(Path(options.checkpoint)).refuse_held(options.grace_period_s)
     try:
         if options.profile:
             check_timeline(Path(options.profile))

@@ -83,10 +83,10 @@ class Worker:
     def code(self) -> int | None:
         """Its exit code, or minus the signal's number; None while it runs. Collects nothing."""
         if self._code is None:
-            self._code = self._look()
+            self._code = self._read_exit_code()
         return self._code
 
-    def _look(self) -> int | None:
+    def _read_exit_code(self) -> int | None:
         try:
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         # Something else in this program (a SIGCHLD handler, a wait for any child) has collected it,
@@ -202,7 +202,7 @@ class WorkerGroup:
         Raises:
             StoppedAtOnce: the run is to end now.
         """
-        if self._signals.look() > (1 if self._options.may_stop else 0):
+        if self._signals.drain() > (1 if self._options.may_stop else 0):
             raise StoppedAtOnce
         # The grace runs from the first request, even if a worker got it: then the table says so.
         if self._is_requested() and not self._deadline_s:
@@ -226,9 +226,9 @@ class WorkerGroup:
             # A stopped worker never ends: only looks at its state, at even intervals, show it.
             if not wait_for_end(waiting, LOOK_S, self._signals.descriptor):
                 for worker in waiting:
-                    worker.unresponsive = worker.stillness.look()
+                    worker.unresponsive = worker.stillness.sample_state()
                 self._mention_threads(waiting)
-                self._hang.look([self._watched(worker) for worker in self._running()])
+                self._hang.report_hangs([self._watched(worker) for worker in self._running()])
             if self._note_ended() or any(worker.unresponsive for worker in self._workers):
                 self._wait_for_words()
                 return
@@ -285,13 +285,13 @@ class WorkerGroup:
 
     def _wait_for_words(self) -> None:
         """Wait until all have ended, time is up, or another signal asks to end the run."""
-        limit, signals = time.monotonic() + _LAST_WORDS_S, self._signals.look()
+        limit, signals = time.monotonic() + _LAST_WORDS_S, self._signals.drain()
         while (waiting := self._running()) and time.monotonic() < limit:
             # A signal ends the wait early.
             wait_for_end(waiting, limit - time.monotonic(), self._signals.descriptor)
             # Noted as each one ends: the order of their ends tells cause from consequence.
             self._note_ended()
-            if self._signals.look() > signals:
+            if self._signals.drain() > signals:
                 return
 
     def outcome(self, *, interrupted: bool = False) -> Outcome:
@@ -322,7 +322,9 @@ class WorkerGroup:
         failed = self._own_outcome()
         if failed.exit_code:
             return replace(failed, final=True)
-        why = "a second signal came" if self._signals.look() > 1 else "its time for saving was over"
+        why = (
+            "a second signal came" if self._signals.drain() > 1 else "its time for saving was over"
+        )
         text = f"stopped by {name} in step {self._step_text(0)} (device 0) before it had saved "
         text += f"itself, as {why}"
         if checkpoint:

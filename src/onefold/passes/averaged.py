@@ -76,17 +76,17 @@ class Averaging:
                 f'one, load with allow_changed=["average"]'
             )
 
-    def begin(self, rule: AverageRule, step: int) -> None:
+    def start_average(self, rule: AverageRule, step: int) -> None:
         """Begin an average, or go on with that of a checkpoint; called on all devices.
 
         Args:
             rule: how it follows the model; `check_begin` has let it pass.
             step: the number of the next step.
         """
-        self._agreement.begin(CallDigest(Call.AVERAGE, step, arguments=digest(rule.words)))
+        self._agreement.start_call(CallDigest(Call.AVERAGE, step, arguments=digest(rule.words)))
         self.asked, self._loaded = rule, False
         if self._averages.rule is None:
-            self._begin(rule)
+            self._start_average(rule)
 
     @contextmanager
     def block(self, step: int, *, recomputes: bool = False) -> Iterator[None]:
@@ -111,11 +111,13 @@ class Averaging:
             self._first.check_places()
             self._prepare()
             try:
-                self._agreement.begin(CallDigest(Call.AVERAGED, step, arguments=int(recomputes)))
+                self._agreement.start_call(
+                    CallDigest(Call.AVERAGED, step, arguments=int(recomputes))
+                )
                 self._agreement.averaged = True
                 self._show()
                 yield
-                self._agreement.begin(CallDigest(Call.AVERAGED_END, step))
+                self._agreement.start_call(CallDigest(Call.AVERAGED_END, step))
             finally:
                 self._agreement.averaged = False
                 self._put_back()
@@ -175,13 +177,13 @@ class Averaging:
         if rule is not None:
             self._averages.segments = brought
             self._averages.adopt_buffers(self._first.buffers.flat, buffers)
-            self._begin(rule, steps)
+            self._start_average(rule, steps)
         elif self.asked is not None:
-            self._begin(self.asked)
+            self._start_average(self.asked)
 
-    def _begin(self, rule: AverageRule, steps: int = 0) -> None:
+    def _start_average(self, rule: AverageRule, steps: int = 0) -> None:
         self._bring_changes()
-        self._averages.begin(
+        self._averages.start(
             rule, self._context.update.exact_values(), self._first.buffers.flat, steps=steps
         )
 

@@ -196,7 +196,7 @@ class Modifying:
             # before the devices meet, after which the lead may already be writing.
             first.check_places()
             copies = [parameter.data.clone() for parameter in named]
-        agreement.begin(CallDigest(Call.CHANGING, step, arguments=int(self._with_state)))
+        agreement.start_call(CallDigest(Call.CHANGING, step, arguments=int(self._with_state)))
         agreement.modifying = True
         self._held.enter_context(self._placement.gathered())
         if self._with_state:
@@ -222,7 +222,7 @@ class Modifying:
         first.buffers.absorb()
         agreement.modifying = True
         try:
-            agreement.begin(CallDigest(Call.CHANGED, step))
+            agreement.start_call(CallDigest(Call.CHANGED, step))
         finally:
             agreement.modifying = False
         context.exchange.memory.broadcast_from_lead(first.buffers.flat)

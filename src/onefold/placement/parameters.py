@@ -267,7 +267,7 @@ class PartitionedParameters(ResidentParameters):
         self._in_backward = False
         self._done_forward.clear()
         self._order = order
-        order.begin()
+        order.start_shard()
         handles = [
             register_module_forward_pre_hook(lambda part, _: self._before_forward(part)),
             register_module_forward_hook(
@@ -383,7 +383,7 @@ class PartitionedParameters(ResidentParameters):
         self._stage_at.pop(buffer.data_ptr(), None)
         if self._run_checks:
             trained = self._looks_at_trained or self._order is not self._passes
-            self._buffers.look(stage, buffer, trained=trained)
+            self._buffers.refuse_foreign_writes(stage, buffer, trained=trained)
         self._buffers.hide(self._stages.entries[stage])
 
     def _packed(self, tensor: torch.Tensor) -> object:
@@ -441,7 +441,7 @@ class PrefetchOrder:
         self._following: dict[tuple[int, bool], int] = {}
         self._last: tuple[int, bool] | None = None
 
-    def begin(self) -> None:
+    def start_shard(self) -> None:
         """Begin a shard, with no stage at hand."""
         self._last = None
 

@@ -126,13 +126,13 @@ class Partitioned(Placement):
         context, table, reduction = self.context, self.context.table, self._reduction
         # One shard of each device of this process in every round.
         with self.parameters.rounds(task) as task:
-            reduction.begin(shard for shard, size in enumerate(batch.sizes) if not size)
+            reduction.start_step(shard for shard, size in enumerate(batch.sizes) if not size)
             # Compiled code gives all gradients at once, when it is done, and all stages with them.
             task = replace(task, send=None if context.compilers.compiled else reduction.give)
             with ExitStack() as surrounding:
                 for replica in context.replicas:
                     table.clear_rows(replica.number, batch.shares.shards_of(replica.number))
-                    replica.begin(task)
+                    replica.start_step(task)
                     with context.attached(replica):
                         surrounding.enter_context(before(replica))
                 for row in batch.shares.rounds():

@@ -70,8 +70,8 @@ def run_share(
     # Only our own rows: the others' may be full of this step's results already. An empty shard
     # records nothing, so that without this its row would still hold the step before.
     table.clear_rows(device, batch.shares.shards_of(device))
-    replica.begin(task)
-    exchange.begin(batch.shares)
+    replica.start_step(task)
+    exchange.start_step(batch.shares)
     record, gradients = partial(table.record, device), Gradients()
     blocks = blocks_of(batch.shares.shards_of(device), batch.shares.shards)
     sent = blocks[-1:] if early and _may_send_early(replica, batch, task, done) else ()

@@ -147,11 +147,11 @@ class StageBuffers:
                 view.copy_(self.parameters[number].detach())
 
     def note(self, stage: int) -> None:
-        """Note the values of a stage that has just been shown, for `look` to compare with."""
+        """Note the values of a stage that was just shown, for `refuse_foreign_writes`."""
         if self.own_buffer(stage) is not None:
             self._sums[stage] = self._sums_of(stage)
 
-    def look(self, stage: int, buffer: torch.Tensor, *, trained: bool) -> None:
+    def refuse_foreign_writes(self, stage: int, buffer: torch.Tensor, *, trained: bool) -> None:
         """Look, before a stage goes, whether somebody else has written to what is kept elsewhere.
 
         Args:
@@ -188,7 +188,8 @@ class StageBuffers:
         """Refuse what was written where it is not kept.
 
         Raises:
-            StateError: `look` has found a parameter, or frozen ones differ where all are here.
+            StateError: `refuse_foreign_writes` found a parameter, or frozen ones differ where all
+            are here.
         """
         if self.frozen is not None and self.frozen.flat.is_there:
             self._written = self.frozen.written_in_flat()

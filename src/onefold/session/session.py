@@ -295,7 +295,7 @@ class Session:
         engine.take_spans()
         cut, waited = self.batches.cut(asked.given, asked.dim)
         with self.telling_others():
-            self._begin(asked, cut)
+            self._start_step(asked, cut)
             with self.hooks.around(asked):
                 assert asked.batch is not None
                 stop = asked.asked_to_stop
@@ -327,7 +327,7 @@ class Session:
         with self.telling_others():
             cut, waited = self.batches.cut(asked.given, asked.dim)
             with self.changes.closed(place.step + 1):
-                self._begin(asked, cut)
+                self._start_step(asked, cut)
                 with self.hooks.around(asked):
                     assert asked.batch is not None
                     outcome = self.engine.gradient(
@@ -338,7 +338,7 @@ class Session:
                 self._note_done(cut if asked.begins else None, outcome)
         return self._told(asked, outcome, waited)
 
-    def _begin(self, asked: Asked, cut: ShardedBatch) -> None:
+    def _start_step(self, asked: Asked, cut: ShardedBatch) -> None:
         """Check a step before all devices begin it."""
         asked.cut = asked.batch = cut
         asked.number = self.position.step + asked.begins

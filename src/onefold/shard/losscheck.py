@@ -437,7 +437,7 @@ class LossWatch:
         """The kinds that were found, each warned of once."""
         self._doubted = False
 
-    def look(
+    def inspect(
         self, result: object, *, samples: int, batch_samples: int, run_checks: bool, where: str
     ) -> None:
         """Inspect the loss of one shard of several; with one, nothing could be read wrongly.

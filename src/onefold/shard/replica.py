@@ -177,7 +177,7 @@ class Replica:
                 f"Trainer afterwards"
             )
 
-    def begin(self, task: ShardTask) -> None:
+    def start_step(self, task: ShardTask) -> None:
         """Prepare for the first shard of a step."""
         drop_gradients(self._parameters)
         # Those with hooks that may put a tensor of their own into ``.grad``. They may be registered
@@ -193,7 +193,7 @@ class Replica:
         drop_gradients([*self.parts.other.values(), *self.parts.frozen.values()])
 
     def compute(self, shard: int, batch: ShardedBatch, task: ShardTask) -> ShardResult:
-        """Run one shard forward and backward; called between `begin` and `end`.
+        """Run one shard forward and backward; called between `start_step` and `end`.
 
         See the note on pure functions at the head of this file.
 
@@ -342,7 +342,7 @@ class Replica:
             late = gatherer is None or isinstance(gatherer, Refusing)
             part = weigh(loss, microbatch.samples, f"the loss of {where}", late=late)
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
-            self._look(loss, microbatch, batch, run_checks=task.run_checks, where=where)
+            self._inspect(loss, microbatch, batch, run_checks=task.run_checks, where=where)
             if task.run_checks:
                 self.loss_watch.look_at_count(loss, batch.count_of(microbatch.shard), where)
         if gatherer is not None and not isinstance(gatherer, Refusing):
@@ -429,11 +429,11 @@ class Replica:
             result = task.loss(self.module, payload)
         loss = split(result, f"the loss of {where}")[0]
         if inspected:
-            self._look(loss, microbatch, batch, run_checks=True, where=where)
+            self._inspect(loss, microbatch, batch, run_checks=True, where=where)
         return weigh(loss, microbatch.samples, f"the loss of {where}", late=not inspected)
 
-    def _look(self, loss: object, microbatch: Microbatch, batch: ShardedBatch, **how: Any) -> None:
-        self.loss_watch.look(loss, samples=microbatch.samples, batch_samples=batch.samples, **how)
+    def _inspect(self, loss: object, part: Microbatch, batch: ShardedBatch, **how: Any) -> None:
+        self.loss_watch.inspect(loss, samples=part.samples, batch_samples=batch.samples, **how)
 
     def begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""

@@ -139,7 +139,8 @@ class ShardTask:
     ) -> None:
         """Run backward where it can begin and there is something to differentiate."""
         # A loss that depends on no parameter is legal in one shard (one without positives, say);
-        # that none of the batch's shards gave a gradient is refused later, in `GradientRules.take`.
+        # that none of the batch's shards gave a gradient is refused later, in
+        # `GradientRules.load_totals`.
         if part.kind == "means" or not part.root.requires_grad:
             if beside:
                 torch.autograd.backward([t for t, _ in beside], [g for _, g in beside])

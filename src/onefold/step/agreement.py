@@ -75,7 +75,9 @@ class Agreement:
         self.left = ""
         """Why the trainer makes no calls any more; empty as long as it does."""
 
-    def begin(self, head: CallDigest, *, function: object = None, stop: bool = False) -> Agreed:
+    def start_call(
+        self, head: CallDigest, *, function: object = None, stop: bool = False
+    ) -> Agreed:
         """Wait for all devices to have begun the same call, in the same state.
 
         Args:
@@ -142,7 +144,7 @@ class Agreement:
         """
         if not self._context.with_others:
             return
-        changed, _ = self._context.guard.look(run_checks=True)
+        changed, _ = self._context.guard.inspect(run_checks=True)
         head = CallDigest(Call.CLOSE, step)
         try:
             agreed = read_agreed(self._context.exchange.agree(step, head.word(changed=changed)))
@@ -193,7 +195,7 @@ class Agreement:
         """Find a parameter changed since the last call; compute a checksum of sampled values."""
         # In common memory all processes read the very same values, and cannot drift apart.
         of_all = not self._context.exchange.memory.is_common
-        changed, values = self._context.guard.look(
+        changed, values = self._context.guard.inspect(
             also=self._buffers, run_checks=run_checks, of_all=of_all
         )
         if not (changed or self.averaged) and self._placement.written():

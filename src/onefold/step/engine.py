@@ -149,7 +149,7 @@ class Engine:
             PeerError: another device is lost or has failed.
         """
         context = self.context
-        agreed = self._begin(batch, number, Call.STEP, name, asked_to_stop)
+        agreed = self._agree_on_step(batch, number, Call.STEP, name, asked_to_stop)
         totals, weight = self._compute(batch, number)
         outcome, failure = self._judge(batch, number, totals, weight, agreed, now=False)
         if outcome.norm is not None and outcome.verdict.updates:
@@ -185,7 +185,7 @@ class Engine:
         context = self.context
         check_gradient(context.update)
         allow_clipping(context.parts.trained.values())
-        agreed = self._begin(batch, number, Call.GRADIENT, name, asked_to_stop)
+        agreed = self._agree_on_step(batch, number, Call.GRADIENT, name, asked_to_stop)
         totals, weight = self._compute(batch, number)
         # What the script will use must be looked at before it does.
         outcome, failure = self._judge(batch, number, totals, weight, agreed, now=True)
@@ -202,7 +202,7 @@ class Engine:
             context.guard.note()
         return outcome
 
-    def look(
+    def inspect_step(
         self, batch: ShardedBatch, number: int, *, name: str = ""
     ) -> tuple[ShardTask, StepResult]:
         """Compute a step that is not made; called on all devices.
@@ -214,11 +214,11 @@ class Engine:
             What its shards have in common, and the result.
         """
         context = self.context
-        agreed = self._begin(batch, number, Call.STEP, name, False)
+        agreed = self._agree_on_step(batch, number, Call.STEP, name, False)
         totals, weight = self._compute(batch, number)
         norm: torch.Tensor | None = None
         if weight.value > 0 and any(totals.gave):
-            self.rules.take(batch, weight, totals, self._task)
+            self.rules.load_totals(batch, weight, totals, self._task)
             norm = self._norm(batch, totals)
         numbers, weights = context.table.numbers.clone(), context.table.weights.tolist()
         if norm is not None and not self.placement.partitioned:
@@ -229,7 +229,7 @@ class Engine:
         task = replace(self._task, scale=1.0, send=None)
         return task, StepResult(numbers, weights, weight.value, verdict_of(weight, agreed), norm)
 
-    def _begin(
+    def _agree_on_step(
         self, batch: ShardedBatch, number: int, call: Call, name: str, asked_to_stop: bool
     ) -> Agreed:
         """Wait for all devices to have begun the same step."""
@@ -299,7 +299,9 @@ class Engine:
                     with self.hooks.around_compute(attempt):
                         totals = self.placement.compute(batch, task, done, before)
                         if self._launches is not None:
-                            self._launches.look(len(batch.shares.shards_of(context.own[-1])))
+                            self._launches.sample_device(
+                                len(batch.shares.shards_of(context.own[-1]))
+                            )
                         weight = total_weight(context.table.weights.tolist(), batch.sizes, number)
                         known = not weight.gathers and not weight.late
                         attempt.whole = weight.terms == 1 and known
@@ -421,9 +423,9 @@ class Engine:
             replica.buffers.end_step(context.table, batch, run_checks=context.checks.run_checks)
 
     def agree(self, head: CallDigest, *, function: object = None, stop: bool = False) -> Agreed:
-        """Wait for all devices to have begun the same call; see `Agreement.begin`."""
+        """Wait for all devices to have begun the same call; see `Agreement.start_call`."""
         self.placement.parameters.refuse_call(Call(head.call))
-        return self.agreement.begin(head, function=function, stop=stop)
+        return self.agreement.start_call(head, function=function, stop=stop)
 
     def leave(self, step: int, why: str, *, together: bool) -> None:
         """Have the model be the script's, with values of this process alone; once, at the end.
@@ -476,7 +478,7 @@ class Engine:
 
     def take_spans(self) -> dict[int, list[Span]]:
         """Return what each device of this process has done since the last call, by its number."""
-        return {replica.number: replica.watch.take() for replica in self.context.replicas}
+        return {replica.number: replica.watch.drain() for replica in self.context.replicas}
 
     @contextmanager
     def evaluating(self, *, training: bool = False) -> Iterator[None]:

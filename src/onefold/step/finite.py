@@ -229,7 +229,7 @@ def _of_shards(
     replica: Replica, batch: ShardedBatch, task: ShardTask, done: Mapping[int, ShardResult]
 ) -> tuple[int, str, str] | None:
     """Find the first of a device's shards with such a gradient, and name the parameter."""
-    replica.begin(task)
+    replica.start_step(task)
     try:
         for shard in batch.shares.shards_of(replica.number):
             if shard not in batch.shards:

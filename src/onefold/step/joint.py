@@ -154,7 +154,7 @@ class _JointRun:
     def drive(self) -> None:
         """Run all shards to their end."""
         for replica in self._replicas:
-            replica.begin(self._task)
+            replica.start_step(self._task)
         try:
             self._backward(self._forward())
         finally:
@@ -262,7 +262,7 @@ class _JointRun:
         """Leave everything as a step finds it, however far the shards have come."""
         for replica in self._replicas:
             self._attach(replica)
-            replica.begin(self._task)  # drops gradients
+            replica.start_step(self._task)  # drops gradients
             replica.buffers.restore()
             replica.end()
         self._attach(self._replicas[0])

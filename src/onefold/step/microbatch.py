@@ -135,7 +135,7 @@ class MicrobatchSearch:
 def _fits_here(replica: Replica, task: ShardTask, batch: ShardedBatch) -> bool:
     """Compute a device's share and drop what comes out."""
     fits, sums = True, list[Gradients]()
-    replica.begin(task)
+    replica.start_step(task)
     try:
         # All of them are kept, as a step would keep them.
         sums, terms = _share(replica, task, batch)
@@ -148,7 +148,7 @@ def _fits_here(replica: Replica, task: ShardTask, batch: ShardedBatch) -> bool:
         fits = False
     del sums
     # Drops the gradients of a pass that broke off.
-    replica.begin(task)
+    replica.start_step(task)
     replica.end()
     if not fits:
         # What broke off may be held by cycles, and blocks of the wrong size by the allocator.

@@ -49,7 +49,7 @@ class GradientRules:
         """What losses are multiplied by before backward."""
         return 1.0 if self.scale is None else self.scale.value
 
-    def take(
+    def load_totals(
         self, batch: ShardedBatch, weight: StepWeight, totals: StepTotals, task: ShardTask
     ) -> None:
         """Take the totals of a step, divided as the loss is.
@@ -69,7 +69,7 @@ class GradientRules:
                 f"the loss of step {task.step} does not depend on any parameter that requires a "
                 f"gradient, in any shard: was it computed under no_grad, or detached?"
             )
-        update.take(totals.segments, totals.gave, shards=batch.shares.shards)
+        update.load_gradients(totals.segments, totals.gave, shards=batch.shares.shards)
         divisor = task.divisor(batch, weight.value) if weight.divided else 1.0
         factor = divisor / weight.value / self.loss_scale
         if factor != 1.0:

@@ -63,7 +63,7 @@ class FolderLock:
         self._descriptor: int | None = None
         self._process = 0
 
-    def look(self, within_s: float = 0.0) -> None:
+    def refuse_held(self, within_s: float = 0.0) -> None:
         """Refuse a folder in which another process is at work; locks nothing.
 
         Args:
@@ -73,14 +73,14 @@ class FolderLock:
         Raises:
             LaunchError: another process is working in the folder, or the file is not ours.
         """
-        self._in_time(self._look, within_s)
+        self._in_time(self._find_holder, within_s)
 
-    def take(self, within_s: float = 0.0) -> None:
+    def acquire(self, within_s: float = 0.0) -> None:
         """Take the lock, until `let_go` or until this process ends; shut out everybody else.
 
-        Arguments and errors are those of `look`.
+        Arguments and errors are those of `refuse_held`.
         """
-        self._in_time(self._take, within_s)
+        self._in_time(self._acquire, within_s)
 
     def keep(self) -> None:
         """Take the lock again, if it was lost; see the head of this file."""
@@ -127,7 +127,7 @@ class FolderLock:
             said = True
             time.sleep(_PAUSE_S)
 
-    def _look(self) -> int | None:
+    def _find_holder(self) -> int | None:
         try:
             descriptor = self._open_own(os.O_RDWR)
         except FileNotFoundError:
@@ -137,7 +137,7 @@ class FolderLock:
         finally:
             os.close(descriptor)
 
-    def _take(self) -> int | None:
+    def _acquire(self) -> int | None:
         # With a limit, or somebody who keeps exchanging the file would keep us here for ever.
         for _ in range(_TRIES):
             with contextlib.ExitStack() as leaving:

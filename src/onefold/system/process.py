@@ -70,7 +70,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 class Stillness:
-    """Notices that a process has been stopped and stays so; call `look` every `LOOK_S`.
+    """Notices that a process has been stopped and stays so; call `sample_state` every `LOOK_S`.
 
     A stopped process is alive and never responds: without this, whoever waits for it would wait
     until the timeout and not know why.
@@ -88,7 +88,7 @@ class Stillness:
         """Whether the last look found the process stopped."""
         return self._looks > 0
 
-    def look(self) -> bool:
+    def sample_state(self) -> bool:
         """Look once; return whether it was stopped for so many looks that it will not continue."""
         self._looks = self._looks + 1 if _is_stopped(self._pid) else 0
         return self._looks >= _STILL_LOOKS
@@ -281,7 +281,7 @@ class StopSignals:
         # An eventfd rather than a pipe: a counter, which a flood of signals cannot fill up so that
         # the handler would block. Workers must not inherit it.
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Readable once a signal has arrived that `look` has not seen."""
+        """Readable once a signal has arrived that `drain` has not counted."""
         if threading.current_thread() is not threading.main_thread():
             return self
         if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
@@ -299,7 +299,7 @@ class StopSignals:
         # Closed last: until the handlers are restored, a signal still writes to it.
         os.close(self.descriptor)
 
-    def look(self) -> int:
+    def drain(self) -> int:
         """Clear the descriptor, and return how many signals but `NOTICES` have arrived so far."""
         # Cleared before counting: a signal in between is counted and wakes the launcher once too
         # often. The other way round it would be missed.

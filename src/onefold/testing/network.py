@@ -152,7 +152,7 @@ class _Stopped(Stillness):
     def __init__(self, network: Network, number: int) -> None:
         self._seat = network.scheduler.states[number]
 
-    def look(self) -> bool:
+    def sample_state(self) -> bool:
         return self._seat.is_stopped
 
 

@@ -208,7 +208,7 @@ class Scheduler:
         state = self.states[number]
         state.turn.acquire()
         if not state.is_killed:
-            self._begin(number)
+            self._reset_device(number)
             live(number)
         state.is_over = True
         chosen = self._next()
@@ -217,7 +217,7 @@ class Scheduler:
         else:
             self._give(chosen)
 
-    def _begin(self, number: int) -> None:
+    def _reset_device(self, number: int) -> None:
         """Give a device what a process has that has just begun."""
         # Another device may be in the middle of a step.
         self._before.put_back()

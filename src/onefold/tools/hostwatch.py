@@ -135,10 +135,13 @@ class HostWatch:
         self._called_s: float | None = None
         self._began_s, self._end = time.monotonic(), threading.Event()
         # Before the first step, which is like no other.
-        self._waits.look([own], self._began_s)
+        self._waits.update([own], self._began_s)
         self._threads = [
             threading.Thread(target=self._forever, args=(each,), name=name, daemon=True)
-            for each, name in ((self._look, "onefold waits"), (self._talk, "onefold answers"))
+            for each, name in (
+                (self._check_devices, "onefold waits"),
+                (self._talk, "onefold answers"),
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -159,10 +162,10 @@ class HostWatch:
                 self._store = None
                 return
 
-    def _look(self, now_s: float) -> None:
+    def _check_devices(self, now_s: float) -> None:
         """Look at the devices of this host; have the other thread ask, or report without it."""
         waits = self._waits
-        waits.look([*self._devices.values()], now_s)
+        waits.update([*self._devices.values()], now_s)
         self._pause_s = LOOK_S if waits.still_s(self._rank, now_s) < _STILL_S else _PAUSE_S
         self._asks = now_s >= self._next_s and waits.has_question(now_s, self._rank)
         called_s = self._called_s

@@ -102,9 +102,9 @@ class Inspector(Hook):
                 self._failures = sum(each.step + 1 == self._asked.step for each in failed)
 
     def around(self, asked: Asked) -> Surrounds:
-        """Look into a step that begins, if it is the one; see `look`."""
+        """Look into a step that begins, if it is the one; see `inspect_step`."""
         if asked.cut is not None and asked.begins:
-            self.look(asked.cut, asked.number, asked.name)
+            self.inspect_step(asked.cut, asked.number, asked.name)
         return None
 
     def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
@@ -128,7 +128,7 @@ class Inspector(Hook):
         if self._leads:
             self._compare(step.number, step.outcome)
 
-    def look(self, batch: ShardedBatch, number: int, name: str) -> None:
+    def inspect_step(self, batch: ShardedBatch, number: int, name: str) -> None:
         """Look into the step with this batch, if it is the one; called on all devices.
 
         Raises:
@@ -141,7 +141,7 @@ class Inspector(Hook):
             self._failures -= 1  # the script has survived it, and does so again
             return
         found, engine = self._found, self._engine
-        task, outcome = engine.look(batch, number, name=name)
+        task, outcome = engine.inspect_step(batch, number, name=name)
         found.name, found.samples = name, batch.samples
         with engine.placement.gathered():
             if self._leads:
@@ -208,7 +208,7 @@ class Inspector(Hook):
         with engine.context.computing():
             for replica in engine.context.replicas:
                 with engine.context.attached(replica):
-                    replica.begin(task)
+                    replica.start_step(task)
                     own = [
                         self._look_at(replica, shard, batch, task, outcome)
                         for shard in batch.shares.shards_of(replica.number)

@@ -143,7 +143,7 @@ class ShardSamples:
             return run(microbatch, self._batch, self._task, where)
         finally:
             self._replica.put_back(self._task)
-            self._replica.begin(self._task)
+            self._replica.start_step(self._task)
 
     def _rows(self) -> list[Any]:
         """What each sample holds; nothing where the payload cannot be cut."""

@@ -135,8 +135,9 @@ class PartitionedOptimizer:
         self.updated = self._with_others(next(iter(memory))) if storage.mirrors else self.owned
         """The segments that this process updates: with `Storage.mirrors` all, else its own."""
         self.gradients: list[torch.Tensor | None] = [None] * len(self.updated)
-        """The gradient of each of these segments, from `take` to the end of `step`: shaped as the
-        segment, in the dtype in which gradients are added up; None where no shard gave one."""
+        """The gradient of each of these segments, from `load_gradients` to the end of `step`:
+        shaped as the segment, in the dtype in which gradients are added up; None where no shard
+        gave one."""
         self._by_number = {item.number: item for item in self.updated}
         self._apart = [(item, item.home) for item in self.owned if item.home is not None]
         self.norms = SegmentNorms(storage, memory, assignment.partitions, self.owned)
@@ -230,7 +231,7 @@ class PartitionedOptimizer:
         shape, stride = (entry.shape, entry.stride) if segment.whole else ((segment.numel,), (1,))
         return torch.nn.Parameter(self._staging.new(shape, stride, dtype))
 
-    def take(
+    def load_gradients(
         self, totals: Sequence[torch.Tensor | None], gave: Sequence[int], *, shards: int
     ) -> None:
         """Accept the gradients of a step.

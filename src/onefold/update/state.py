@@ -352,7 +352,7 @@ AVERAGE = "onefold.average"
 
 
 class Averages:
-    """The averages that this process keeps; none until `begin`.
+    """The averages that this process keeps; none until `start`.
 
     Args:
         allocator: where those of segments lie.
@@ -371,7 +371,7 @@ class Averages:
         self.buffers: FlatTensors | None = None
         """The averages of the module's buffers, on this process's first device."""
 
-    def begin(
+    def start(
         self,
         rule: AverageRule,
         values: Mapping[int, torch.Tensor],

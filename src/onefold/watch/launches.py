@@ -29,7 +29,7 @@ class LaunchWatch:
         self._number, self._watch = number, watch
         self._waited = 0
 
-    def look(self, shards: int) -> None:
+    def sample_device(self, shards: int) -> None:
         """Look at the device, after the launch of a step's backward; does not wait.
 
         Args:

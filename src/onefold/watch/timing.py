@@ -100,7 +100,7 @@ class Stopwatch:
         stops = (span.stop for span in reversed(self._spans) if span.phase == phase)
         return all(map(is_past, islice(stops, 1)))
 
-    def take(self) -> list[Span]:
+    def drain(self) -> list[Span]:
         """Return and forget all spans that were recorded since the last call."""
         # A new list: whoever takes the spans may hold them while the next step adds its own.
         spans, self._spans = self._spans, []

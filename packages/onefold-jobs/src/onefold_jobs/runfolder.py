@@ -133,7 +133,7 @@ def require_room(folder: Path) -> None:
     require_writable(folder / CHECKPOINTS, "mend it, or give this run another --name")
     # Only a look, which is given up at once: the data are read first, and the lock that lasts is
     # taken by the lead's process.
-    FolderLock(folder, instead=_INSTEAD).look()
+    FolderLock(folder, instead=_INSTEAD).refuse_held()
 
 
 def check_folder_is_free(folder: Path) -> None:
@@ -226,7 +226,7 @@ class RunFolder:
         if not self._is_lead:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock.take()
+        self._lock.acquire()
         # Once more, now that nobody else can begin a run here: one may have been begun since.
         check_folder_is_free(self.path)
         for name, content in files.items():
@@ -237,7 +237,7 @@ class RunFolder:
         """Resume the run, with other options perhaps."""
         if not self._is_lead:
             return
-        self._lock.take()
+        self._lock.acquire()
         # There is none if the run was stopped right after its folder had been made.
         if (self.path / RUN).is_file():
             self._said = read_run(self.path)

@@ -73,11 +73,11 @@ class Pipelined(Partitioned):
     ) -> Gradients | None:
         context, exchange, reduction = self.context, self.context.exchange, self._reduction
         exchange.transport.forget_messages()  # of a step that failed, and was survived
-        reduction.begin(shard for shard, size in enumerate(batch.sizes) if not size)
+        reduction.start_step(shard for shard, size in enumerate(batch.sizes) if not size)
         workers = []
         for replica, boundary in zip(context.replicas, self._boundaries, strict=True):
             exchange.table.clear_rows(replica.number, batch.shares.shards_of(replica.number))
-            replica.begin(task)
+            replica.start_step(task)
             workers.append(PipelineWorker(replica, boundary, context, batch, task))
         with self.parameters.in_pipeline(run_checks=task.run_checks):
             while busy := [worker for worker in workers if not worker.is_done]:

@@ -210,7 +210,7 @@ class Verifying(Hook):
             self._mathematics = Mathematics(model, next(iter(losses.values())))
             self.losses = dict.fromkeys(losses, self._mathematics.loss)
 
-    def begin(self, engine: Engine, devices: Devices, count: Count) -> None:
+    def start_comparison(self, engine: Engine, devices: Devices, count: Count) -> None:
         """Begin the comparison, now that the trainer has its engine.
 
         Args:

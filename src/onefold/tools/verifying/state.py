@@ -63,10 +63,10 @@ class StateWatch:
     @contextmanager
     def step(self) -> Iterator[dict[str, str]]:
         """Surround a step; yields digests of the global generators before it."""
-        before, data = self._look(), self._look_at_data()
+        before, data = self._read_state(), self._look_at_data()
         yield global_states()
         # Data sets are read between the steps, model and loss work within them.
-        pairs = ((self._data_before, data), (before, self._look()))
+        pairs = ((self._data_before, data), (before, self._read_state()))
         self._data_before = self._look_at_data()
         changed: dict[tuple[str, str], list[str]] = {}
         for then, now in pairs:
@@ -81,7 +81,7 @@ class StateWatch:
         self.attributes = [place for kind, place in named if kind == "value"]
         self.generators = [place for kind, place in named if kind == "generator"]
 
-    def _look(self) -> _Seen:
+    def _read_state(self) -> _Seen:
         found: _Seen = {}
         for name, part in self._model.named_modules():
             place = f"module {name or 'model'} ({type(part).__name__})"
