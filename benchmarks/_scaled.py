@@ -34,7 +34,7 @@ from onefold.core.fold import published_by
 from onefold.core.settings import PRECISIONS, PrecisionName
 from onefold.exchange import memory
 from onefold.exchange.collective import CollectiveTransport
-from onefold.exchange.collectivememory import CollectiveMemory
+from onefold.exchange.collective_memory import CollectiveMemory
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.reduction import BlockReduction

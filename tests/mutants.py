@@ -130,13 +130,13 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "two partial sums of a device are taken for each other",
-        "exchange/collectivememory.py",
+        "exchange/collective_memory.py",
         "received = self.partial(Published(peer, slot))",
         "received = self.partial(Published(peer, 1 - slot if slot < 2 else slot))",
     ),
     Mutant(
         "buffers of a later shard are those of an earlier one",
-        "exchange/collectivememory.py",
+        "exchange/collective_memory.py",
         "coming = [table[run] for run in theirs]",
         "coming = [table[run] for run in reversed(theirs)]",
     ),
@@ -148,7 +148,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "a microbatch of a shard is taken for its last one",
-        "exchange/stageexchange.py",
+        "exchange/stage_exchange.py",
         "return cls(shard, stage, bool(last), ",
         "return cls(shard, stage, True, ",
     ),
@@ -166,7 +166,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "an empty shard keeps the weight of the step before",
-        "exchange/shardtable.py",
+        "exchange/shard_table.py",
         "            for array in self._by_shard:",
         "            for array in self._by_shard[1:]:",
     ),
@@ -286,7 +286,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "a mean over targets that are ignored in part goes unseen",
-        "shard/losscheck.py",
+        "shard/loss_watch.py",
         "    if ignored > 0:",
         "    if ignored > targets.numel():",
     ),
@@ -316,7 +316,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "random numbers begin anew on the next device of a pipeline",
-        "placement/pipeline/shardstate.py",
+        "placement/pipeline/shard_state.py",
         "        put_generators(self.generators, replica.device)\n",
         "",
     ),
@@ -352,7 +352,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "a checkpoint forgets how long the loss scale was good",
-        "checkpoint/runstate.py",
+        "checkpoint/run_state.py",
         '"good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,',
         '"good_steps": 0,',
     ),

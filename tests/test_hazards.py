@@ -74,17 +74,17 @@ WRITES_OR_REMOVES = """
     record/frames.py os.ftruncate: a record that begins as ours do, after its last whole frame
     launcher/launch.py tempfile.TemporaryFile: without a name
     system/allocator.py os.ftruncate: memory without a name
-    system/folderlock.py self._path.unlink: our lock, while it is held, and is still that file
+    system/folder_lock.py self._path.unlink: our lock, while it is held, and is still that file
     system/allocator.py os.ftruncate: longer, of our own file without a name
     system/allocator.py tempfile.TemporaryFile: without a name, in the home that was named
     launcher/membership.py os.fdopen: a copy of stderr
-    launcher/rundir.py os.ftruncate: memory without a name
+    launcher/run_status.py os.ftruncate: memory without a name
     exchange/progress.py os.ftruncate: memory without a name
-    tools/hostwatch.py os.open: for reading, memory without a name of a process of this user
+    tools/host_watch.py os.open: for reading, memory without a name of a process of this user
     tools/verifying/__init__.py self._mark('done').touch: in the comparison's own folder
     tools/verifying/__init__.py self._mark('done').unlink: as above
     tools/verifying/__init__.py self._mark('cut').write_text: as above
-    launcher/rundir.py self._path(rank).unlink: a log just made; another one was in use
+    launcher/run_status.py self._path(rank).unlink: a log just made; another one was in use
     launcher/foreign_launchers.py os.open: the terminal, only to learn whether there is one
     launcher/worker.py os.fdopen: the function's result, into the launcher's unnamed file
     system/safe_files.py aside.unlink: the file that was just made
@@ -101,7 +101,7 @@ WRITES_OR_REMOVES = """
         or one of this user's, by its mark that of a process of this host whose lock is gone
     system/safe_files.py tempfile.mkdtemp: for this user alone
     system/jsonlines.py os.fdopen: appends to comparisons, through no link
-    system/tensorfile.py open: a new file in the folder that is being written
+    system/tensor_file.py open: a new file in the folder that is being written
 """
 
 ENDS = """
@@ -123,14 +123,14 @@ ENDS = """
 LOCKS = """
     checkpoint/aside.py fcntl.flock: on a file of its owner alone; never waits
     record/frames.py fcntl.lockf: on the record that is written; never waits
-    system/folderlock.py fcntl.lockf: on a file of its owner alone; never waits
+    system/folder_lock.py fcntl.lockf: on a file of its owner alone; never waits
     system/safe_files.py fcntl.flock: on the private folder, so that others leave it; never waits
     testing/scheduler.py threading.Semaphore: of simulated devices, one of which always goes on
 """
 
 WAITS = """
     launcher/stacks.py time.sleep: for a process that is to write its stacks, seconds at most
-    tools/hostwatch.py self._end.wait: the pause of a thread; those with a limit, in a loop
+    tools/host_watch.py self._end.wait: the pause of a thread; those with a limit, in a loop
     tools/verifying/__init__.py signature.bind: of arguments, not of a socket
     system/background.py background.wait: for a file that is being written by this process
     system/background.py self._thread.join: the same; done_within has a limit
@@ -154,7 +154,7 @@ WAITS = """
     exchange/connections.py time.sleep: in a loop with a limit
     system/child.py self._reader.poll: for the limit that the caller names
     system/child.py os.waitpid: for a child that was killed
-    system/folderlock.py time.sleep: in a loop with a limit
+    system/folder_lock.py time.sleep: in a loop with a limit
     exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
     exchange/mailbox.py poller.poll: for part of the limit
     data_order/workers.py time.sleep: until the batch before is taken, for which there is a limit
@@ -176,7 +176,7 @@ THREADS = """
     exchange/group.py threading.Thread: in PyTorch until a stranger at the port answers; the run has
         failed by then
     jobs/data/pictures.py ThreadPoolExecutor: ends with the block
-    tools/hostwatch.py threading.Thread: waited for when Python ends
+    tools/host_watch.py threading.Thread: waited for when Python ends
     shard/gather.py threading.Thread: ended with its step; else it waits outside of PyTorch
     testing/scheduler.py threading.Thread: no daemon
 """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 import torch
 
 from onefold.core import wire
-from onefold.core.calldigest import Call, CallDigest
+from onefold.core.call_digest import Call, CallDigest
 from onefold.core.flat import fingerprint_of
 from onefold.core.jsonvalue import to_json
 from onefold.core.late import load
@@ -34,7 +34,7 @@ from onefold.exchange.memory import Memory
 from onefold.launcher.environment import current_context
 from onefold.passes.collectives import broadcast, gather, model_digests, written
 from onefold.session.session import Session
-from onefold.session.userparts import GivenOptimizer, GivenScheduler, UserParts
+from onefold.session.user_parts import GivenOptimizer, GivenScheduler, UserParts
 from onefold.shard.replica import LossFunction
 from onefold.step.result import Step
 from onefold.tools.registry import Tools

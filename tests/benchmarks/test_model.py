@@ -5,10 +5,10 @@ import torch
 
 import model
 from model import Run
-from onefold.core.calldigest import CallDigest
+from onefold.core.call_digest import CallDigest
 from onefold.core.flat import lay_out
 from onefold.core.storage import Storage, cut_chunks, cut_segments
-from onefold.exchange.shardtable import ShardTable
+from onefold.exchange.shard_table import ShardTable
 from tests.tables import for_each
 
 pytestmark = pytest.mark.full

@@ -12,7 +12,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import onefold
 from onefold.checkpoint import autosave
-from onefold.checkpoint.runstate import RunState
+from onefold.checkpoint.run_state import RunState
 from onefold.errors import CheckpointError, LossError, RecordError
 from onefold.record import FILE
 from tests.checkpoint.folders import full_disk, names_in, steps_in

@@ -13,7 +13,7 @@ from onefold.checks.description import compare, describe, describe_settings
 from onefold.core.assignment import Devices
 from onefold.core.shard import Shares
 from onefold.errors import DisagreementError
-from onefold.shard.modelparts import ModelParts
+from onefold.shard.model_parts import ModelParts
 from onefold.system import accelerator, cuda
 from tests.small import sgd
 from tests.step.assembled import devices_of, settings_of

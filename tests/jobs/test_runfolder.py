@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onefold.errors import LaunchError
-from onefold.system.folderlock import lock_of_checkpoints
+from onefold.system.folder_lock import lock_of_checkpoints
 from onefold_jobs.options import TrainOptions
 from onefold_jobs.runfolder import RunFolder, next_name, require_room
 from tests.somebody import NOBODY

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import onefold
-from onefold.core.calldigest import Call
+from onefold.core.call_digest import Call
 from onefold.exchange.progress import DevicePlace
 from onefold.launcher import hang
 from onefold.launcher.hang import DeviceStanding, HangWatch, HostDevice, late_of, report_of
-from onefold.launcher.rundir import RunStatus
+from onefold.launcher.run_status import RunStatus
 from onefold.record import FILE
 from onefold.record.entries import Failed, StepEntry, encode
 from onefold.record.frames import FrameWriter

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from tests.tools.test_hostwatch import SCRIPT as SCRIPT_THAT_HANGS
-from tests.tools.test_hostwatch import started, told_by
+from tests.tools.test_host_watch import SCRIPT as SCRIPT_THAT_HANGS
+from tests.tools.test_host_watch import started, told_by
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "placed.py"
 MAIN = [sys.executable, str(SCRIPT), "main"]

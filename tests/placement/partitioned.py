@@ -12,7 +12,7 @@ from torch import nn
 
 import onefold
 from onefold.exchange.reduction import StageReduction
-from onefold.exchange.stageexchange import ParameterRequest
+from onefold.exchange.stage_exchange import ParameterRequest
 from tests import simulated
 from tests.inside import engine_in
 

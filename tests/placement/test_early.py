@@ -19,7 +19,7 @@ from onefold import RunOptions
 from onefold.core.flat import FlatTensors, Layout
 from onefold.core.options import ExchangeName
 from onefold.errors import PeerError
-from onefold.exchange.collectivememory import CollectiveMemory
+from onefold.exchange.collective_memory import CollectiveMemory
 from onefold.exchange.memory import Partial
 from onefold.shard.replica import GradientHooks
 from onefold.step import assembly

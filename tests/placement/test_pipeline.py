@@ -21,7 +21,7 @@ import onefold
 from onefold.core.context import LaunchContext
 from onefold.core.options import ExchangeName, RunOptions
 from onefold.errors import PeerFailed, PipelineError
-from onefold.placement.pipeline import shapetensor
+from onefold.placement.pipeline import shape_tensor
 from onefold.testing import outcomes
 from tests import simulated
 from tests.tables import for_each
@@ -366,9 +366,9 @@ def test_its_dtype_may_be_taken(way: str) -> None:
 
 def test_forms_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of many sizes would fill memory."""
-    monkeypatch.setattr(shapetensor, "MOST_KEPT", 3)
+    monkeypatch.setattr(shape_tensor, "MOST_KEPT", 3)
     for size in range(1, 20):
-        progress = shapetensor.LossProgress("here", torch.device("cpu"))
-        made = shapetensor.ShapeTensor.apart(torch.empty(size), progress) + 1.0
+        progress = shape_tensor.LossProgress("here", torch.device("cpu"))
+        made = shape_tensor.ShapeTensor.apart(torch.empty(size), progress) + 1.0
         assert made.shape == (size,)
-    assert shapetensor.FakeTensorMode.cache_info().size <= 4
+    assert shape_tensor.FakeTensorMode.cache_info().size <= 4

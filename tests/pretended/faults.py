@@ -68,21 +68,21 @@ FAULTS: list[Mutant] = [
     ),
     Mutant(
         "sums are added before they have come",
-        "exchange/collectivememory.py",
+        "exchange/collective_memory.py",
         "                moving.finish() if self.storage.mirrors else moving.wait_for(number)\n",
         "                pass\n",
         (PROCESSES,),
     ),
     Mutant(
         "parameters are used before they have come",
-        "exchange/collectivememory.py",
+        "exchange/collective_memory.py",
         "        self.transport.move(operations).finish()\n\n    def _tables_to_move",
         "        self.transport.move(operations)\n\n    def _tables_to_move",
         (PROCESSES,),
     ),
     Mutant(
         "a stage is sent while it is written",
-        "exchange/collectivememory.py",
+        "exchange/collective_memory.py",
         "        self._own[slot].write_some(self._early.entries[stage], gradients)\n"
         "        self._send([slot * len(self._turns) + self._turns[stage]])\n",
         "        self._send([slot * len(self._turns) + self._turns[stage]])\n"
@@ -91,7 +91,7 @@ FAULTS: list[Mutant] = [
     ),
     Mutant(
         "devices start parts of sums each in an order of its own",
-        "exchange/collectivememory.py",
+        "exchange/collective_memory.py",
         "range(len(self._early))[::-1]",
         "range(len(self._early))[:: 1 if self._rank else -1]",
         (PROCESSES,),

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from onefold.checkpoint.folder import folder_of, prune, write_checkpoint
-from onefold.system.tensorfile import TensorParts
+from onefold.system.tensor_file import TensorParts
 
 NUMEL = 20_000
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}

@@ -9,7 +9,7 @@ from onefold.core.averaging import AverageRule
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.storage import cut_segments
 from onefold.system.allocator import DEFAULT_ALLOCATOR
-from onefold.system.tensorfile import DTYPES
+from onefold.system.tensor_file import DTYPES
 from onefold.update.staging import Staging
 from onefold.update.state import (
     Averages,

@@ -73,7 +73,7 @@ from onefold.record import FILE
 from onefold.record.answers import Replay
 from onefold.record.entries import Entry
 from onefold.step.engine import Engine
-from onefold.system.folderlock import lock_of_checkpoints
+from onefold.system.folder_lock import lock_of_checkpoints
 from onefold.system.output import drop_output, show_output
 from onefold.system.words import script_line
 from onefold.update.optimizers import optimizers_in

@@ -48,11 +48,11 @@ import msgspec
 
 from onefold.checkpoint.aside import BESIDE, check_ours, delete, names_beside, sweep, sync
 from onefold.checkpoint.manifest import RUN, check_stored, next_serial
-from onefold.core.jsonvalue import from_json
+from onefold.core.json_value import from_json
 from onefold.core.numbers import check_whole
 from onefold.errors import CheckpointError
 from onefold.system.safe_files import RECORD_BYTES, parse_json, read_plain, write_whole
-from onefold.system.tensorfile import Seal, TensorParts, digest_file, write_tensors
+from onefold.system.tensor_file import Seal, TensorParts, digest_file, write_tensors
 from onefold.system.words import listed
 
 __all__ = [

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from onefold.core.jsonvalue import from_json
 from onefold.core.settings import ALLOWED_AS, PRECISIONS, SchedulerEvery, Settings
 from onefold.data_order.position import Count, SavedLoader
-from onefold.system.tensorfile import Seal
+from onefold.system.tensor_file import Seal
 
 __all__ = ["RUN", "TENSOR_FILES", "Place", "check_run", "check_stored", "next_serial"]
 

@@ -29,7 +29,7 @@ from onefold.core.settings import added_up_in
 from onefold.core.storage import Storage
 from onefold.errors import CheckpointError
 from onefold.system.allocator import TensorAllocator
-from onefold.system.tensorfile import DTYPES, TensorParts
+from onefold.system.tensor_file import DTYPES, TensorParts
 from onefold.update.optimizer import MASTER
 from onefold.update.state import AVERAGE, SegmentState, check_saved, packed, take_apart
 

@@ -39,13 +39,13 @@ from onefold.checkpoint.folder import (
 )
 from onefold.checkpoint.manifest import Place, check_run
 from onefold.checkpoint.model import StoredStates, left_by_shard, saved_rule
-from onefold.checkpoint.runstate import RunState
+from onefold.checkpoint.run_state import RunState
 from onefold.checkpoint.saving import Lead, Saving
 from onefold.checks.savable import readable
 from onefold.core.assignment import Devices
-from onefold.core.calldigest import Call, CallDigest, digest
+from onefold.core.call_digest import Call, CallDigest, digest
 from onefold.core.flat import fingerprint_of
-from onefold.core.jsonvalue import from_bytes, from_json, to_bytes
+from onefold.core.json_value import from_bytes, from_json, to_bytes
 from onefold.data_order.position import PROMISES, Position
 from onefold.errors import CheckpointError, StateError
 from onefold.passes.averaged import Averaging

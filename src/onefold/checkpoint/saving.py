@@ -52,7 +52,7 @@ from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests
 from onefold.step.engine import Engine
 from onefold.system.background import Background
-from onefold.system.tensorfile import Bytes, TensorParts
+from onefold.system.tensor_file import Bytes, TensorParts
 from onefold.update.state import (
     JoinedState,
     SegmentState,

@@ -18,7 +18,7 @@ from onefold.core.settings import Settings
 from onefold.core.shard import Shares
 from onefold.core.stages import Stages
 from onefold.errors import DisagreementError
-from onefold.shard.modelparts import ModelParts
+from onefold.shard.model_parts import ModelParts
 from onefold.system import accelerator, cuda
 from onefold.system.compilers import code_compiler
 from onefold.update.optimizers import class_of, name_of

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-from onefold.core.calldigest import checksum
+from onefold.core.call_digest import checksum
 from onefold.core.flat import FlatTensors, as_words
 from onefold.errors import StateError
 from onefold.system.compat import version_of

@@ -51,7 +51,7 @@ from typing import Any, Self
 
 import torch
 
-from onefold.core.calldigest import checksum
+from onefold.core.call_digest import checksum
 from onefold.core.flat import FlatTensors
 from onefold.core.fold import fold_rows, fold_shards
 from onefold.core.mean import Contribution, LateWeight, LossTerms, Mean, detached, known, weigh

@@ -3,7 +3,7 @@
 Note: the order of a step, and who may touch what
 -------------------------------------------------
 1. ``agree`` returns when every device has begun the same call, with what each of them reports (see
-   `onefold.core.calldigest`). Until then nobody computes with the parameters, so whoever changed
+   `onefold.core.call_digest`). Until then nobody computes with the parameters, so whoever changed
    them between two calls has finished.
 2. Every device *publishes* its partial sums and fills its own rows of the `ShardTable`.
 3. ``collect`` returns when all have published. From then on the whole table may be read, and the

@@ -30,7 +30,7 @@ from onefold.core.storage import Storage
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import AsGiven, Memory, Partial, Start
 from onefold.exchange.reduction import BlockReduction, StageReduction
-from onefold.exchange.stageexchange import LocalStageExchange, StageExchange
+from onefold.exchange.stage_exchange import LocalStageExchange, StageExchange
 from onefold.exchange.transport import LocalTransport, Transport
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 

@@ -43,7 +43,7 @@ from onefold.core.shard import Shares
 from onefold.core.stages import StageLayout
 from onefold.core.storage import Frozen, Storage, cut_chunks
 from onefold.core.values import Gradients
-from onefold.exchange.shardtable import ShardTable
+from onefold.exchange.shard_table import ShardTable
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.compat import copy_each
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from onefold.core.assignment import Assignment, Devices
 from onefold.core.storage import Storage
 from onefold.exchange.collective import CollectiveTransport
-from onefold.exchange.collectivememory import CollectiveMemory, CollectiveStageExchange
+from onefold.exchange.collective_memory import CollectiveMemory, CollectiveStageExchange
 from onefold.exchange.connections import host_identity
 from onefold.exchange.group import Rendezvous, agree_on_devices, agree_on_name, join_group
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Memory, Start
 from onefold.exchange.progress import NoteWait, places_of
 from onefold.exchange.shared import SharedMemory, SharedStageExchange, SharedTransport
-from onefold.exchange.stageexchange import LocalStageExchange, StageExchange
+from onefold.exchange.stage_exchange import LocalStageExchange, StageExchange
 from onefold.exchange.transport import Transport
 from onefold.system import accelerator
 from onefold.system.allocator import TensorAllocator

@@ -3,7 +3,7 @@
 `Progress` is the table in which each device notes where it is, and which onefold's launcher shares
 with its workers: what is to come after a step stands there as well. Under another launcher each
 process has a table of its own, in memory that other processes of its user can look into; see
-`onefold.tools.hostwatch`. `Waiting` is the wait of a device that has yet to join the others; later
+`onefold.tools.host_watch`. `Waiting` is the wait of a device that has yet to join the others; later
 waits are those of a step, see `onefold.exchange.connections`. Does not load PyTorch.
 
 Note: no lock

@@ -42,7 +42,7 @@ import torch
 from onefold.core.fold import Block, additions, published_by
 from onefold.core.shard import Shares
 from onefold.exchange.memory import Arrivals, Memory, PartitionSums, by_stage
-from onefold.exchange.stageexchange import (
+from onefold.exchange.stage_exchange import (
     DONE,
     Delivery,
     GradientSend,

@@ -61,8 +61,8 @@ from onefold.core.storage import Storage
 from onefold.errors import PeerTimeout
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.memory import Memory, Partial, PartitionSums, Start, write_first
-from onefold.exchange.shardtable import ShardTable
-from onefold.exchange.stageexchange import (
+from onefold.exchange.shard_table import ShardTable
+from onefold.exchange.stage_exchange import (
     Delivery,
     GradientSend,
     StageExchange,

@@ -2,7 +2,7 @@
 
 `Waits` looks at the devices of one host, `late_of` decides, `report_of` has the words. `HangWatch`
 is what onefold's launcher does with them; processes of other launchers, which may be on several
-hosts, watch themselves: see `onefold.tools.hostwatch`. Does not load PyTorch.
+hosts, watch themselves: see `onefold.tools.host_watch`. Does not load PyTorch.
 
 Note: what is too long
 ----------------------
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from onefold.core.calldigest import Call
+from onefold.core.call_digest import Call
 from onefold.exchange.progress import DevicePlace, Progress
 from onefold.launcher.stacks import processor_s, stacks_of
 from onefold.system.words import listed, tell

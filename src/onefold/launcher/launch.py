@@ -42,9 +42,9 @@ from onefold.launcher.environment import (
     options_of,
     worker_environment,
 )
-from onefold.launcher.rundir import Logs, RunStatus
+from onefold.launcher.run_status import Logs, RunStatus
 from onefold.launcher.workers import Outcome, StoppedAtOnce, WorkerGroup
-from onefold.system.folderlock import lock_of_checkpoints
+from onefold.system.folder_lock import lock_of_checkpoints
 from onefold.system.process import StopSignals, ctrl_c_later
 from onefold.system.safe_files import PrivateFolder
 from onefold.system.words import counted, tell

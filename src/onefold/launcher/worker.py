@@ -45,7 +45,7 @@ from onefold.errors import OnefoldError, PeerError
 from onefold.exchange.progress import progress_of
 from onefold.launcher.environment import current_context
 from onefold.launcher.membership import advice_on_one_file, end_well, leave
-from onefold.launcher.rundir import WorkerReport, write_report
+from onefold.launcher.run_status import WorkerReport, write_report
 from onefold.launcher.stacks import answer_with_stacks
 from onefold.system.background import finish_all
 from onefold.system.output import hold_output

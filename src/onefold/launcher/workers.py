@@ -39,7 +39,7 @@ from pathlib import Path
 from onefold.core.options import RECORD_FILE, RunOptions
 from onefold.errors import LaunchError
 from onefold.launcher.hang import HangWatch, HostDevice
-from onefold.launcher.rundir import RunStatus, WorkerReport
+from onefold.launcher.run_status import RunStatus, WorkerReport
 from onefold.system.process import LOOK_S, STOPPED_CODE, Stillness, StopSignals
 from onefold.system.words import tell
 

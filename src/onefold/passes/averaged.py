@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from onefold.core.averaging import AverageRule
-from onefold.core.calldigest import Call, CallDigest, digest
+from onefold.core.call_digest import Call, CallDigest, digest
 from onefold.core.flat import FlatTensors
 from onefold.step.engine import Engine
 from onefold.system.compat import copy_each

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.calldigest import Call, CallDigest
+from onefold.core.call_digest import Call, CallDigest
 from onefold.core.flat import named_tensors, tensor_digests
 from onefold.core.shard import join_rows
 from onefold.core.wire import decode, encode

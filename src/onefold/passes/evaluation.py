@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from onefold.core.batch import ShardedBatch, move
-from onefold.core.calldigest import Call, CallDigest, shares_checksum
+from onefold.core.call_digest import Call, CallDigest, shares_checksum
 from onefold.core.fold import fold_rows
 from onefold.core.gathering import Refusing, gathering
 from onefold.core.mean import weigh
@@ -22,7 +22,7 @@ from onefold.core.values import Column, Rows, StepValues, columns_of, names_of, 
 from onefold.errors import DisagreementError, LossError
 from onefold.passes.collectives import check_names
 from onefold.shard.kernels import calls_compiled
-from onefold.shard.modelparts import modules_of
+from onefold.shard.model_parts import modules_of
 from onefold.shard.replica import Replica
 from onefold.shard.stages import QUICK
 from onefold.step.engine import Engine
@@ -224,7 +224,7 @@ class _Sums(TorchFunctionMode):
     """Notes scalars that are sums by an argument of their loss, as scores have no graph to say so.
 
     Not for steps: in which of them one looks depends on where a run was resumed, and a mode may
-    show in their bits. See `onefold.shard.losscheck`.
+    show in their bits. See `onefold.shard.loss_watch`.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from onefold.core.calldigest import Call, CallDigest
+from onefold.core.call_digest import Call, CallDigest
 from onefold.core.flat import storage_order
 from onefold.passes.collectives import broadcast, written
 from onefold.placement.context import StepContext

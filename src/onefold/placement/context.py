@@ -14,9 +14,9 @@ from onefold.checks.values import CheckInterval, Samples, ValueGuard
 from onefold.core.randomness import kept_generators
 from onefold.core.settings import Settings
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.shardtable import ShardTable
+from onefold.exchange.shard_table import ShardTable
 from onefold.shard.kernels import Compilers, repeatable_kernels
-from onefold.shard.modelparts import ModelParts
+from onefold.shard.model_parts import ModelParts
 from onefold.shard.replica import Replica
 from onefold.system.accelerator import as_current
 from onefold.update.optimizer import PartitionedOptimizer

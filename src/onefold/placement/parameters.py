@@ -37,15 +37,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from onefold.core.calldigest import Call
+from onefold.core.call_digest import Call
 from onefold.core.stages import ROOT
 from onefold.deferred.access import NotResident, Replace
 from onefold.errors import PipelineError
 from onefold.exchange.reduction import StageReduction
-from onefold.exchange.stageexchange import ParameterRequest
+from onefold.exchange.stage_exchange import ParameterRequest
 from onefold.placement.base import Function, ResidentParameters
 from onefold.placement.context import StepContext
-from onefold.placement.stagebuffers import StageBuffers
+from onefold.placement.stage_buffers import StageBuffers
 from onefold.shard.advice import is_about_hooks
 from onefold.shard.gradients import keeping_gradients
 from onefold.shard.stages import QUICK

@@ -22,12 +22,12 @@ from onefold.core.storage import Storage
 from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.joining import has_memory_in_common
 from onefold.exchange.reduction import StageReduction
-from onefold.exchange.stageexchange import GradientSend
+from onefold.exchange.stage_exchange import GradientSend
 from onefold.placement.base import Before, Done, Estimates, Placement, PlacementLayout
 from onefold.placement.context import StepContext
 from onefold.placement.parameters import PartitionedParameters
 from onefold.placement.replicated import Replicated
-from onefold.shard.modelparts import ModelParts
+from onefold.shard.model_parts import ModelParts
 from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator

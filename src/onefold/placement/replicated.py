@@ -25,10 +25,10 @@ from onefold.core.shard import Shares
 from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import has_memory_in_common
-from onefold.exchange.stageexchange import GradientSend
+from onefold.exchange.stage_exchange import GradientSend
 from onefold.placement.base import Before, Done, Estimates, Placement, PlacementLayout
 from onefold.shard.gradients import add_gradients
-from onefold.shard.modelparts import ModelParts
+from onefold.shard.model_parts import ModelParts
 from onefold.shard.replica import Replica
 from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask

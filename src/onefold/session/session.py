@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.calldigest import Call
+from onefold.core.call_digest import Call
 from onefold.core.context import LaunchContext
 from onefold.core.late import load
 from onefold.core.settings import Settings
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from onefold.passes.averaged import Averaging
     from onefold.passes.evaluation import DataCall, ScoreFunction
     from onefold.passes.modifying import Modifying
-    from onefold.session.gradientsteps import GradientSteps, Place
+    from onefold.session.gradient_steps import GradientSteps, Place
 
 __all__ = ["Session"]
 

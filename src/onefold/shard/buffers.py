@@ -26,10 +26,11 @@ A recurrent model that reads one long text in every row of its batches begins ea
 hidden state in which the one before ended. With the rule ``"per_shard"`` such a state is a buffer
 of the model, as large as a shard, of which every shard has values of its own.
 
-What shards leave in buffers travels to all devices in any case (see `onefold.exchange.shardtable`).
-So every process keeps the values of all shards, and whichever device runs a shard next has them.
-The module itself keeps the value that it was made with: that is what each shard begins with, what
-evaluation sees, and what a script changes to have all shards begin anew.
+What shards leave in buffers travels to all devices in any case (see
+`onefold.exchange.shard_table`). So every process keeps the values of all shards, and whichever
+device runs a shard next has them. The module itself keeps the value that it was made with: that is
+what each shard begins with, what evaluation sees, and what a script changes to have all shards
+begin anew.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from onefold.core.numbers import check_choice
 from onefold.core.settings import BufferRule
 from onefold.core.values import ChangedBuffers
 from onefold.errors import StateError
-from onefold.exchange.shardtable import ShardTable
+from onefold.exchange.shard_table import ShardTable
 from onefold.system.compat import multiply_each
 from onefold.system.hooks import buffers_of
 

@@ -36,8 +36,8 @@ from onefold.core.settings import Settings
 from onefold.core.structure import tensors_of
 from onefold.core.values import with_values_detached
 from onefold.errors import LossError
-from onefold.exchange.shardtable import ShardTable
-from onefold.shard.modelparts import ExternalModules
+from onefold.exchange.shard_table import ShardTable
+from onefold.shard.model_parts import ExternalModules
 from onefold.shard.replica import LossFunction, Replica, ShardTask
 from onefold.system.compilers import code_compiler
 

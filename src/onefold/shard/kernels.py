@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from onefold.errors import PrecisionError
-from onefold.shard.modelparts import closed_over
+from onefold.shard.model_parts import closed_over
 from onefold.system.accelerator import name_of
 from onefold.system.compilers import (
     KernelSettings,

@@ -47,7 +47,7 @@ from onefold.core.values import (
     split,
 )
 from onefold.errors import GradientError, LossError
-from onefold.exchange.stageexchange import GradientSend
+from onefold.exchange.stage_exchange import GradientSend
 from onefold.shard.buffers import BufferSet
 from onefold.shard.gradients import (
     HandedOver,
@@ -58,8 +58,8 @@ from onefold.shard.gradients import (
     widened,
 )
 from onefold.shard.kernels import computing_in
-from onefold.shard.losscheck import LossWatch, refuse_uneven
-from onefold.shard.modelparts import ModelParts
+from onefold.shard.loss_watch import LossWatch, refuse_uneven
+from onefold.shard.model_parts import ModelParts
 from onefold.shard.stages import StageModules
 from onefold.shard.task import (
     LossFunction,

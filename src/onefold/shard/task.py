@@ -20,7 +20,7 @@ from onefold.core.gathering import Gatherer, Gathers, Refusing
 from onefold.core.mean import Contribution, LateWeight, known
 from onefold.core.values import LATE, Gradients, ShardResult, total_weight
 from onefold.errors import LossError
-from onefold.exchange.stageexchange import GradientSend
+from onefold.exchange.stage_exchange import GradientSend
 from onefold.shard.gradients import add_gradients
 
 __all__ = [

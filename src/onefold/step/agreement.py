@@ -5,7 +5,7 @@ model before the step.
 
 Note: what is compared, and when
 --------------------------------
-A head (`onefold.core.calldigest.CallDigest`) travels in every call. Settings, modes and sampled
+A head (`onefold.core.call_digest.CallDigest`) travels in every call. Settings, modes and sampled
 values of parameters and buffers are compared each time; what costs more (all values, the parts of
 the model, modules beside it) only when it is due, see `onefold.checks.values.CheckInterval`. One
 device alone compares
@@ -24,12 +24,19 @@ import torch
 
 from onefold.checks.values import Samples
 from onefold.core.batch import ShardedBatch
-from onefold.core.calldigest import Agreed, Call, CallDigest, checksum, read_agreed, shares_checksum
-from onefold.core.jsonvalue import from_json, to_json
+from onefold.core.call_digest import (
+    Agreed,
+    Call,
+    CallDigest,
+    checksum,
+    read_agreed,
+    shares_checksum,
+)
+from onefold.core.json_value import from_json, to_json
 from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
 from onefold.placement.base import Placement
 from onefold.placement.context import StepContext
-from onefold.shard.modelparts import ExternalModules
+from onefold.shard.model_parts import ExternalModules
 from onefold.system.words import listed
 from onefold.update.optimizers import name_of, optimizers_in, steps_by_parameter
 

@@ -41,7 +41,7 @@ from onefold.placement.base import PlacementLayout, placement_of
 from onefold.placement.context import StepContext
 from onefold.shard.buffers import BufferPlaces, BufferSet
 from onefold.shard.kernels import Compilers
-from onefold.shard.modelparts import ModelParts
+from onefold.shard.model_parts import ModelParts
 from onefold.shard.replica import LossFunction, Replica
 from onefold.shard.stages import frozen_of
 from onefold.step.engine import Engine

@@ -25,7 +25,7 @@ import torch
 
 from onefold.core.assignment import Assignment
 from onefold.core.batch import ShardedBatch
-from onefold.core.calldigest import Agreed, Call, CallDigest
+from onefold.core.call_digest import Agreed, Call, CallDigest
 from onefold.core.flat import names_with_nan, own_name
 from onefold.core.late import load
 from onefold.core.values import ShardResult, StepWeight, total_weight
@@ -33,7 +33,7 @@ from onefold.errors import DisagreementError
 from onefold.placement.base import Before, Placement, StepTotals
 from onefold.placement.context import StepContext
 from onefold.shard.gradients import keeping_gradients
-from onefold.shard.modelparts import ExternalModules, in_mode
+from onefold.shard.model_parts import ExternalModules, in_mode
 from onefold.shard.replica import LossFunction, Replica, ShardTask
 from onefold.step.agreement import Agreement, digest_of, refuse_unfrozen
 from onefold.step.finite import FiniteCheck, bad_gradient

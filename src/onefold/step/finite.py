@@ -29,7 +29,7 @@ from onefold.core.late import load
 from onefold.core.settings import Settings
 from onefold.core.values import ShardResult
 from onefold.errors import GradientError, LossError
-from onefold.exchange.shardtable import ShardTable
+from onefold.exchange.shard_table import ShardTable
 from onefold.placement.context import StepContext
 from onefold.shard.replica import Replica, ShardTask
 from onefold.step.rules import GradientRules

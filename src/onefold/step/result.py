@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from onefold.core.calldigest import Agreed
+from onefold.core.call_digest import Agreed
 from onefold.core.fold import fold_rows
 from onefold.core.values import StepValues, StepWeight
 from onefold.watch.timing import PhaseSeconds, Span

@@ -19,7 +19,7 @@ from onefold.placement.footprint import Footprint
 from onefold.session.run import RunSetup
 from onefold.session.userparts import UserParts
 from onefold.shard.kernels import Compilers
-from onefold.shard.modelparts import ModelParts
+from onefold.shard.model_parts import ModelParts
 from onefold.shard.stages import StageModules
 from onefold.step.assembly import LEAST_SENT_EARLY_BYTES
 from onefold.system.safe_files import replace_file

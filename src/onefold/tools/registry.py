@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from onefold.core.calldigest import Call, CallDigest
+from onefold.core.call_digest import Call, CallDigest
 from onefold.core.context import LaunchContext
 from onefold.exchange.progress import places_of, progress_of
 

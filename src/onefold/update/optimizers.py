@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.core.jsonvalue import to_json
+from onefold.core.json_value import to_json
 from onefold.core.randomness import GeneratorStates
 from onefold.data_order.item_generators import held_states
 from onefold.errors import StateError

@@ -46,11 +46,11 @@ from onefold.core.flat import (
     laid_out,
     storage_order,
 )
-from onefold.core.jsonvalue import from_json, to_json
+from onefold.core.json_value import from_json, to_json
 from onefold.core.settings import added_up_in
 from onefold.exchange.transport import Message, head_of, read_message, write_message
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
-from onefold.system.tensorfile import DTYPES, Bytes, TensorParts
+from onefold.system.tensor_file import DTYPES, Bytes, TensorParts
 from onefold.update.staging import Staging
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from onefold.shard.losscheck import FindingKind, LossFinding
+from onefold.shard.loss_watch import FindingKind, LossFinding
 from onefold.tools.verifying.causes import causes_of
 from onefold.tools.verifying.mathematics import Comparison
 from tests.tables import for_each

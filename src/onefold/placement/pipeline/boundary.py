@@ -1,7 +1,7 @@
 """Has a model begin and end in its midst, where a pipeline cuts it.
 
 Every device of a pipeline runs the script's loss. What the stages before its own give is without
-values (see `onefold.placement.pipeline.shapetensor`). When its first stage is called, what that is
+values (see `onefold.placement.pipeline.shape_tensor`). When its first stage is called, what that is
 called with is replaced by what the device before has sent. When a stage of the next device is
 called, what that is called with is sent on, and the loss is left. So whatever lies between two
 stages is computed, by the device that has the first of them; what a script carries past a cut is
@@ -37,14 +37,14 @@ from onefold.core.structure import put_tensors, tensors_of
 from onefold.core.values import ShardValues
 from onefold.errors import PipelineError
 from onefold.placement.base import ResidentParameters
-from onefold.placement.pipeline.shapestages import ShapeStages, call_in_words, unlike
-from onefold.placement.pipeline.shapetensor import (
+from onefold.placement.pipeline.shape_stages import ShapeStages, call_in_words, unlike
+from onefold.placement.pipeline.shape_tensor import (
     LossProgress,
     ShapeTensor,
     in_common,
     times_written,
 )
-from onefold.placement.pipeline.shardstate import ShardState
+from onefold.placement.pipeline.shard_state import ShardState
 from onefold.shard.replica import Replica
 from onefold.shard.stages import StageModules
 from onefold.system.compat import is_in_function, is_transformed
@@ -69,7 +69,7 @@ class StageOutputs:
     shared: Sequence[bool]
     """Which of them have memory in common with others."""
     words: Sequence[str]
-    """All arguments in words, see `onefold.placement.pipeline.shapestages`."""
+    """All arguments in words, see `onefold.placement.pipeline.shape_stages`."""
     with_gradient: Sequence[bool]
     """Which of the tensors want a gradient."""
 

@@ -17,8 +17,8 @@ from onefold.core.stages import ROOT, Move, in_groups, moves
 from onefold.core.values import Gradients, ShardResult, ShardValues, code_of
 from onefold.errors import PipelineError
 from onefold.exchange.reduction import StageReduction
-from onefold.exchange.shardtable import ShardTable
-from onefold.exchange.stageexchange import GradientSend
+from onefold.exchange.shard_table import ShardTable
+from onefold.exchange.stage_exchange import GradientSend
 from onefold.exchange.transport import Message, Transport
 from onefold.placement.context import StepContext
 from onefold.placement.pipeline.boundary import (

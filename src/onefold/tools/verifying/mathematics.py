@@ -43,7 +43,7 @@ from onefold.core.mean import Contribution, weigh
 from onefold.core.randomness import derive_seed, kept_generators, seed_generators
 from onefold.core.shard import cut_bounds
 from onefold.core.values import split
-from onefold.shard.losscheck import LossFinding, inspect_loss
+from onefold.shard.loss_watch import LossFinding, inspect_loss
 from onefold.shard.replica import LossFunction
 from onefold.step.engine import Engine
 from onefold.system.hooks import watch_differentiation

@@ -21,8 +21,8 @@ from onefold.launcher import hang
 from onefold.launcher.hang import HostDevice
 from onefold.launcher.stacks import STACKS_LABEL
 from onefold.system.safe_files import memory_file
-from onefold.tools import hostwatch
-from onefold.tools.hostwatch import HostWatch
+from onefold.tools import host_watch
+from onefold.tools.host_watch import HostWatch
 
 LIMIT_S, END_S = 60.0, 10.0
 
@@ -37,7 +37,7 @@ class Hosts:
         self._patch, self._real = monkeypatch, time.monotonic
         self._descriptors: list[int] = []
         self._watches: list[HostWatch] = []
-        monkeypatch.setattr(hostwatch, "LOOK_S", 0.1)
+        monkeypatch.setattr(host_watch, "LOOK_S", 0.1)
         monkeypatch.setattr(hang.time, "monotonic", lambda: self._real() + self.ahead_s)
 
     def start(self, *names: str) -> None:
@@ -48,7 +48,7 @@ class Hosts:
             progress = Progress(table, len(names))
             progress.set_step(rank, 7)
             self.tables.append(progress)
-            self._patch.setattr(hostwatch, "host_identity", lambda name=name: name)
+            self._patch.setattr(host_watch, "host_identity", lambda name=name: name)
             self._patch.setattr(socket, "gethostname", lambda name=name: name)
             own = HostDevice(rank, os.getpid(), progress, stacks)
             store = PrefixStore("waits", self.store)

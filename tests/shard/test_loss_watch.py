@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import onefold
 from onefold import losses
 from onefold.errors import LossError
-from onefold.shard.losscheck import LossWatch, inspect_loss
+from onefold.shard.loss_watch import LossWatch, inspect_loss
 from tests.small import Batch, line, make_trainer, points
 from tests.tables import for_each
 

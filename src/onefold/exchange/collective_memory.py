@@ -50,7 +50,7 @@ from onefold.exchange.memory import (
     Start,
     by_stage,
 )
-from onefold.exchange.stageexchange import (
+from onefold.exchange.stage_exchange import (
     Delivery,
     GradientSend,
     ParameterRequest,

@@ -9,7 +9,7 @@ import torch
 
 from onefold.core.flat import same_bits, storage_order
 from onefold.core.randomness import packed_generators, put_generators
-from onefold.placement.pipeline.shapetensor import ShapeTensor
+from onefold.placement.pipeline.shape_tensor import ShapeTensor
 from onefold.shard.buffers import BufferSet
 from onefold.shard.replica import Replica
 

@@ -6,7 +6,7 @@ import torch
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.storage import Storage
 from onefold.core.values import MOST, ChangedBuffers, ShardResult, ShardValues
-from onefold.exchange.shardtable import ShardTable
+from onefold.exchange.shard_table import ShardTable
 from tests.exchange.together import CPU
 
 SHARDS = 5

@@ -28,7 +28,7 @@ import torch
 from onefold.core.randomness import forked_generators, packed_generators
 from onefold.core.structure import parts_of, tensors_of, with_tensors
 from onefold.errors import PipelineError
-from onefold.placement.pipeline.shapetensor import (
+from onefold.placement.pipeline.shape_tensor import (
     LossProgress,
     ShapeTensor,
     followed,

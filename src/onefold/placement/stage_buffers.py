@@ -14,7 +14,7 @@ from onefold.core.storage import Storage
 from onefold.deferred.access import AccessHook
 from onefold.errors import StateError
 from onefold.exchange.memory import FrozenMemory
-from onefold.shard.modelparts import ModelParts
+from onefold.shard.model_parts import ModelParts
 from onefold.update.optimizer import PartitionedOptimizer
 
 __all__ = ["StageBuffers"]

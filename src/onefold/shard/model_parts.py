@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from onefold.core.calldigest import checksum
+from onefold.core.call_digest import checksum
 from onefold.core.flat import bits_of, same_bits
 from onefold.core.stages import ROOT
 from onefold.deferred.access import NotResident
