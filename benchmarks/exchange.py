@@ -39,9 +39,9 @@ from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.shard import Shares
 from onefold.core.storage import Storage, cut_segments
 from onefold.exchange.collective import CollectiveTransport
-from onefold.exchange.connections import Connections, Lateness, PeerWatch
+from onefold.exchange.connections import Connections, LateWatch, PeerWatch
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.group import Joined
+from onefold.exchange.group import JoinedGroup
 from onefold.exchange.joining import exchange_over
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Start
@@ -182,9 +182,9 @@ def new_collective(rank: int, amount: Amount) -> Exchange:
     if group is None:
         raise RuntimeError("torch.distributed made no process group")
     store = dist.distributed_c10d._get_default_store()
-    connections, lateness = Connections(), Lateness(store, rank, PROCESSES)
+    connections, lateness = Connections(), LateWatch(store, rank, PROCESSES)
     watch = PeerWatch({}, connections, lateness)
-    joined = Joined(group, store, connections, watch, lateness, list)
+    joined = JoinedGroup(group, store, connections, watch, lateness, list)
     storage = storage_of(amount)
     transport = CollectiveTransport(torch.device("cpu"), joined, TIMEOUT_S)
     return exchange_over(transport, storage, start_of(amount), roster_of(storage))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from onefold.checkpoint.saving import Lead
+from onefold.checkpoint.saving import LeadWork
 from tests.exchange.together import endings, together
 from tests.step.assembled import devices_of
 
@@ -36,14 +36,14 @@ class Table:
         return table
 
 
-def seated(table: Table, work: Callable[[Lead], Result]) -> Callable[[int], Result]:
+def seated(table: Table, work: Callable[[LeadWork], Result]) -> Callable[[int], Result]:
     """Does the lead's work on a device; whoever fails is waited for no longer."""
 
     def start(number: int) -> Result:
         exchange = SimpleNamespace(transport=table)
         engine: Any = SimpleNamespace(context=SimpleNamespace(with_others=True, exchange=exchange))
         try:
-            return work(Lead(engine, devices_of(2, own=[number]), LIMIT_S))
+            return work(LeadWork(engine, devices_of(2, own=[number]), LIMIT_S))
         except BaseException:
             table.barrier.abort()
             raise
@@ -54,7 +54,7 @@ def seated(table: Table, work: Callable[[Lead], Result]) -> Callable[[int], Resu
 def test_all_hear_while_it_takes_longer_than_they_wait(caplog: pytest.LogCaptureFixture) -> None:
     """Otherwise they would give the lead up for lost."""
 
-    def work(lead: Lead) -> None:
+    def work(lead: LeadWork) -> None:
         lead.do("reading", (lambda: time.sleep(3 * LIMIT_S)) if lead.is_here else None)
 
     table = Table()
@@ -68,7 +68,7 @@ def test_all_hear_while_it_takes_longer_than_they_wait(caplog: pytest.LogCapture
 def test_a_lead_that_hears_of_anothers_failure_still_ends_its_thread() -> None:
     ended: list[bool] = []
 
-    def work(lead: Lead) -> object:
+    def work(lead: LeadWork) -> object:
         if not lead.is_here:
             raise ArithmeticError("mine")
 

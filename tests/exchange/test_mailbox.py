@@ -198,7 +198,7 @@ def test_calls_in_another_order_are_a_disagreement(wait: str, theirs: Wait) -> N
 def test_who_does_not_come_is_named(wait: str, stopped: bool, monkeypatch: Any) -> None:
     with mailboxes(2, timeouts_s=(LIMIT_S if stopped else SHORT_S, LIMIT_S)) as boxes:
         boxes[0].step = 4
-        monkeypatch.setattr(mailbox.Stillness, "sample_state", lambda self: stopped)
+        monkeypatch.setattr(mailbox.StoppedProcess, "sample_state", lambda self: stopped)
         words = "is stopped" if stopped else "did not arrive within 0.2 s in step 4, .*0 w"
         kind = PeerLost if stopped else PeerTimeout
         with pytest.raises(kind, match=rf"^device 1 \(process {os.getpid()}\) {words}") as caught:

@@ -16,8 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from onefold.core.context import LaunchContext
 from onefold.exchange import group
-from onefold.exchange.connections import Connections, Lateness, PeerWatch
-from onefold.exchange.group import Joined
+from onefold.exchange.connections import Connections, LateWatch, PeerWatch
+from onefold.exchange.group import JoinedGroup
 from onefold.exchange.mailbox import Mailbox, connected
 
 T = TypeVar("T")
@@ -76,10 +76,10 @@ def mailboxes(
 
 
 @contextmanager
-def joined(size: int, *, timeout_s: float = LIMIT_S) -> Iterator[list[Joined]]:
+def joined(size: int, *, timeout_s: float = LIMIT_S) -> Iterator[list[JoinedGroup]]:
     """The parts of all devices in one group of gloo, which a process has but one of."""
     store = HashStore()
-    parts: list[Joined] = []
+    parts: list[JoinedGroup] = []
     try:
         parts += together(size, lambda rank: _joined(store, rank, size, timeout_s))
         yield parts
@@ -89,7 +89,7 @@ def joined(size: int, *, timeout_s: float = LIMIT_S) -> Iterator[list[Joined]]:
             c10d._world.pg_group_ranks.pop(part.group)
 
 
-def _joined(store: HashStore, rank: int, size: int, timeout_s: float) -> Joined:
+def _joined(store: HashStore, rank: int, size: int, timeout_s: float) -> JoinedGroup:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
@@ -99,6 +99,8 @@ def _joined(store: HashStore, rank: int, size: int, timeout_s: float) -> Joined:
     group._set_default_backend(kind)
     group._register_backend(CPU, kind, gloo)
     c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
-    lateness = Lateness(store, rank, size)
+    lateness = LateWatch(store, rank, size)
     connections = Connections()
-    return Joined(group, store, connections, PeerWatch({}, connections, lateness), lateness, list)
+    return JoinedGroup(
+        group, store, connections, PeerWatch({}, connections, lateness), lateness, list
+    )

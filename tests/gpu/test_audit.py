@@ -10,7 +10,7 @@ import torch
 
 from onefold import Record
 from onefold.errors import AuditError
-from onefold.record.entries import Audited
+from onefold.record.entries import AuditEntry
 from onefold.shard import replica
 from tests.gpu.device import ON_GPU, each, raises
 from tests.gpu.net import batches, keeping, result, trained, trainer_of
@@ -75,8 +75,8 @@ def test_a_wrong_gradient_is_healed_and_told(devices: int, number: int, tmp_path
     assert [(one.step, one.healed) for one in found] == [(2, True)]
 
 
-def audited(folder: Path) -> list[Audited]:
-    return [entry for entry in Record(folder).entries if isinstance(entry, Audited)]
+def audited(folder: Path) -> list[AuditEntry]:
+    return [entry for entry in Record(folder).entries if isinstance(entry, AuditEntry)]
 
 
 def test_a_fault_that_stays_ends_the_run(tmp_path: Path) -> None:

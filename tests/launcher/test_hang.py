@@ -13,10 +13,10 @@ import onefold
 from onefold.core.call_digest import Call
 from onefold.exchange.progress import DevicePlace
 from onefold.launcher import hang
-from onefold.launcher.hang import DeviceStanding, HangWatch, HostDevice, late_of, report_of
+from onefold.launcher.hang import DeviceReport, HangWatch, HostDevice, late_of, report_of
 from onefold.launcher.run_status import RunStatus
 from onefold.record import FILE
-from onefold.record.entries import Failed, StepEntry, encode
+from onefold.record.entries import FailureEntry, StepEntry, encode
 from onefold.record.frames import FrameWriter
 from tests.tables import for_each
 
@@ -160,9 +160,9 @@ def test_the_record_has_it_and_its_count_is_as_before(
     status: RunStatus, devices: list[HostDevice], later: list[float], tmp_path: Path
 ) -> None:
     writer = FrameWriter(tmp_path / FILE)
-    writer.append(encode(Failed(step=1, line="a.py:1", error="LossError", text="one")))
+    writer.append(encode(FailureEntry(step=1, line="a.py:1", error="LossError", text="one")))
     hung(status, devices, later, tmp_path / FILE).report_hangs(devices)
-    writer.append(encode(Failed(step=2, line="a.py:1", error="LossError", text="two")))
+    writer.append(encode(FailureEntry(step=2, line="a.py:1", error="LossError", text="two")))
     writer.close()
     record = onefold.Record(tmp_path)
     assert [each.step for each in record.entries if not isinstance(each, StepEntry)] == [1, 2]
@@ -179,9 +179,9 @@ def standing(
     call: Call | None = None,
     shard: int = -1,
     busy: bool = False,
-) -> DeviceStanding:
+) -> DeviceReport:
     place = DevicePlace(7, shard, int(waits), -1, 3, call or 0, 0)
-    return DeviceStanding(rank, 100 + rank, "", place, still_s, busy, (f"    stack of {rank}",))
+    return DeviceReport(rank, 100 + rank, "", place, still_s, busy, (f"    stack of {rank}",))
 
 
 WAITING = standing(1, 30, waits=True)
@@ -204,14 +204,14 @@ WAITING = standing(1, 30, waits=True)
     ],
 )
 def test_what_moves_is_not_waited_for_in_vain(
-    others: list[DeviceStanding], usual_s: float, late: bool
+    others: list[DeviceReport], usual_s: float, late: bool
 ) -> None:
     assert (WAITING in late_of([WAITING, *others], usual_s, 1 + max(1, len(others)))) == late
 
 
 def test_a_report_names_those_that_do_not_answer() -> None:
     late = [WAITING, standing(3, 31, waits=True)]
-    reader = DeviceStanding(2, 102, "b", DevicePlace(7, -1, 0, -1, 3, 0, 1), 31.0, False)
+    reader = DeviceReport(2, 102, "b", DevicePlace(7, -1, 0, -1, 3, 0, 1), 31.0, False)
     lines = report_of([*late, reader, standing(4, 9, call=Call.SAVE)], 6).splitlines()
     assert lines == [
         "devices 1, 3 have waited for 31 s for devices 0, 2, 4, 5, in step 7",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.deferred.access import NotResident
+from onefold.deferred.access import ResidentError
 from onefold.errors import OnefoldError, StateError
 from onefold.launcher.environment import current_context
 from tests.inside import engine_in
@@ -239,7 +239,7 @@ def changed_between_steps(way: str = "block") -> str:
 @for_each("way", ["in place", "data", "new data", "whole"])
 def test_changes_of_frozen_parameters_outside_of_the_block_are_refused(way: str) -> None:
     with pytest.raises(
-        (OnefoldError, ValueError, NotResident), match=r"parameter layers\.1\.weight"
+        (OnefoldError, ValueError, ResidentError), match=r"parameter layers\.1\.weight"
     ):
         run(changed_between_steps, way)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onefold.record import FILE, Record
-from onefold.record.entries import Failed, StepEntry, encode
+from onefold.record.entries import FailureEntry, StepEntry, encode
 from onefold.record.frames import FrameWriter
 from onefold.record.history import Departure, first_departure
 
@@ -16,7 +16,7 @@ STEPS, SHARDS = 80, 4
 
 
 def written(
-    folder: Path, losses: np.ndarray, norms: Sequence[float], *ends: Failed, short: int = 0
+    folder: Path, losses: np.ndarray, norms: Sequence[float], *ends: FailureEntry, short: int = 0
 ) -> Record:
     """The record of steps with these losses (steps, V); few samples in step ``short``."""
     writer = FrameWriter(folder / FILE)
@@ -41,7 +41,9 @@ def numbers() -> tuple[np.ndarray, np.ndarray]:
     return falling * random.uniform(0.8, 1.2, (STEPS, SHARDS)), random.uniform(0.5, 1.5, STEPS)
 
 
-def found(folder: Path, losses: np.ndarray, norms: np.ndarray, *ends: Failed) -> Departure | None:
+def found(
+    folder: Path, losses: np.ndarray, norms: np.ndarray, *ends: FailureEntry
+) -> Departure | None:
     return first_departure(written(folder, losses, norms.tolist(), *ends))
 
 
@@ -111,7 +113,7 @@ def test_what_is_not_finite_stands_out_from_the_first_step_on(
 def test_a_step_that_failed_stands_out(
     tmp_path: Path, numbers: tuple[np.ndarray, np.ndarray]
 ) -> None:
-    end = Failed(step=STEPS, line="train.py:3", error="LossError", text="the loss is nan")
+    end = FailureEntry(step=STEPS, line="train.py:3", error="LossError", text="the loss is nan")
     departure = found(tmp_path, *numbers, end)
     assert departure is not None
     assert departure.step == STEPS + 1

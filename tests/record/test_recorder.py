@@ -20,7 +20,7 @@ from onefold.cli.record import show_record
 from onefold.core.options import RunOptions
 from onefold.errors import RecordError
 from onefold.record import FILE, Record
-from onefold.record.entries import Begun, BlockEntry, Result, StepEntry
+from onefold.record.entries import BlockEntry, Result, StartEntry, StepEntry
 from onefold.record.frames import read_frames
 from onefold.testing import simulate
 from tests.checkpoint.inprocess import Life, Runs
@@ -71,7 +71,7 @@ def recorded(folder: Path, devices: int = 1, placement: str = "replicate") -> Re
 
 
 def numbers(record: Record) -> list[Any]:
-    return [entry for entry in record.entries if not isinstance(entry, Begun)]
+    return [entry for entry in record.entries if not isinstance(entry, StartEntry)]
 
 
 def test_it_has_every_step_shard_and_result(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import onefold
 from onefold.shard.task import ShardTask
-from onefold.step.hook import Asked, Attempt, Hook, Hooks, Make, Spans, Surrounds
+from onefold.step.hook import Attempt, Hook, Hooks, Make, ScriptCall, Spans, Surrounds
 from onefold.step.result import Step
 from tests.inside import engine_in
 from tests.small import make_trainer, points
@@ -24,7 +24,7 @@ class Noting(Hook):
         if what == self._fails:
             raise RuntimeError(what)
 
-    def call(self, asked: Asked, make: Make) -> Any:
+    def call(self, asked: ScriptCall, make: Make) -> Any:
         self._note("call")
         try:
             return make()
@@ -32,7 +32,7 @@ class Noting(Hook):
             self._note("called")
 
     @contextmanager
-    def around(self, asked: Asked) -> Iterator[None]:
+    def around(self, asked: ScriptCall) -> Iterator[None]:
         self._note("around")
         try:
             yield
@@ -49,7 +49,7 @@ class Noting(Hook):
         yield
         self._note(f"computed {attempt.whole}")
 
-    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
         self._note(f"after {step.number}")
 
 
@@ -100,8 +100,8 @@ def test_what_nobody_overrides_is_in_no_list() -> None:
     hooks = Hooks()
     hooks.replace([Hook(), Hook()])
     assert hooks.tasks == hooks.updates == hooks.after_step == []
-    assert hooks.call(Asked("result"), lambda: 3) == 3
-    with hooks.around(Asked("step")) as nothing:
+    assert hooks.call(ScriptCall("result"), lambda: 3) == 3
+    with hooks.around(ScriptCall("step")) as nothing:
         assert nothing is None
 
 
@@ -110,7 +110,7 @@ def test_a_function_that_fails_leaves_its_step_in_the_record(tmp_path: Path) -> 
         raise ValueError("of the script")
 
     class Silent(Hook):
-        def around(self, asked: Asked) -> Surrounds:
+        def around(self, asked: ScriptCall) -> Surrounds:
             return None
 
     trainer = make_trainer()

@@ -15,7 +15,7 @@ import pytest
 
 from onefold.system.process import (
     LOOK_S,
-    Stillness,
+    StoppedProcess,
     ctrl_c_as_before,
     ctrl_c_later,
     die_with_parent,
@@ -38,7 +38,7 @@ def state_of(pid: int) -> str:
 def test_a_process_that_stays_stopped_is_noticed_after_some_looks() -> None:
     """After about four seconds: a debugger may hold a process for a moment."""
     with subprocess.Popen(["sleep", "60"]) as process:
-        seen = Stillness(process.pid)
+        seen = StoppedProcess(process.pid)
         assert not any(seen.sample_state() for _ in range(20))
         for _ in range(2):
             process.send_signal(signal.SIGSTOP)
@@ -54,7 +54,7 @@ def test_a_process_that_stays_stopped_is_noticed_after_some_looks() -> None:
         assert [seen.sample_state() for _ in range(10)] == [False] * 7 + [True] * 3
         assert 2 <= 8 * LOOK_S <= 10
         process.kill()
-    assert not any(Stillness(process.pid).sample_state() for _ in range(10))
+    assert not any(StoppedProcess(process.pid).sample_state() for _ in range(10))
 
 
 PARENT = """

@@ -17,7 +17,7 @@ import onefold
 from onefold import RunOptions
 from onefold.core.values import Gradients
 from onefold.errors import AuditError
-from onefold.record.entries import Audited, SameProcessEntry
+from onefold.record.entries import AuditEntry, SameProcessEntry
 from onefold.shard import replica
 from onefold.shard.replica import Replica
 from onefold.testing import simulate
@@ -156,7 +156,7 @@ def run(folder: Path, devices: int, *, placement: str = "replicate", **audit: An
 def test_an_audit_changes_no_bit(tmp_path: Path, devices: int, placement: str) -> None:
     plain = set(simulate(script, 1))
     assert run(tmp_path, devices, placement=placement, audit=1.0) == plain
-    assert not [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
+    assert not [e for e in onefold.Record(tmp_path).entries if isinstance(e, AuditEntry)]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -175,7 +175,7 @@ def test_a_transient_fault_is_healed_and_told(
     plant(planted)
     assert run(tmp_path, devices, placement=placement, audit=1.0) == sound
     assert planted.changed
-    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
+    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, AuditEntry)]
     assert (told.step, told.shard, told.devices) == (3, 2, [owner])
     assert (told.persistent, told.healed) == (False, True)
     plant(Planted(fault, device=owner, step=3, shard=2, times=1, number=devices))
@@ -189,7 +189,7 @@ def test_a_fault_of_the_auditor_is_its_own(
     # Of two devices, the one that does not own a shard audits it.
     plant(Planted(single, device=0, step=2, shard=3, times=1))
     assert run(tmp_path, 2, audit=1.0) == set(simulate(script, 1))
-    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
+    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, AuditEntry)]
     assert (told.step, told.shard, told.devices) == (2, 3, [0])
 
 
@@ -210,7 +210,7 @@ def test_one_device_asks_another_process(
     plant(planted)
     assert run(tmp_path, 1, audit=1.0) == sound
     assert planted.changed
-    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
+    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, AuditEntry)]
     assert (told.step, told.shard, told.devices) == (3, 2, [0])
     assert (told.persistent, told.healed) == (False, True)
     # A process that stays wrong, be it this one or its children, cannot be told from the other.
@@ -254,7 +254,7 @@ def test_without_a_child_the_same_process_audits(
     assert changed.step == 1
     assert why in changed.why
     assert caplog.text.count("a child process could not compute an audit") == 1
-    assert [(e.step, e.healed) for e in entries if isinstance(e, Audited)] == [(4, True)]
+    assert [(e.step, e.healed) for e in entries if isinstance(e, AuditEntry)] == [(4, True)]
 
 
 def test_a_step_that_fails_leaves_no_child(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_device_that_stays_wrong_ends_the_run(
     with pytest.raises(AuditError, match=f"step 4, shard 2: {named} computed wrong bits again"):
         run(tmp_path, devices, audit=1.0)
     told = onefold.Record(tmp_path).entries
-    assert [e.persistent for e in told if isinstance(e, Audited)] == [True]
+    assert [e.persistent for e in told if isinstance(e, AuditEntry)] == [True]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True] if len(CORES) > 1 else [False])
@@ -302,7 +302,7 @@ def test_a_wrong_update_ends_the_run(
         AuditError, match="step 4, the update of a segment: device 0 computed wrong"
     ):
         run(tmp_path, 1, audit=1.0)
-    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
+    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, AuditEntry)]
     assert (told.step, told.shard, told.healed) == (4, -1, False)
 
 
@@ -361,7 +361,7 @@ def test_what_cannot_be_audited_is_left_alone(
     plain = simulate(other_script, devices, args=(loss, shards, kind))
     options = RunOptions(record=str(tmp_path), audit=1.0)
     assert simulate(other_script, devices, args=(loss, shards, kind), options=options) == plain
-    assert not [e for e in onefold.Record(tmp_path).entries if isinstance(e, Audited)]
+    assert not [e for e in onefold.Record(tmp_path).entries if isinstance(e, AuditEntry)]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
@@ -447,7 +447,7 @@ def test_another_process_computes_the_same_bits(
     assert (
         simulate(long_script, 1, args=(make, precision, threads, saved), options=options) == plain
     )
-    found = (Audited, SameProcessEntry)
+    found = (AuditEntry, SameProcessEntry)
     assert not [e for e in onefold.Record(tmp_path).entries if isinstance(e, found)]
 
 

@@ -35,7 +35,7 @@ def test_swaps_single_flips_and_paired_flips_show(dtype: torch.dtype) -> None:
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=5), st.integers(0, 10_000))
 def test_a_sample_lies_in_one_parameter(sizes: list[int], step: int) -> None:
-    sample = GradientDigests(sizes, seed=3).sample_of(step)
+    sample = GradientDigest(sizes, seed=3).sample_of(step)
     assert 0 <= sample.start < sample.stop <= sizes[sample.parameter]
     assert sample.stop - sample.start <= LONGEST
 
@@ -43,7 +43,7 @@ def test_a_sample_lies_in_one_parameter(sizes: list[int], step: int) -> None:
 def test_samples_come_to_all_of_a_model() -> None:
     sizes = [100, 4096, 1, 2000]
     seen = [torch.zeros(size, dtype=torch.bool) for size in sizes]
-    digests = GradientDigests(sizes, seed=0)
+    digests = GradientDigest(sizes, seed=0)
     for step in range(1, 400):
         parameter, start, stop = digests.sample_of(step)
         seen[parameter][start:stop] = True

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.watch.timing import PhaseSeconds, Span, Stopwatch
+from onefold.watch.timing import PhaseTime, Span, Stopwatch
 from tests.small import Batch, make_trainer, points, square
 from tests.tables import for_each
 
@@ -32,7 +32,7 @@ def test_spans_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     watch.note("forward", "shard 1", 3.0, 3.25)
     spans = watch.drain()
     assert (spans[0], clock.now_s) == (Span("update", "optimizer", 1.0, 2.0), 2.0)
-    assert PhaseSeconds.of(spans) == PhaseSeconds(
+    assert PhaseTime.of(spans) == PhaseTime(
         data=0.0, forward=0.75, backward=0.0, exchange=0.0, update=1.0
     )
     assert watch.drain() == []

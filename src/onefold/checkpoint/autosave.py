@@ -62,7 +62,7 @@ import torch
 
 from onefold.checkpoint.folder import Keeping, try_directory
 from onefold.checkpoint.manifest import RUN, Place
-from onefold.checkpoint.resume import Checkpoints, Found
+from onefold.checkpoint.resume import Checkpoints, LoadedCheckpoint
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
 from onefold.data_order.position import Position, Reached
@@ -70,7 +70,7 @@ from onefold.errors import StateError
 from onefold.exchange.progress import Progress
 from onefold.passes.modifying import Modifying
 from onefold.record import FILE
-from onefold.record.answers import Replay
+from onefold.record.answers import ScriptReplay
 from onefold.record.entries import Entry
 from onefold.step.engine import Engine
 from onefold.system.folder_lock import lock_of_checkpoints
@@ -326,16 +326,16 @@ class Resumption:
         self._engine, self._modifying = engine, modifying
         self._checkpoints, self._position = checkpoints, position
         self._on_lead = on_lead
-        self._found: Found | None = None
+        self._found: LoadedCheckpoint | None = None
         """The checkpoint, until its values are taken for good."""
-        self.replay: Replay | None = None
+        self.replay: ScriptReplay | None = None
         """Answers what the script asks for once more; None where no record knows it."""
         self._quiet = ExitStack()
         """What is undone where the script comes to the place where its run goes on."""
         self._to_finish = ExitStack()
         """What is undone where the script ends."""
         self.note_left_out: Callable[[int], None] | None = None
-        """Called on the lead of a recorded run with `Replay.kept_entries`."""
+        """Called on the lead of a recorded run with `ScriptReplay.kept_entries`."""
         self._place: Place = None
         self._shown = self._over = self._warned = self._is_taking = self._has_taken = False
         self._block = ""
@@ -351,7 +351,7 @@ class Resumption:
         """Whether the script runs through what is done: all that it does up to its next step."""
         return self._found is not None and self.replay is not None
 
-    def answers(self, kind: type[Entry], call: str = "") -> Replay | None:
+    def answers(self, kind: type[Entry], call: str = "") -> ScriptReplay | None:
         """What answers a call of the script; None where the script makes it for the first time.
 
         Args:
@@ -367,7 +367,7 @@ class Resumption:
         self.catch_up()
         return None
 
-    def adopt_step(self, found: Found, record: Path) -> None:
+    def adopt_step(self, found: LoadedCheckpoint, record: Path) -> None:
         """Have the run stand where a checkpoint was made; its values come later.
 
         Args:
@@ -386,7 +386,7 @@ class Resumption:
         else:
             self._checkpoints.adopt_loaders(found)
             device = self._engine.context.replicas[0].device
-            self.replay = Replay(entries, device, ended=self._place == "end")
+            self.replay = ScriptReplay(entries, device, ended=self._place == "end")
             self._position.replaying = lambda: self.answering
             self._position.next_batch = self.replay.next_batch
             for optimizer in optimizers_in(self._engine.context.update.optimizer).values():
@@ -467,7 +467,7 @@ class Resumption:
         if self._found is not None and self.replay is not None and self.replay.over:
             self._load(self._found)
 
-    def end_block(self, replay: Replay | None) -> None:
+    def end_block(self, replay: ScriptReplay | None) -> None:
         """Undo what a block of `changing` has done, if the checkpoint has it already.
 
         Args:
@@ -608,7 +608,7 @@ class Resumption:
         if self._on_lead:
             _log.warning(text, *arguments)
 
-    def _load(self, found: Found) -> None:
+    def _load(self, found: LoadedCheckpoint) -> None:
         self._show(found, settings=True)
         self.end()
 
@@ -617,7 +617,7 @@ class Resumption:
         if self._found is not None and not self._shown:
             self._show(self._found)
 
-    def _show(self, found: Found, *, settings: bool = False) -> None:
+    def _show(self, found: LoadedCheckpoint, *, settings: bool = False) -> None:
         # The rates of a script that is answered from the record are what they were at each step.
         settings |= self.replay is None
         # A loop may stand in a block of changes, as may a gradient.

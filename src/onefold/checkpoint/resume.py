@@ -40,7 +40,7 @@ from onefold.checkpoint.folder import (
 from onefold.checkpoint.manifest import Place, check_run
 from onefold.checkpoint.model import StoredStates, left_by_shard, saved_rule
 from onefold.checkpoint.run_state import RunState
-from onefold.checkpoint.saving import Lead, Saving
+from onefold.checkpoint.saving import LeadWork, Saving
 from onefold.checks.savable import readable
 from onefold.core.assignment import Devices
 from onefold.core.call_digest import Call, CallDigest, digest
@@ -58,13 +58,13 @@ from onefold.update.state import AVERAGE, unpack
 if TYPE_CHECKING:
     from onefold.record.entries import Entry
 
-__all__ = ["Checkpoints", "Found"]
+__all__ = ["Checkpoints", "LoadedCheckpoint"]
 
 _log = logging.getLogger("onefold")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LoadedCheckpoint:
     """A checkpoint that has been found whole and fits the run."""
 
     stored: StoredCheckpoint
@@ -106,7 +106,7 @@ class Checkpoints:
         self._position = position
         self.scheduler = scheduler
         """The scheduler that is saved with the run, or none."""
-        self._lead = Lead(engine, devices, engine.context.settings.timeout_s)
+        self._lead = LeadWork(engine, devices, engine.context.settings.timeout_s)
         self._state = RunState(engine, averaging, devices, position, scheduler)
         self._writing = Background("writing a checkpoint")
         self._saving = Saving(engine, averaging, self._lead, self._writing)
@@ -193,7 +193,7 @@ class Checkpoints:
         allow_changed: Collection[str] = (),
         if_any: bool = False,
         leave_out: int = 0,
-    ) -> Found | None:
+    ) -> LoadedCheckpoint | None:
         """Find a checkpoint and check that it fits; nothing changes.
 
         Args:
@@ -219,9 +219,11 @@ class Checkpoints:
             return None
         if "error" in told:
             raise CheckpointError(told["error"])
-        return Found(StoredCheckpoint(Path(told["folder"]), told["run"]), files, allow_changed)
+        return LoadedCheckpoint(
+            StoredCheckpoint(Path(told["folder"]), told["run"]), files, allow_changed
+        )
 
-    def entries_of(self, found: Found, path: Path) -> list[tuple[int, Entry]]:
+    def entries_of(self, found: LoadedCheckpoint, path: Path) -> list[tuple[int, Entry]]:
         """What the record of a run has up to a checkpoint; see `onefold.record.whole_run`.
 
         Raises:
@@ -249,21 +251,21 @@ class Checkpoints:
             return entries
         return msgspec.msgpack.decode(text, type=list[tuple[int, Entry]])
 
-    def adopt_place(self, found: Found) -> None:
+    def adopt_place(self, found: LoadedCheckpoint) -> None:
         """Have the run stand where a checkpoint was made, and bear its name."""
         self._position.go_to(found.stored.run, found.allow_changed)
         self.adopt_run(found)
 
-    def expect_average(self, found: Found) -> None:
+    def expect_average(self, found: LoadedCheckpoint) -> None:
         """Refuse another average than that of a checkpoint whose values are taken later."""
         self._averaging.expected = saved_rule(found.stored.run, found.allow_changed)
 
-    def adopt_loaders(self, found: Found) -> None:
-        """Have the run come to where a checkpoint was made, with the same loaders; see `Replay`."""
+    def adopt_loaders(self, found: LoadedCheckpoint) -> None:
+        """Bring the run to a checkpoint, with the same loaders; see `ScriptReplay`."""
         self._position.expect(found.stored.run)
         self.adopt_run(found)
 
-    def adopt_run(self, found: Found) -> None:
+    def adopt_run(self, found: LoadedCheckpoint) -> None:
         """Have the run bear the name of the one that was saved."""
         # Under the same name, so that pruning sees the checkpoints of both as one run's.
         self._state.run = found.stored.run["run"]
@@ -271,7 +273,7 @@ class Checkpoints:
         if self._lead.is_here:
             self._state.warn_of_differences(found.stored, found.allow_changed)
 
-    def load_found(self, found: Found, *, settings: bool = True) -> None:
+    def load_found(self, found: LoadedCheckpoint, *, settings: bool = True) -> None:
         """Make the values of a checkpoint the model's, the optimizer's and the scheduler's.
 
         Args:
@@ -285,7 +287,7 @@ class Checkpoints:
         self._engine.agree(CallDigest(Call.LOAD, self._position.step + 1, arguments=arguments))
         self._wait_until_written()
 
-    def _load(self, found: Found, *, settings: bool = True) -> None:
+    def _load(self, found: LoadedCheckpoint, *, settings: bool = True) -> None:
         stored, files, allow_changed = found.stored, found.files, found.allow_changed
         with readable(self._module, self._engine.placement.gathered):
             # From here on the trainer changes: all that could be refused was refused before.

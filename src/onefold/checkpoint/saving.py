@@ -1,15 +1,15 @@
 """Writes a run as it is now to files, and has the lead work while the other devices wait for it.
 
-`Saving` writes from copies, or by `PartitionedState` as the devices bring what they keep. `Lead`
-has the lead do work while the other devices wait for it, however long it takes.
+`Saving` writes from copies, or by `PartitionedState` as the devices bring what they keep.
+`LeadWork` has the lead do work while the other devices wait for it, however long it takes.
 
 Note: who does what
 -------------------
 The lead writes in a thread, as ever. When it comes to the bytes of a tensor that the devices keep
 in segments, it asks for them and waits. The training threads of all devices meet, learn what is
 asked for, send the lead their segments, and meet again; also while nothing is asked for, so that
-they know that the lead is at work (see `Lead`). So the lead has its own partition and one tensor,
-or two while one comes and the other is being let go. Training waits for all of it.
+they know that the lead is at work (see `LeadWork`). So the lead has its own partition and one
+tensor, or two while one comes and the other is being let go. Training waits for all of it.
 
 Note: slow but alive is alive
 -----------------------------
@@ -63,7 +63,7 @@ from onefold.update.state import (
     unpack,
 )
 
-__all__ = ["Lead", "Saving"]
+__all__ = ["LeadWork", "Saving"]
 
 
 _log = logging.getLogger("onefold")
@@ -98,7 +98,7 @@ class Patience:
             )
 
 
-class Lead:
+class LeadWork:
     """The lead's work for a run; all devices make the same calls in the same order.
 
     Args:
@@ -211,7 +211,7 @@ class Saving:
     """
 
     def __init__(
-        self, engine: Engine, averaging: Averaging, lead: Lead, writing: Background
+        self, engine: Engine, averaging: Averaging, lead: LeadWork, writing: Background
     ) -> None:
         self._engine, self._averaging = engine, averaging
         self._context, self._parts = engine.context, engine.context.replicas[0].parts
@@ -387,7 +387,7 @@ class PartitionedState:
         TypeError: a value is neither a tensor nor JSON, or of a dtype that a file cannot hold.
     """
 
-    def __init__(self, engine: Engine, lead: Lead) -> None:
+    def __init__(self, engine: Engine, lead: LeadWork) -> None:
         self._lead = lead
         self._update = update = engine.context.update
         self._storage = storage = update.storage

@@ -141,7 +141,7 @@ def _check_memory(model: torch.nn.Module) -> None:
     ranges = []
     for name, tensor in held:
         # What another Trainer has partitioned had memory of its own there.
-        with suppress(NotResident):
+        with suppress(ResidentError):
             ranges.append((*extent(tensor), name, tensor))
     ranges.sort()
     for place, (_, stop, name, tensor) in enumerate(ranges):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from onefold.core.flat import named_tensors, own_name
-from onefold.deferred.access import NotResident
+from onefold.deferred.access import ResidentError
 from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX
 from onefold.system.tensor_file import DTYPES
 
@@ -34,7 +34,7 @@ def is_saved_as_it_is(module: torch.nn.Module) -> bool:
     """
     try:
         state_of(module)
-    except NotResident:
+    except ResidentError:
         return False
     return True
 

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from onefold.cli.replay import Rerun
+from onefold.cli.replay import StepReplay
 from onefold.cli.running import print_json, screen
 from onefold.errors import LaunchError
 from onefold.record import Record, alike, shards_of
-from onefold.record.entries import Begun, BlockEntry, Result, StepEntry
+from onefold.record.entries import BlockEntry, Result, StartEntry, StepEntry
 from onefold.record.findings import Findings, ShardFinding
 from onefold.system.safe_files import PrivateFolder
 from onefold.system.words import in_shell, listed, tell
@@ -119,7 +119,7 @@ def compare_runs(one: Path, two: Path, *, devices: str, as_json: bool = False) -
         0 if nothing differs, 1 if something does.
     """
     console = screen(as_json=as_json, soft_wrap=True)
-    runs = [Rerun(each, devices=devices) for each in (one, two)]
+    runs = [StepReplay(each, devices=devices) for each in (one, two)]
     found = first_difference(runs[0].record, runs[1].record)
     steps = len(runs[0].record.by_step)
     if found is None:
@@ -144,7 +144,7 @@ def compare_runs(one: Path, two: Path, *, devices: str, as_json: bool = False) -
     return 1
 
 
-def _look_closer(console: Console, runs: Sequence[Rerun], found: FirstDifference) -> bool:
+def _look_closer(console: Console, runs: Sequence[StepReplay], found: FirstDifference) -> bool:
     """Compute both runs once more; print the first parameter, sample and operation that differ.
 
     Returns:
@@ -174,7 +174,7 @@ def _look_closer(console: Console, runs: Sequence[Rerun], found: FirstDifference
     return repeats
 
 
-def _blocks(runs: Sequence[Rerun], step: int) -> str:
+def _blocks(runs: Sequence[StepReplay], step: int) -> str:
     """Say what may have made a difference after a step: its update, or trainer.modifying."""
     ran = [[b.line for b in alike(run.record, BlockEntry) if b.step == step] for run in runs]
     # Not by their lines, which differ where anything above them was edited.
@@ -190,7 +190,7 @@ def _blocks(runs: Sequence[Rerun], step: int) -> str:
 
 
 def _both(
-    console: Console, runs: Sequence[Rerun], step: int, shards: list[int] | None
+    console: Console, runs: Sequence[StepReplay], step: int, shards: list[int] | None
 ) -> tuple[Findings, Findings]:
     """Look into a step of both runs; print where one has other bits than its record."""
     one, two = (run.inspect_step(step, shards=shards, digests=True) for run in runs)
@@ -233,7 +233,9 @@ def _print_shard(console: Console, one: ShardFinding, two: ShardFinding) -> bool
     return differ
 
 
-def _print_causes(console: Console, runs: Sequence[Rerun], step: int, *, differ: bool) -> list[str]:
+def _print_causes(
+    console: Console, runs: Sequence[StepReplay], step: int, *, differ: bool
+) -> list[str]:
     """Print and return in what the records say that the runs differ."""
     one, two = (run.begun(step) for run in runs)
     lines = list(_causes(one, two))
@@ -249,7 +251,7 @@ def _print_causes(console: Console, runs: Sequence[Rerun], step: int, *, differ:
     return lines
 
 
-def _causes(one: Begun, two: Begun) -> list[str]:
+def _causes(one: StartEntry, two: StartEntry) -> list[str]:
     lines, words = [], [in_shell(*each.command[1:]) or "none" for each in (one, two)]
     if words[0] != words[1]:
         lines.append(f"the arguments: {words[0]}, and {words[1]}")
@@ -266,7 +268,7 @@ def _causes(one: Begun, two: Begun) -> list[str]:
     return lines
 
 
-def _script_diff(one: Begun, two: Begun) -> list[str]:
+def _script_diff(one: StartEntry, two: StartEntry) -> list[str]:
     first, second = (
         path.read_text(errors="replace").splitlines() if path.is_file() else []
         for path in (Path(one.script), Path(two.script))

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from onefold.cli.running import print_json
 from onefold.record import Record, shards_of
-from onefold.record.entries import Begun, Result, StepEntry
+from onefold.record.entries import Result, StartEntry, StepEntry
 from onefold.system.words import counted, in_shell
 
 __all__ = ["show_record"]
@@ -58,7 +58,10 @@ def _show(record: Record) -> None:
             f"{in_shell(*begun['command'])}",
             markup=False,
         )
-    steps, others = record.steps, [each for each in record.entries if not isinstance(each, Begun)]
+    steps, others = (
+        record.steps,
+        [each for each in record.entries if not isinstance(each, StartEntry)],
+    )
     table = Table("step", "epoch", "samples", "loss", "norm", "")
     for row in range(max(0, len(steps["step"]) - _LAST), len(steps["step"])):
         table.add_row(*(str(steps[name][row]) for name in ("step", "epoch", "samples")),

@@ -3,8 +3,8 @@
 Note: how a run is computed once more
 -------------------------------------
 In a temporary folder that has the record and the nearest checkpoint of the run, the command of the
-run goes on from there (`Rerun`). Nothing is written to the run itself: what the script saves by
-PyTorch and safetensors lies in the temporary folder.
+run goes on from there (`StepReplay`). Nothing is written to the run itself: what the script saves
+by PyTorch and safetensors lies in the temporary folder.
 
 Note: runs of other distributions
 ---------------------------------
@@ -42,7 +42,7 @@ import onefold
 from onefold.cli.running import DEFAULT_PLACEMENT, print_json, screen
 from onefold.errors import DataError, RecordError, RunFailed
 from onefold.record import FILE, Record
-from onefold.record.entries import Begun, Failed
+from onefold.record.entries import FailureEntry, StartEntry
 from onefold.record.findings import Findings, Inspection, SampleFinding, ShardFinding
 from onefold.record.frames import FrameWriter
 from onefold.record.history import RULE, Departure, first_departure
@@ -50,7 +50,7 @@ from onefold.system.process import STOPPED_CODE, TOOLS_VARIABLE
 from onefold.system.safe_files import PrivateFolder
 from onefold.system.words import in_shell, listed, tell
 
-__all__ = ["Rerun", "explain", "replay_step"]
+__all__ = ["StepReplay", "explain", "replay_step"]
 
 _NEVER = str(1 << 30)
 _GATHERS = "The loss gathers over the batch: its shards cannot be looked into by themselves."
@@ -59,7 +59,7 @@ _MANIFEST = "run.json"
 """A file of every whole checkpoint."""
 
 
-class Rerun:
+class StepReplay:
     """A run that is computed once more, up to one of its steps.
 
     Args:
@@ -79,14 +79,14 @@ class Rerun:
     @property
     def steps(self) -> int:
         """The last step that can be looked into: also one that has failed."""
-        failed = [each.step + 1 for each in self.record.entries if isinstance(each, Failed)]
+        failed = [each.step + 1 for each in self.record.entries if isinstance(each, FailureEntry)]
         return max([*self.record.by_step, *failed], default=0)
 
-    def begun(self, step: int) -> Begun:
+    def begun(self, step: int) -> StartEntry:
         """How the run was begun, or resumed, that made a step."""
-        begun: Begun | None = None
+        begun: StartEntry | None = None
         for entry in self.record.entries:
-            if isinstance(entry, Begun) and (begun is None or entry.step < step):
+            if isinstance(entry, StartEntry) and (begun is None or entry.step < step):
                 begun = entry
         if begun is None:
             raise RecordError(f"{self.record.path} is empty: expected the record of a run")
@@ -139,7 +139,7 @@ class Rerun:
                 raise RunFailed(f"the run {ended} step {step}: {in_shell(*command)}\n{text}", 2)
             return msgspec.json.decode(found.read_bytes(), type=Findings)
 
-    def _command(self, begun: Begun, step: int, folder: Path) -> list[str]:
+    def _command(self, begun: StartEntry, step: int, folder: Path) -> list[str]:
         """The command that computes once more, in a folder with what it needs of the run."""
         python = begun.python if Path(begun.python).is_file() else sys.executable
         devices = self._devices or ("cpu:1" if begun.devices[0].startswith("cpu") else "1")
@@ -186,7 +186,7 @@ class Rerun:
         return [name for at, name, line in rows if at < step and not (of_script and line)]
 
 
-def _warn_of_change(begun: Begun) -> None:
+def _warn_of_change(begun: StartEntry) -> None:
     script = Path(begun.script)
     if not script.is_file():
         if begun.module:
@@ -224,7 +224,7 @@ def replay_step(
             raise ValueError(f"{run} is a bundle, of one step: expected --shard or --devices alone")
         found = _look_into_bundle(console, run, shards, devices or "cpu:1")
     else:
-        found = Rerun(run, devices=devices, placement=placement).inspect_step(
+        found = StepReplay(run, devices=devices, placement=placement).inspect_step(
             step,
             shards=shards,
             bundle="" if bundle is None else str(bundle.absolute()),
@@ -396,7 +396,7 @@ def explain(
     Returns:
         0 if something stands out, 1 if nothing does.
     """
-    console, again = screen(as_json=as_json), Rerun(run, devices=devices, placement=placement)
+    console, again = screen(as_json=as_json), StepReplay(run, devices=devices, placement=placement)
     found = first_departure(again.record) if step is None else None
     if step is None:
         console.print(f"A number stands out if it is {RULE}.", markup=False)

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from onefold import Outcome, RunOptions, select_devices, supervise
 from onefold.cli.running import print_json, screen
-from onefold.cli.verify import Way
+from onefold.cli.verify import RunSettings
 from onefold.record import Record, alike
 from onefold.record.entries import BlockEntry, Result, StepEntry
 from onefold.system.process import STOPPED_CODE
@@ -39,7 +39,7 @@ _ENTRIES = StepEntry | Result | BlockEntry
 
 def verify_resume(
     command: Sequence[str],
-    ways: Sequence[Way],
+    ways: Sequence[RunSettings],
     *,
     options: RunOptions,
     stops: int,
@@ -111,13 +111,13 @@ class _Runs:
     def __init__(self, command: Sequence[str], folder: Path, options: RunOptions) -> None:
         self._command, self._folder, self._options = command, folder, options
 
-    def stop(self, name: str, way: Way, step: int) -> None:
+    def stop(self, name: str, way: RunSettings, step: int) -> None:
         """Run the script up to a step, and save it there."""
         outcome = self._run(name, way, stops_after=step)
         if outcome.exit_code != STOPPED_CODE:
             raise _failed(outcome, f"stopped after step {step} on {way}")
 
-    def end(self, name: str, way: Way) -> tuple[str, list[_ENTRIES]]:
+    def end(self, name: str, way: RunSettings) -> tuple[str, list[_ENTRIES]]:
         """Run the script to its end; return the model's fingerprint, and what was recorded."""
         outcome = self._run(name, way, stops_after=0)
         if outcome.exit_code:
@@ -128,7 +128,7 @@ class _Runs:
         kept = alike(record, StepEntry, Result, BlockEntry)
         return str(json.loads(last.read_text())["fingerprint"]), kept
 
-    def _run(self, name: str, way: Way, *, stops_after: int) -> Outcome:
+    def _run(self, name: str, way: RunSettings, *, stops_after: int) -> Outcome:
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
         options = replace(

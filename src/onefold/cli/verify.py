@@ -43,7 +43,7 @@ from onefold.system.jsonlines import read_record
 from onefold.system.safe_files import PrivateFolder
 from onefold.system.words import counted, listed, tell
 
-__all__ = ["Difference", "Way", "first_difference", "read_ways", "verify_script"]
+__all__ = ["Difference", "RunSettings", "first_difference", "read_ways", "verify_script"]
 
 
 _UNSEEDED_START = (
@@ -157,7 +157,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RunSettings:
     """How the script is run."""
 
     devices: int
@@ -179,7 +179,7 @@ class Way:
 class _Recorded:
     """What one run recorded."""
 
-    way: Way
+    way: RunSettings
     trainers: list[list[dict[str, Any]]]
     """The lines of each trainer; the first is about the model before the first step."""
     states: list[dict[int, list[State]]]
@@ -293,7 +293,7 @@ class _Comparison:
         self.console.print(f"Compared: {counted(sum(made), 'step')} of {of}.")
         return max(codes)
 
-    def of_mathematics(self, way: Way) -> int:
+    def of_mathematics(self, way: RunSettings) -> int:
         """Compare V shards with one, on one device of ``way``; return the exit code.
 
         Raises:
@@ -317,7 +317,7 @@ class _Comparison:
                 return _AGREE if agree else _DIFFER
         raise self._failed(outcome, "computing every batch as one shard as well")
 
-    def _recorded(self, way: Way) -> _Recorded:
+    def _recorded(self, way: RunSettings) -> _Recorded:
         """Run the script once; the first run is what the others are compared with."""
         name, outcome = self._run(str(way), way, "")
         trainers = self._lines(name, "")
@@ -336,7 +336,7 @@ class _Comparison:
         ]
         return _Recorded(way, trainers, states)
 
-    def _run(self, title: str, way: Way, mathematics: str) -> tuple[str, Outcome]:
+    def _run(self, title: str, way: RunSettings, mathematics: str) -> tuple[str, Outcome]:
         name = str(self.number)
         asked = {
             **self.options.tools["verify"],
@@ -364,7 +364,7 @@ class _Comparison:
         done = (self.folder / f"{name}-done").exists()
         return done and _REFUSALS.search(outcome.message) is None
 
-    def _note(self, what: str, way: Way, text: str) -> None:
+    def _note(self, what: str, way: RunSettings, text: str) -> None:
         self.console.print(f"[yellow]{what}[/] on {way}:", end=" ")
         self.console.print(text, markup=False)
 
@@ -512,7 +512,7 @@ def _table(runs: Sequence[_Recorded], differences: Sequence[Sequence[Difference 
     return table
 
 
-def read_ways(devices: str, placement: str) -> list[Way]:
+def read_ways(devices: str, placement: str) -> list[RunSettings]:
     """Read the ways to run a script that are to be compared: each placement with each count.
 
     Raises:
@@ -523,12 +523,12 @@ def read_ways(devices: str, placement: str) -> list[Way]:
     kept = [RunOptions(placement=part.strip()) for part in placement.split(",")]
     on = "cpu:" if devices.strip().startswith("cpu:") else ""
     counts = read_counts(devices.replace(on, ""))
-    ways: list[Way] = []
+    ways: list[RunSettings] = []
     for each, count in product(kept, counts):
         # With `pipeline:2`, an odd number of devices makes no whole pipelines.
         with suppress(ValueError):
             each.pipeline_of(count)
-            ways.append(Way(count, each.placement, on))
+            ways.append(RunSettings(count, each.placement, on))
     if len(ways) < 2 or {each.placement for each in kept} != {way.placement for way in ways}:
         raise ValueError(
             f"--devices {devices} --placement {placement}: expected two or more ways to compare, "

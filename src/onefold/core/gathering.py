@@ -26,9 +26,9 @@ from onefold.system.compat import BatchNorm
 
 __all__ = [
     "GATHERER",
+    "GatherRequest",
     "GatheredRows",
     "Gatherer",
-    "Gathers",
     "Refusing",
     "SyncBatchNorm",
     "gather",
@@ -49,7 +49,7 @@ class GatheredRows(NamedTuple):
     own: slice
 
 
-class Gathers(BaseException):
+class GatherRequest(BaseException):
     """Ends a shard whose step does not know yet that its loss gathers; never reaches a script."""
 
     # Not an Exception: a loss may well catch those.
@@ -90,8 +90,8 @@ class Refusing(Gatherer):
     """Refuses to gather.
 
     Args:
-        error: makes what is raised: a `LossError`, or `Gathers`, by which the step is begun again
-            as one that joins shards.
+        error: makes what is raised: a `LossError`, or `GatherRequest`, by which the step is begun
+            again as one that joins shards.
         is_of_step: whether the shard is one of a step.
     """
 

@@ -14,7 +14,7 @@ that is why devices compare the digest of each order, and a resumed run that of 
 Note: samplers of ten billion samples
 -------------------------------------
 An order longer than `WHOLE_MOST` is drawn in parts, when its batches are asked for, by
-`DrawnInParts`. All generators stand still between two parts, so the samples are those of an order
+`PartialOrder`. All generators stand still between two parts, so the samples are those of an order
 that is drawn at once. A resumed run draws from the beginning again, and keeps nothing of what is
 used. The digest is that of the first part.
 """
@@ -59,7 +59,7 @@ _INNER = ("sampler", "batch_sampler", "base_sampler")
 class Order:
     """The order of one pass; its places are counted in samples, or in whole batches."""
 
-    indices: torch.Tensor | range | DrawnInParts | None
+    indices: torch.Tensor | range | PartialOrder | None
     """The numbers of the samples, or of items, (samples,) int64; None of a stream, whose order
     nobody knows."""
     batch_size: int = 1
@@ -172,7 +172,7 @@ def draw_samples(
     """
     drawing = _Drawing(sampler, "sampler", seed=seed, epoch=epoch, loader=loader)
     if drawing.length > WHOLE_MOST:
-        parts = DrawnInParts(drawing, max(_PART, _PART_BATCHES * batch_size))
+        parts = PartialOrder(drawing, max(_PART, _PART_BATCHES * batch_size))
         digest = _digest(parts[: parts.part], (drawing.length,))
         return Order(parts, batch_size, digest=digest, repeats=True)
     indices = _whole_numbers(drawing.all(), "sampler")
@@ -265,7 +265,7 @@ class _Drawing:
         return found
 
 
-class DrawnInParts:
+class PartialOrder:
     """The numbers of a pass's samples, of which the last two parts are kept.
 
     Args:

@@ -50,7 +50,7 @@ _HARMLESS = frozenset(
 """What does not read the values of a tensor."""
 
 
-class NotResident(RuntimeError):
+class ResidentError(RuntimeError):
     """A parameter was used that is not on this device, and cannot be brought now."""
 
 

@@ -50,7 +50,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
-from onefold.exchange.group import Joined, break_off
+from onefold.exchange.group import JoinedGroup, break_off
 from onefold.exchange.progress import NoteWait
 from onefold.exchange.transport import (
     Failure,
@@ -93,7 +93,7 @@ class CollectiveTransport(Transport):
     def __init__(
         self,
         device: torch.device,
-        joined: Joined,
+        joined: JoinedGroup,
         timeout_s: float,
         allocator: TensorAllocator = DEFAULT_ALLOCATOR,
         note_wait: NoteWait = _nobody,

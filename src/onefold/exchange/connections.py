@@ -1,7 +1,7 @@
 """Cuts the connections of a failed process group, and finds the device that all others wait for.
 
 `Connections` can be cut when this process fails or a peer stops responding, which `PeerWatch`
-notices. `Lateness` finds out which device all others wait for.
+notices. `LateWatch` finds out which device all others wait for.
 
 Note: why connections are cut
 -----------------------------
@@ -40,11 +40,11 @@ from contextlib import contextmanager, suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # it is exported
 
-from onefold.system.process import LOOK_S, Stillness
+from onefold.system.process import LOOK_S, StoppedProcess
 
 __all__ = [
     "Connections",
-    "Lateness",
+    "LateWatch",
     "PeerWatch",
     "close_watches",
     "host_identity",
@@ -58,7 +58,7 @@ ANSWERS_S = LOOK_S
 """How long to wait for answers; whoever asks has already waited for a failure to be reported."""
 
 
-class Lateness:
+class LateWatch:
     """Asks which device is late, and answers for this one.
 
     Args:
@@ -166,7 +166,7 @@ def noted_connections(connections: Connections) -> Iterator[None]:
 class PeerWatch:
     """Watches from a thread for a stopped process on this host, and ends all waits for it.
 
-    The same thread answers peers that ask who is waiting; see `Lateness`.
+    The same thread answers peers that ask who is waiting; see `LateWatch`.
 
     Args:
         pids: process id of each peer on this host, by its rank.
@@ -175,16 +175,16 @@ class PeerWatch:
     """
 
     def __init__(
-        self, pids: Mapping[int, int], connections: Connections, lateness: Lateness
+        self, pids: Mapping[int, int], connections: Connections, lateness: LateWatch
     ) -> None:
         # Set by the thread before it cuts, read by the main thread after its wait has ended.
         self.stopped: int | None = None
         """Rank of the peer that was found stopped, if any."""
         self.pids = dict(pids)
         self._connections = connections
-        self._lateness: Lateness | None = lateness
+        self._lateness: LateWatch | None = lateness
         self._end = threading.Event()
-        self._peers = {rank: Stillness(pid) for rank, pid in pids.items()}
+        self._peers = {rank: StoppedProcess(pid) for rank, pid in pids.items()}
         # A daemon, so that a script that never closes its Trainer can end.
         self._thread = threading.Thread(target=self._watch, name="onefold peers", daemon=True)
         _watches.add(self)

@@ -44,7 +44,7 @@ from onefold.core.context import LaunchContext
 from onefold.errors import DisagreementError, LaunchError, PeerTimeout
 from onefold.exchange.connections import (
     Connections,
-    Lateness,
+    LateWatch,
     PeerWatch,
     close_watches,
     host_identity,
@@ -56,7 +56,7 @@ from onefold.system.accelerator import collective_backend
 from onefold.system.compat import Groups
 
 __all__ = [
-    "Joined",
+    "JoinedGroup",
     "Rendezvous",
     "agree_on_devices",
     "agree_on_name",
@@ -224,7 +224,7 @@ def agree_on_name(meeting: Rendezvous, trainer: int) -> str:
     return name
 
 
-class Joined(NamedTuple):
+class JoinedGroup(NamedTuple):
     """A group that this process has joined."""
 
     group: dist.ProcessGroup
@@ -234,13 +234,13 @@ class Joined(NamedTuple):
     """The group's TCP connections, so that they can be cut."""
     watch: PeerWatch
     """Watches the peers on this host."""
-    lateness: Lateness
+    lateness: LateWatch
     """Finds out which device the others wait for."""
     left: Callable[[], list[int]]
     """Lists the devices whose program has ended."""
 
 
-def join_group(meeting: Rendezvous, kind: str, trainer: int) -> Joined:
+def join_group(meeting: Rendezvous, kind: str, trainer: int) -> JoinedGroup:
     """Join a group of all devices of the run for one Trainer, and prove that all belong to it.
 
     A group that the script has made itself is left alone; ours is then made beside it. A later
@@ -258,7 +258,7 @@ def join_group(meeting: Rendezvous, kind: str, trainer: int) -> Joined:
     """
     context = meeting.context
     if context.network:
-        simulated: Joined = context.network.group(trainer)
+        simulated: JoinedGroup = context.network.group(trainer)
         return simulated
     if not context.one_host and not context.secret and context.rank == 0 and trainer == 0:
         _log.warning(
@@ -278,9 +278,9 @@ def join_group(meeting: Rendezvous, kind: str, trainer: int) -> Joined:
     # A process id means something on its own host and in its own namespace only.
     found = enumerate(map(json.loads, texts))
     pids = {r: int(pid) for r, (host, pid) in found if host == here and r != rank}
-    lateness = Lateness(store, rank, group.size())
+    lateness = LateWatch(store, rank, group.size())
     watch = PeerWatch(pids, connections, lateness)
-    return Joined(group, store, connections, watch, lateness, who_left)
+    return JoinedGroup(group, store, connections, watch, lateness, who_left)
 
 
 def _connect(

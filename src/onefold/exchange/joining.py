@@ -28,7 +28,7 @@ from onefold.core.late import load
 from onefold.core.shard import Shares
 from onefold.core.storage import Storage
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.memory import AsGiven, Memory, Partial, Start
+from onefold.exchange.memory import LocalGradients, Memory, Partial, Start
 from onefold.exchange.reduction import BlockReduction, StageReduction
 from onefold.exchange.stage_exchange import LocalStageExchange, StageExchange
 from onefold.exchange.transport import LocalTransport, Transport
@@ -137,7 +137,7 @@ class LocalMemory(Memory):
         self._devices = assignment.devices
         self.is_partitioned = allocator.apart and len(self._devices) == 1
         self._make_private(start, dict(enumerate(self._devices)))
-        self._own: dict[Published, Partial | AsGiven] = {}
+        self._own: dict[Published, Partial | LocalGradients] = {}
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
         # Copies of the first device's model follow it at the next step. But what it keeps of frozen
@@ -151,12 +151,14 @@ class LocalMemory(Memory):
     def collect(self, shares: Shares, *, partials: bool = True) -> None:
         pass  # all is here
 
-    def partial(self, place: Published) -> Partial | AsGiven:
+    def partial(self, place: Published) -> Partial | LocalGradients:
         """The memory of a partial sum, allocated when shares first need this slot."""
         if place not in self._own:
             layout, device = self.storage.gradients, self._devices[place.device]
             is_alone = len(self._devices) == 1
-            self._own[place] = AsGiven(layout) if is_alone else Partial.private(layout, device)
+            self._own[place] = (
+                LocalGradients(layout) if is_alone else Partial.private(layout, device)
+            )
         return self._own[place]
 
     def home(self, device: int) -> FlatTensors | None:

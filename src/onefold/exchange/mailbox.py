@@ -40,7 +40,7 @@ import msgspec
 from onefold.errors import DisagreementError, PeerLost, PeerTimeout
 from onefold.exchange.progress import NoteWait, Waiting
 from onefold.exchange.transport import Failure, Ranks, has_left
-from onefold.system.process import LOOK_S, Stillness
+from onefold.system.process import LOOK_S, StoppedProcess
 
 __all__ = ["Mailbox", "Peer", "connected", "socket_name"]
 
@@ -58,7 +58,7 @@ class Peer:
     socket: socket.socket
     pid: int
     pidfd: int | None
-    stillness: Stillness
+    stillness: StoppedProcess
     has_left: bool = False
     """Whether it has said that it comes to its end in order."""
     frames: deque[bytes] = field(default_factory=deque)
@@ -327,7 +327,7 @@ def _peer(number: int, connection: socket.socket, timeout_s: float) -> Peer:
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     pid, _ = credentials(connection)
-    peer = Peer(number, connection, pid, None, Stillness(pid))
+    peer = Peer(number, connection, pid, None, StoppedProcess(pid))
     # Not by an old kernel, nor of a peer in another namespace: there the socket alone must do.
     with contextlib.suppress(OSError):
         peer.pidfd = os.pidfd_open(pid)

@@ -2,7 +2,7 @@
 
 `Memory` is that of this process's devices. `FrozenMemory` is what one device keeps of the frozen
 parameters, where each of several devices keeps a part. A partial sum is `Partial`,
-`PartitionTensors` or `AsGiven`, depending on who reads it.
+`PartitionTensors` or `LocalGradients`, depending on who reads it.
 
 Note: which memory a partial sum lies in
 ----------------------------------------
@@ -49,9 +49,9 @@ from onefold.system.compat import copy_each
 
 __all__ = [
     "Arrivals",
-    "AsGiven",
     "FirstValues",
     "FrozenMemory",
+    "LocalGradients",
     "Memory",
     "Partial",
     "PartitionSums",
@@ -224,7 +224,7 @@ class Partial:
         self._direct = {}
 
 
-class AsGiven:
+class LocalGradients:
     """Gradients where backward left them, read only by the device that computed them.
 
     Args:
@@ -452,7 +452,7 @@ class Memory(ABC):
     """The other parameters, by number of this process's devices."""
     frozen: FrozenMemory | None = None
     """What this process's device keeps of the frozen parameters, if it does not have all."""
-    _own: Mapping[Any, Partial | AsGiven]
+    _own: Mapping[Any, Partial | LocalGradients]
     """The partial sums that this process's devices publish."""
     is_common: bool = False
     """Whether all processes compute with the very same memory of the parameters."""

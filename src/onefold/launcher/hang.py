@@ -34,7 +34,7 @@ from onefold.system.words import listed, tell
 
 __all__ = [
     "AGAIN_S",
-    "DeviceStanding",
+    "DeviceReport",
     "HangWatch",
     "HostDevice",
     "Waits",
@@ -65,7 +65,7 @@ class HostDevice(NamedTuple):
     """Descriptor of the memory to which its process writes stacks."""
 
 
-class DeviceStanding(msgspec.Struct, frozen=True, array_like=True):
+class DeviceReport(msgspec.Struct, frozen=True, array_like=True):
     """How a device stands, as it is sent between hosts."""
 
     rank: int
@@ -142,10 +142,10 @@ class Waits:
 
     def standings(
         self, devices: Sequence[HostDevice], now_s: float, *, host: str = "", stacks: bool = False
-    ) -> list[DeviceStanding]:
+    ) -> list[DeviceReport]:
         """How the devices stand since the last look."""
         return [
-            DeviceStanding(
+            DeviceReport(
                 device.rank,
                 device.pid,
                 host,
@@ -158,7 +158,7 @@ class Waits:
             if (seen := self._seen.get(device.rank)) is not None
         ]
 
-    def untold(self, late: Iterable[DeviceStanding], now_s: float) -> bool:
+    def untold(self, late: Iterable[DeviceReport], now_s: float) -> bool:
         """Whether one of these waits is still to be told; all are then noted as told."""
         if {(each.rank, each.place.wait) for each in late} <= self._told:
             return False
@@ -184,7 +184,7 @@ def _cut(lines: Iterable[str]) -> list[str]:
     return [line[:_LONGEST_LINE] for line in lines][:_MOST_LINES]
 
 
-def late_of(standings: Sequence[DeviceStanding], usual_s: float, size: int) -> list[DeviceStanding]:
+def late_of(standings: Sequence[DeviceReport], usual_s: float, size: int) -> list[DeviceReport]:
     """Those that wait in vain, by the note at the head.
 
     Args:
@@ -202,12 +202,12 @@ def late_of(standings: Sequence[DeviceStanding], usual_s: float, size: int) -> l
     return [each for each in waiting if min(each.still_s, still_s) > limit_s]
 
 
-def _limit_s(mover: DeviceStanding, usual_s: float) -> float:
+def _limit_s(mover: DeviceReport, usual_s: float) -> float:
     in_step = usual_s > 0 and mover.place.call in (Call.STEP, Call.GRADIENT)
     return 0.0 if in_step or not mover.busy else _BUSY_S
 
 
-def report_of(standings: Sequence[DeviceStanding], size: int) -> str:
+def report_of(standings: Sequence[DeviceReport], size: int) -> str:
     """The report.
 
     Args:
@@ -217,11 +217,11 @@ def report_of(standings: Sequence[DeviceStanding], size: int) -> str:
     return "\n".join(_words(standings, size))
 
 
-def _words(standings: Sequence[DeviceStanding], size: int) -> Iterator[str]:
+def _words(standings: Sequence[DeviceReport], size: int) -> Iterator[str]:
     silent = sorted(set(range(size)) - {each.rank for each in standings})
     movers = sorted([each.rank for each in standings if not each.place.waits] + silent)
     # Those that wait for the same ones in one line.
-    groups: dict[tuple[str, int], list[DeviceStanding]] = {}
+    groups: dict[tuple[str, int], list[DeviceReport]] = {}
     for each in (each for each in standings if each.place.waits):
         peers = [each.place.peer] if each.place.peer >= 0 else movers
         whom = _named(peers) if peers else "the others"
@@ -294,8 +294,8 @@ class HangWatch:
         if self._record is None or not self._record.is_file():
             return
         # Only now: these load PyTorch.
-        from onefold.record.entries import Hang, encode
+        from onefold.record.entries import HangEntry, encode
         from onefold.record.frames import append_beside
 
         with suppress(OSError):
-            append_beside(self._record, encode(Hang(step=step, text=text)))
+            append_beside(self._record, encode(HangEntry(step=step, text=text)))

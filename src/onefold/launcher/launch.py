@@ -43,7 +43,7 @@ from onefold.launcher.environment import (
     worker_environment,
 )
 from onefold.launcher.run_status import Logs, RunStatus
-from onefold.launcher.workers import Outcome, StoppedAtOnce, WorkerGroup
+from onefold.launcher.workers import Outcome, StoppedGroup, WorkerGroup
 from onefold.system.folder_lock import lock_of_checkpoints
 from onefold.system.process import StopSignals, ctrl_c_later
 from onefold.system.safe_files import PrivateFolder
@@ -371,7 +371,7 @@ class _LaunchedRun:
         except KeyboardInterrupt:
             interrupted = True
             group.interrupt(signal.SIGINT)
-        except StoppedAtOnce:
+        except StoppedGroup:
             interrupted = True
             # A run that saves was warned by the first request, and has had its time.
             if not self.options.may_stop:

@@ -40,10 +40,10 @@ from onefold.core.options import RECORD_FILE, RunOptions
 from onefold.errors import LaunchError
 from onefold.launcher.hang import HangWatch, HostDevice
 from onefold.launcher.run_status import RunStatus, WorkerReport
-from onefold.system.process import LOOK_S, STOPPED_CODE, Stillness, StopSignals
+from onefold.system.process import LOOK_S, STOPPED_CODE, StoppedProcess, StopSignals
 from onefold.system.words import tell
 
-__all__ = ["Outcome", "StoppedAtOnce", "WorkerGroup"]
+__all__ = ["Outcome", "StoppedGroup", "WorkerGroup"]
 
 
 _LOOK_S = 0.05
@@ -68,7 +68,7 @@ class Worker:
         self._name = f"device {rank} ({device}, process {process.pid})"
         self._code: int | None = None
         self.ended_s: float | None = None
-        self.stillness = Stillness(process.pid)
+        self.stillness = StoppedProcess(process.pid)
         self.unresponsive = self.ended_by_us = self._collected = False
         self.descriptor: int | None = None
         """A pidfd: readable once the process has ended. None where there is no such thing."""
@@ -166,7 +166,7 @@ _KILLED_S = 30.0
 """How long a killed process may take to end: it may be stuck in a system call."""
 
 
-class StoppedAtOnce(Exception):
+class StoppedGroup(Exception):
     """The run is to end now: by its first signal, by a second one, or as its grace is over."""
 
 
@@ -203,13 +203,13 @@ class WorkerGroup:
             StoppedAtOnce: the run is to end now.
         """
         if self._signals.drain() > (1 if self._options.may_stop else 0):
-            raise StoppedAtOnce
+            raise StoppedGroup
         # The grace runs from the first request, even if a worker got it: then the table says so.
         if self._is_requested() and not self._deadline_s:
             self._deadline_s = time.monotonic() + self._options.grace_period_s
             self._status.progress.request_stop()
         if self._deadline_s and time.monotonic() > self._deadline_s:
-            raise StoppedAtOnce
+            raise StoppedGroup
 
     def _is_requested(self) -> bool:
         """Whether the run was asked to stop, through the launcher or a worker."""

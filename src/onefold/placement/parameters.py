@@ -39,7 +39,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from onefold.core.call_digest import Call
 from onefold.core.stages import ROOT
-from onefold.deferred.access import NotResident, Replace
+from onefold.deferred.access import Replace, ResidentError
 from onefold.errors import PipelineError
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.stage_exchange import ParameterRequest
@@ -365,7 +365,7 @@ class PartitionedParameters(ResidentParameters):
             name, stage_name = self._buffers.name_of(missing), self._stages.names[stage]
             raise PipelineError.outside_of_stage(name, stage_name, self._replica.number)
         if not self._is_serving:
-            raise NotResident(
+            raise ResidentError(
                 f"parameter {self._buffers.name_of(found[0][0])} was read on device "
                 f"{self._replica.number}, which has it only while it computes with it "
                 f"(--placement): read the model in `with trainer.gathered():`, change it in `with "

@@ -18,12 +18,12 @@ from onefold.core import wire
 from onefold.core.options import RECORD_FILE as FILE
 from onefold.errors import RecordError
 from onefold.record.entries import (
-    Begun,
     BlockEntry,
     Entry,
-    Hang,
+    HangEntry,
     Result,
     SavedEntry,
+    StartEntry,
     StepEntry,
     decode,
 )
@@ -83,7 +83,7 @@ class Record:
                 *(self.path, torn),
             )
         entries = [decode(body, f"{self.path}, frame {n}") for n, body in enumerate(bodies)]
-        self.hangs: list[Hang] = [each for each in entries if isinstance(each, Hang)]
+        self.hangs: list[HangEntry] = [each for each in entries if isinstance(each, HangEntry)]
         """What the launcher has told of devices that waited for very long."""
         self.entries: list[Entry] = standing(entries)
         """All entries that count, in the order in which they were written."""
@@ -91,7 +91,7 @@ class Record:
     @property
     def begins(self) -> list[dict[str, Any]]:
         """For each time that the run began or was resumed: who took part, and how."""
-        return [structs.asdict(each) for each in self._all(Begun)]
+        return [structs.asdict(each) for each in self._all(StartEntry)]
 
     @property
     def steps(self) -> Table:
@@ -188,13 +188,13 @@ def standing(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _standing(entries: Iterable[Entry]) -> list[tuple[int, Entry]]:
-    counted = [each for each in entries if not isinstance(each, Hang)]
+    counted = [each for each in entries if not isinstance(each, HangEntry)]
     found: list[tuple[int, Entry]] = []
     end = len(counted)
     while end:
         end, entry = end - 1, counted[end - 1]
         found.append((end, entry))
-        if isinstance(entry, Begun):
+        if isinstance(entry, StartEntry):
             end = min(entry.kept, end)
     return found[::-1]
 
@@ -207,9 +207,9 @@ def whole_run(bodies: Sequence[bytes], kept: int) -> list[tuple[int, Entry]]:
     has used gradients that no record keeps.
     """
     entries = [decode(body, "the record") for body in bodies]
-    seen = [entry for entry in entries if not isinstance(entry, Hang)][:kept]
+    seen = [entry for entry in entries if not isinstance(entry, HangEntry)][:kept]
     counted = _standing(seen)
-    begins = [entry for _, entry in counted if isinstance(entry, Begun)]
+    begins = [entry for _, entry in counted if isinstance(entry, StartEntry)]
     if len(seen) < kept or begins[0].step > 0 or any(each.anew for each in begins):
         return []
     if any(isinstance(entry, StepEntry) and entry.gradient for _, entry in counted):

@@ -31,25 +31,25 @@ from onefold.core.values import StepValues
 from onefold.errors import RecordError
 from onefold.record import shards_of
 from onefold.record.entries import (
-    Begun,
     BlockEntry,
     Entry,
-    Failed,
+    FailureEntry,
     Found,
     Result,
     SavedEntry,
+    StartEntry,
     StepEntry,
 )
 from onefold.record.recorder import places_of
 from onefold.step.result import StepResult, Verdict
 from onefold.system.words import listed, script_line
 
-__all__ = ["Replay"]
+__all__ = ["ScriptReplay"]
 
 _Kind = TypeVar("_Kind", StepEntry, Result, BlockEntry, SavedEntry)
 
 
-class Replay:
+class ScriptReplay:
     """What a script asked for up to the place where its run goes on; alike on all devices.
 
     Args:
@@ -67,7 +67,7 @@ class Replay:
         asked_for = [
             (number, each)
             for number, each in entries
-            if not isinstance(each, Found | Begun)
+            if not isinstance(each, Found | StartEntry)
             and (not isinstance(each, SavedEntry) or each.line)
         ]
         self._entries = deque(entry for _, entry in asked_for)
@@ -140,7 +140,7 @@ class Replay:
 
     def failure(self) -> Exception | None:
         """What the step raised that the script makes again; None if it was done."""
-        if not isinstance(failed := self._entries[0], Failed):
+        if not isinstance(failed := self._entries[0], FailureEntry):
             return None
         self._entries.popleft()
         found = getattr(errors, failed.error, None) or getattr(builtins, failed.error, None)
@@ -168,7 +168,7 @@ class Replay:
                 f"(loader, pass, its end in the pass, samples), and had that at {entry.place} "
                 f"before: {_SAME}{_CHANGED}"
             )
-        return _Known(entry, self._device)
+        return _RecordedResult(entry, self._device)
 
     def result(self, call: str) -> Any:
         """What a call returned.
@@ -207,7 +207,7 @@ class Replay:
             was = f"step {entry.step}"
         else:
             names = {BlockEntry: "a block of trainer.modifying", SavedEntry: "trainer.save"}
-            names |= {Failed: "a step that raised an error"}
+            names |= {FailureEntry: "a step that raised an error"}
             name = names.get(type(entry)) or getattr(entry, "call", "")
             was = f"{name} after step {entry.step} at {getattr(entry, 'line', '')}"
         # Not `trainer.replaying`, which is another each time that the run is resumed.
@@ -229,7 +229,7 @@ def _of(name: str) -> str:
     return f" of loss {name}" if name else ""
 
 
-class _Known(StepResult):
+class _RecordedResult(StepResult):
     """The result of a step that the record has; what is asked for is made of it then.
 
     Args:

@@ -14,22 +14,22 @@ from msgspec.structs import replace
 from onefold.errors import RecordError
 
 __all__ = [
-    "Audited",
-    "Begun",
+    "AuditEntry",
     "BlockEntry",
     "Entry",
-    "Failed",
-    "Hang",
+    "FailureEntry",
+    "HangEntry",
     "Result",
     "SameProcessEntry",
     "SavedEntry",
+    "StartEntry",
     "StepEntry",
     "decode",
     "encode",
 ]
 
 
-class Begun(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=True):
+class StartEntry(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=True):
     """A run began here, or was resumed: what was written of later steps does not count."""
 
     run: str
@@ -112,7 +112,7 @@ class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True)
         )
 
 
-class Failed(Struct, tag="failed", tag_field="kind", frozen=True, kw_only=True):
+class FailureEntry(Struct, tag="failed", tag_field="kind", frozen=True, kw_only=True):
     """A step that raised an error, which the script survived."""
 
     step: int
@@ -156,7 +156,7 @@ class SavedEntry(Struct, tag="checkpoint", tag_field="kind", frozen=True, kw_onl
     """Where in the script; empty where the launcher had it made."""
 
 
-class Audited(Struct, tag="audit", tag_field="kind", frozen=True, kw_only=True):
+class AuditEntry(Struct, tag="audit", tag_field="kind", frozen=True, kw_only=True):
     """An audit has found a wrong result."""
 
     step: int
@@ -175,7 +175,7 @@ class SameProcessEntry(Struct, tag="same_process", tag_field="kind", frozen=True
     why: str
 
 
-class Hang(Struct, tag="hang", tag_field="kind", frozen=True, kw_only=True):
+class HangEntry(Struct, tag="hang", tag_field="kind", frozen=True, kw_only=True):
     """A device has waited for very long; what the launcher has told of it.
 
     Nothing depends on it: it counts as no entry where entries are counted.
@@ -186,9 +186,9 @@ class Hang(Struct, tag="hang", tag_field="kind", frozen=True, kw_only=True):
     """Who has waited for whom, with the stacks of all processes."""
 
 
-Found = Audited | SameProcessEntry
+Found = AuditEntry | SameProcessEntry
 """What an audit writes down."""
-Entry = Begun | StepEntry | Failed | Result | BlockEntry | SavedEntry | Found | Hang
+Entry = StartEntry | StepEntry | FailureEntry | Result | BlockEntry | SavedEntry | Found | HangEntry
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 

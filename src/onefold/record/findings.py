@@ -91,7 +91,7 @@ class Findings(Struct, kw_only=True):
 
     step: int
     description: dict[str, str] = {}
-    """What the numbers depend on, in words; see `onefold.record.entries.Begun`."""
+    """What the numbers depend on, in words; see `onefold.record.entries.StartEntry`."""
     name: str = ""
     """Of the loss, where there are several."""
     samples: int = 0

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onefold.record import Record, shards_of
-from onefold.record.entries import Failed, StepEntry
+from onefold.record.entries import FailureEntry, StepEntry
 
 __all__ = ["RULE", "Departure", "first_departure"]
 
@@ -79,7 +79,7 @@ def _first_of(record: Record, counted: np.ndarray) -> Departure | None:
         entries = [each for each in record.by_step.values() if each.step in looked]
         found.append(_first_shard([each for each in entries if each.name == loss]))
     for entry in record.entries:
-        if isinstance(entry, Failed):
+        if isinstance(entry, FailureEntry):
             text = f"{entry.error}: {entry.text}"
             found.append(Departure(entry.step + 1, "loss", math.nan, math.nan, math.nan, text))
     return min(filter(None, found), default=None, key=lambda each: (each.step, each.what))

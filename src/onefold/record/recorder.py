@@ -28,14 +28,14 @@ from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import fold_shards
 from onefold.record.entries import (
-    Begun,
     BlockEntry,
     Entry,
-    Failed,
+    FailureEntry,
     Found,
-    Hang,
+    HangEntry,
     Result,
     SavedEntry,
+    StartEntry,
     StepEntry,
     decode,
     encode,
@@ -86,11 +86,14 @@ class Recorder:
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         self._writer, self._groups = FrameWriter(path), optimizer.param_groups
         before = [decode(body, f"{path}, frame {n}") for n, body in enumerate(self._writer.before)]
-        self._entries, self._is_lost = sum(not isinstance(each, Hang) for each in before), False
+        self._entries, self._is_lost = (
+            sum(not isinstance(each, HangEntry) for each in before),
+            False,
+        )
         self._held: _Unwritten | None = None
         self._rates: list[float] = []
 
-    def note(self, entry: Found | Begun | BlockEntry | Failed | SavedEntry) -> None:
+    def note(self, entry: Found | StartEntry | BlockEntry | FailureEntry | SavedEntry) -> None:
         """Note an entry that is known as it is."""
         self._write_held()
         self._append(entry)
@@ -192,7 +195,7 @@ def begun(
     *,
     kept: int,
     anew: bool,
-) -> Begun:
+) -> StartEntry:
     """The entry of a run that begins or goes on now, in this process.
 
     Args:
@@ -210,7 +213,7 @@ def begun(
     command = list(options.program or sys.argv)
     main, spec = Path(folder, command[0]), getattr(sys.modules["__main__"], "__spec__", None)
     text = main.read_bytes() if main.is_file() else b""
-    return Begun(
+    return StartEntry(
         run=run,
         step=step,
         time=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -13,7 +13,7 @@ from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position
 from onefold.data_order.reader import Collate
 from onefold.step.engine import Engine
-from onefold.step.hook import Asked
+from onefold.step.hook import ScriptCall
 from onefold.watch.timing import Moment, host_now_s
 
 __all__ = ["Batches", "Wait", "read_now"]
@@ -51,7 +51,7 @@ class Batches:
         # What a device computes of each batch is then one stretch of it.
         choices |= {"dataset": dataset, "collate": collate}
         choices["shares"] = lambda: self._engine.assignment.shares.in_a_row()
-        return self._asked(Asked("pass", given=choices), lambda: self._made(**choices))
+        return self._asked(ScriptCall("pass", given=choices), lambda: self._made(**choices))
 
     def loader_of_steps(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `step`, whose place in the data is part of a checkpoint."""
@@ -64,9 +64,9 @@ class Batches:
             self.datasets[made.track.number] = dataset
             return made
 
-        return self._asked(Asked("loader", given=choices), make)
+        return self._asked(ScriptCall("loader", given=choices), make)
 
-    def _asked(self, asked: Asked, make: Callable[[], Loader]) -> Loader:
+    def _asked(self, asked: ScriptCall, make: Callable[[], Loader]) -> Loader:
         made: Loader = self._engine.hooks.call(asked, make)
         return made
 

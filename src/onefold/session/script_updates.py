@@ -21,7 +21,7 @@ NO_STEP = (
 """The message of a step that nobody could update."""
 
 
-class ByScript(torch.optim.Optimizer):
+class ScriptOptimizer(torch.optim.Optimizer):
     """Holds the parameters that get a gradient, and has neither settings nor state.
 
     Args:
@@ -82,4 +82,4 @@ def stand_in(module: torch.nn.Module, options: RunOptions) -> ByScript:
             "given None for it: what the script's own keeps would be lost. Call trainer.save(..., "
             "extra=...) and trainer.load in the script, with what its optimizer keeps"
         )
-    return ByScript(module)
+    return ScriptOptimizer(module)

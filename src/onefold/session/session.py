@@ -190,14 +190,14 @@ class Session:
         """Bring the payload of all of a batch's shards to every device, on the host."""
         with self.telling_others():
             batch = read_now(batch)
-            asked = Asked("payloads", given=batch)
+            asked = ScriptCall("payloads", given=batch)
             text = self.hooks.call(asked, lambda: written_shards(asked.given.shards))
             self.engine.agree(digest_of(batch, self.position.step + 1, Call.GATHER, loss=0))
             return gather_batch(self.engine.context.exchange, self.devices.own, text, batch)
 
     def result(self, words: str, make: Callable[[], _Value]) -> _Value:
         """What a call gives to the script, which hooks may have answered."""
-        value: _Value = self.hooks.call(Asked("result", words=words), make)
+        value: _Value = self.hooks.call(ScriptCall("result", words=words), make)
         return value
 
     def over_data(
@@ -217,7 +217,7 @@ class Session:
             make = load("passes.evaluation").DataCall
             made = make(call, self.position.step + 1, size.samples, size.batch_size, function)
             key, data = (call, function, model), batches.dataset
-            asked = Asked("result", words=call.words, key=key, data=data)
+            asked = ScriptCall("result", words=call.words, key=key, data=data)
             found: dict[str, Any] = self.hooks.call(
                 asked, partial(compute, self.engine, part, batches, made)
             )
@@ -226,7 +226,7 @@ class Session:
     def save(self, directory: Path, **choices: Any) -> Path:
         """Write a checkpoint; see `Trainer.save`."""
         choices |= {"line": script_line()}
-        asked = Asked("save", given=directory.absolute(), choices=choices)
+        asked = ScriptCall("save", given=directory.absolute(), choices=choices)
         with self.telling_others():
             folder: Path = self.hooks.call(
                 asked, lambda: self.run.checkpoints.save(asked.given, **asked.choices)
@@ -235,7 +235,7 @@ class Session:
 
     def load(self, directory: Path, **choices: Any) -> Any:
         """Go on from a checkpoint; see `Trainer.load`."""
-        asked = Asked("load", given=directory.absolute(), choices=choices)
+        asked = ScriptCall("load", given=directory.absolute(), choices=choices)
         try:
             with self.telling_others(but=CheckpointError):
                 return self.hooks.call(
@@ -247,7 +247,7 @@ class Session:
     @property
     def replaying(self) -> bool:
         """Whether a resumed script runs through what is done."""
-        return bool(self.hooks.call(Asked("replaying"), lambda: False))
+        return bool(self.hooks.call(ScriptCall("replaying"), lambda: False))
 
     @contextmanager
     def averaged(
@@ -259,7 +259,7 @@ class Session:
         collate: Collate | None,
     ) -> Iterator[None]:
         """Open the block in which the model holds its averages; see `Trainer.averaged`."""
-        step, asked = self.position.step + 1, Asked("averaged")
+        step, asked = self.position.step + 1, ScriptCall("averaged")
         if data is None:
             with self.hooks.around(asked), self.averaging.block(step):
                 yield
@@ -289,7 +289,7 @@ class Session:
         step: Step = self.hooks.call(asked, partial(self._step, asked))
         return step
 
-    def _step(self, asked: Asked) -> Step:
+    def _step(self, asked: ScriptCall) -> Step:
         engine, name = self.engine, asked.name
         # Drop the times of a step that failed, if the script survived it.
         engine.take_spans()
@@ -315,14 +315,14 @@ class Session:
             make = load("session.gradientsteps").Place
             place = make(self.position.step, self.changes.number, self.changes.blocks)
             begins = not self.gradients.goes_on(batch, place, name)
-        asked = Asked("gradient", given=batch, name=name, dim=dim, begins=begins)
+        asked = ScriptCall("gradient", given=batch, name=name, dim=dim, begins=begins)
         note = partial(self.gradients.note, batch, place, name, begins=begins)
         step: Step = self.hooks.call(asked, partial(self._gradient, asked, place, note))
         if not asked.computed:
             note()
         return step
 
-    def _gradient(self, asked: Asked, place: Place, note: Callable[[], None]) -> Step:
+    def _gradient(self, asked: ScriptCall, place: Place, note: Callable[[], None]) -> Step:
         name = asked.name
         with self.telling_others():
             cut, waited = self.batches.cut(asked.given, asked.dim)
@@ -338,7 +338,7 @@ class Session:
                 self._note_done(cut if asked.begins else None, outcome)
         return self._told(asked, outcome, waited)
 
-    def _start_step(self, asked: Asked, cut: ShardedBatch) -> None:
+    def _start_step(self, asked: ScriptCall, cut: ShardedBatch) -> None:
         """Check a step before all devices begin it."""
         asked.cut = asked.batch = cut
         asked.number = self.position.step + asked.begins
@@ -351,7 +351,7 @@ class Session:
         if cut is not None:
             self.position.note_step(cut)
 
-    def _told(self, asked: Asked, outcome: StepResult, waited: Wait) -> Step:
+    def _told(self, asked: ScriptCall, outcome: StepResult, waited: Wait) -> Step:
         """A step that is made, of which all hooks are told."""
         cut = asked.cut
         assert cut is not None
@@ -363,7 +363,7 @@ class Session:
                 tell(asked, step, spans)
         return step
 
-    def _count(self, asked: Asked, step: Step, batch: ShardedBatch | None) -> Step:
+    def _count(self, asked: ScriptCall, step: Step, batch: ShardedBatch | None) -> Step:
         """Count a step that a hook has answered, and tell all hooks of it."""
         if batch is None:
             self.position.step += 1
@@ -377,7 +377,7 @@ class Session:
     @contextmanager
     def modifying(self, *, optimizer_state: bool | None) -> Iterator[None]:
         """Open the block in which the model may be changed; see `Trainer.modifying`."""
-        asked = Asked("modifying")
+        asked = ScriptCall("modifying")
         with (
             self.telling_others(),
             self.hooks.around(asked),

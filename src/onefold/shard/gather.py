@@ -38,7 +38,7 @@ from onefold.shard.replica import Replica
 from onefold.system.accelerator import same_stream
 from onefold.system.hooks import buffers_of
 
-__all__ = ["GatherCall", "JointShard", "Known", "Stop"]
+__all__ = ["GatherCall", "GatherPosition", "GatherReplay", "JointShard"]
 
 
 _AGAIN = (
@@ -55,7 +55,7 @@ _OTHERWISE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class GatherPosition:
     """Where a shard waits for the others."""
 
     at: Literal["gather", "end", "backward", "over"]
@@ -108,7 +108,7 @@ class JointShard(Gatherer):
         # So that what is gathered has a gradient also where parameters are frozen for the time.
         self._anchor = torch.zeros((), requires_grad=True)
         self._answers: SimpleQueue[Any] = SimpleQueue()
-        self._stops: SimpleQueue[Stop | BaseException] = SimpleQueue()
+        self._stops: SimpleQueue[GatherPosition | BaseException] = SimpleQueue()
         self._ended = False
         # What a library keeps in context variables (the compiler does) holds in the thread as well.
         run, name = contextvars.copy_context().run, f"onefold shard {shard}"
@@ -120,7 +120,9 @@ class JointShard(Gatherer):
         has_gradient = tensor.is_floating_point() or tensor.is_complex()
         differentiable = torch.is_grad_enabled() and has_gradient
         call, self._calls = self._calls, self._calls + 1
-        joined: GatheredRows = self.stop(Stop("gather", call, tensor.detach(), differentiable))
+        joined: GatheredRows = self.stop(
+            GatherPosition("gather", call, tensor.detach(), differentiable)
+        )
         if not differentiable:
             return joined._replace(whole=joined.whole.clone())
         whole = _Join.apply(tensor, self._anchor, joined.whole, self, call)  # type: ignore[no-untyped-call]
@@ -129,7 +131,7 @@ class JointShard(Gatherer):
 
     def end_forward(self, terms: Sequence[tuple[str, float]]) -> Sequence[float] | None:
         self._forward_is_over = True
-        divisors: Sequence[float] | None = self.stop(Stop("end", terms=tuple(terms)))
+        divisors: Sequence[float] | None = self.stop(GatherPosition("end", terms=tuple(terms)))
         return divisors
 
     @property
@@ -138,7 +140,7 @@ class JointShard(Gatherer):
         # loss of this one does not depend on it. Autograd takes later calls first.
         return [(output, torch.zeros_like(output)) for output in self._outputs]
 
-    def resume(self, answer: Any = None) -> Stop:
+    def resume(self, answer: Any = None) -> GatherPosition:
         """Start the shard, or go on with the answer to its last stop; return the next one.
 
         Raises:
@@ -153,7 +155,7 @@ class JointShard(Gatherer):
             raise stop
         return stop
 
-    def stop(self, stop: Stop) -> Any:
+    def stop(self, stop: GatherPosition) -> Any:
         """Let others run; return what the driver answers.
 
         Raises:
@@ -182,10 +184,10 @@ class JointShard(Gatherer):
             self._thread.join()
 
     def _run(self) -> None:
-        stop: Stop | BaseException
+        stop: GatherPosition | BaseException
         try:
             with self._settings():
-                stop = Stop("over", result=self._compute())
+                stop = GatherPosition("over", result=self._compute())
         except BaseException as error:  # raised again by whoever waits in `resume`
             stop = error
         # They hold the graph that they are of, which holds this shard and its samples: a circle
@@ -213,11 +215,11 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        rows = ctx.turn.stop(Stop("backward", ctx.call, gradient))
+        rows = ctx.turn.stop(GatherPosition("backward", ctx.call, gradient))
         return rows, None, None, None, None
 
 
-class Known(Gatherer):
+class GatherReplay(Gatherer):
     """A shard that runs a second time: all that it gathers is known, and so are the gradients.
 
     Args:

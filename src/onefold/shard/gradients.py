@@ -29,7 +29,7 @@ from onefold.errors import GradientError
 from onefold.system.compat import add_each
 
 __all__ = [
-    "HandedOver",
+    "GradientHandover",
     "ParameterSet",
     "add_gradients",
     "drop_gradients",
@@ -146,7 +146,7 @@ def take_gradients(taken: ParameterSet, where: str, left_out: Sequence[int] = ()
     return [None if g is None else laid_out(g, stride) for g, stride in pairs]
 
 
-class HandedOver:
+class GradientHandover:
     """The memory of gradients that a shard has handed over, stage by stage.
 
     Autograd may give parameters of several stages views of one tensor. Whoever adds to one of them

@@ -22,7 +22,7 @@ import torch
 from onefold.core.call_digest import checksum
 from onefold.core.flat import bits_of, same_bits
 from onefold.core.stages import ROOT
-from onefold.deferred.access import NotResident
+from onefold.deferred.access import ResidentError
 from onefold.errors import StateError
 from onefold.shard.stages import StageModules
 from onefold.system.compat import version_of
@@ -325,7 +325,7 @@ def _sampled(module: torch.nn.Module, but: Collection[int]) -> bytes:
         if tensor is None or id(tensor) in but or not tensor.numel():
             continue
         # What another Trainer has partitioned just now is compared by that one.
-        with suppress(NotResident):
+        with suppress(ResidentError):
             parts.append(tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _LOOKED_AT)])
     return b"".join(bits_of(part.cpu()).numpy().tobytes() for part in parts)
 

@@ -50,7 +50,7 @@ from onefold.errors import GradientError, LossError
 from onefold.exchange.stage_exchange import GradientSend
 from onefold.shard.buffers import BufferSet
 from onefold.shard.gradients import (
-    HandedOver,
+    GradientHandover,
     ParameterSet,
     drop_gradients,
     gradients_of,
@@ -210,7 +210,7 @@ class Replica:
                 microbatch = Microbatch(shard, start, stop, samples)
                 given = self.compute_microbatch(microbatch, batch, task, where)
                 result = add_microbatch(result, given, task.step) if result else given
-        except Gathers:
+        except GatherRequest:
             drop_gradients(self._parameters)
             self.put_back(task)
             return ShardResult(self.nothing, None, GATHERS)
@@ -365,7 +365,7 @@ class Replica:
                 read = Contribution.kinds_and_weights
                 try:
                     rows[shard] = self._forward_alone(shard, batch, task, read)
-                except Gathers:
+                except GatherRequest:
                     # The shards run next and find the same; of one term, no divisors are sought.
                     rows[shard] = [[("sum", 1.0)]]
         # An accelerator is waited for once, when all passes are queued.
@@ -381,7 +381,7 @@ class Replica:
         The shard runs again afterwards, from the same buffers and seeds. Returns None where the
         loss asks for other shards.
         """
-        with torch.compiler.set_stance("force_eager"), suppress(Gathers):
+        with torch.compiler.set_stance("force_eager"), suppress(GatherRequest):
             read = Contribution.without_graph
             return self._forward_alone(shard, batch, task, read, inspected=True)[0]
         return None
@@ -518,7 +518,7 @@ class GradientHooks:
         self._microbatch = microbatch
         self._take = take
         self._give = send
-        self._left, self._handed = list(reversed(range(len(self._entries)))), HandedOver()
+        self._left, self._handed = list(reversed(range(len(self._entries)))), GradientHandover()
         self.given = [False] * len(modules.stages.stage_of)
         """For each trained parameter, whether there was a gradient."""
         self.begin_backward: Callable[[], None]

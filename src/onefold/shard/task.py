@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.gathering import Gatherer, Gathers, Refusing
+from onefold.core.gathering import Gatherer, GatherRequest, Refusing
 from onefold.core.mean import Contribution, LateWeight, known
 from onefold.core.values import LATE, Gradients, ShardResult, total_weight
 from onefold.errors import LossError
@@ -115,7 +115,7 @@ class ShardTask:
             return None
         if microbatch.samples < microbatch.of:
             return Refusing(partial(LossError, _OF_PIECES))
-        return self.gatherers(microbatch.shard) if self.gatherers else Refusing(Gathers)
+        return self.gatherers(microbatch.shard) if self.gatherers else Refusing(GatherRequest)
 
     def of_one_divisor(self, part: Contribution, batch: ShardedBatch) -> Contribution:
         """Combine the terms of a loss into one, where the whole batch's weights are known."""

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from onefold.shard.compiling import EagerComparison
     from onefold.step.joint import JointShards
     from onefold.step.microbatch import MicrobatchSearch
-    from onefold.step.rows import ValueTrade
+    from onefold.step.rows import ValueExchange
     from onefold.watch.launches import LaunchWatch
 
 __all__ = ["Engine", "StepResult"]
@@ -336,7 +336,7 @@ class Engine:
         return made
 
     @cached_property
-    def _values(self) -> ValueTrade:
+    def _values(self) -> ValueExchange:
         """Knows what losses return beside themselves."""
         made: ValueTrade = load("step.rows").ValueTrade(self.context)
         return made

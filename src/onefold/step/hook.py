@@ -50,7 +50,7 @@ from onefold.shard.task import ShardTask
 from onefold.step.result import Step
 from onefold.watch.timing import Span
 
-__all__ = ["Asked", "Attempt", "Hook", "Hooks", "Kind", "Make", "Spans", "Surrounds", "Update"]
+__all__ = ["Attempt", "Hook", "Hooks", "Kind", "Make", "ScriptCall", "Spans", "Surrounds", "Update"]
 
 Kind = Literal[
     "step",
@@ -72,7 +72,7 @@ are those of all shards of a loader's batch, ``statistics`` those of the average
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class ScriptCall:
     """A call of the script, as hooks see it: made anew for each, and theirs to write to."""
 
     kind: Kind
@@ -136,7 +136,7 @@ class Hook:
     saves_run = False
     """Whether it saves the run, and ends it where it is asked to stop: the script is not asked."""
 
-    def call(self, asked: Asked, make: Make) -> Any:
+    def call(self, asked: ScriptCall, make: Make) -> Any:
         """Surround any call of the script; return what it gives.
 
         On all devices alike, but for loaders and ``replaying``, before anything is agreed on. May
@@ -148,7 +148,7 @@ class Hook:
         """
         return make()
 
-    def around(self, asked: Asked) -> Surrounds:
+    def around(self, asked: ScriptCall) -> Surrounds:
         """Surround a step or a block in which the model may change.
 
         On all devices, the batch cut, the call legal and nothing begun; left when the step is done
@@ -188,8 +188,8 @@ class Hook:
         """
         update()
 
-    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
-        """Look at a step that is done and counted, or answered (`Asked.computed` says which).
+    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
+        """Look at a step that is done and counted, or answered (`ScriptCall.computed` says which).
 
         On all devices; of several gradients of one step after the first one. What raises here
         fails on this device alone, unless it tells the others.
@@ -227,21 +227,21 @@ class Hooks:
             own = [h for h in hooks if getattr(type(h), name) is not getattr(Hook, name)]
             return [getattr(hook, name) for hook in own]
 
-        self._calls: list[Callable[[Asked, Make], Any]] = of("call")
+        self._calls: list[Callable[[ScriptCall, Make], Any]] = of("call")
         self._around, self._computes = of("around"), of("around_compute")
         self.tasks: list[Callable[[ShardTask], ShardTask]] = of("task")
         self.updates: list[Callable[..., None]] = of("around_update")
-        self.after_step: list[Callable[[Asked, Step, Spans], None]] = of("after_step")[::-1]
+        self.after_step: list[Callable[[ScriptCall, Step, Spans], None]] = of("after_step")[::-1]
         self._finishes, self._closes = of("finish"), of("close")
         self.saves_run = any(hook.saves_run for hook in hooks)
 
-    def call(self, asked: Asked, make: Make) -> Any:
+    def call(self, asked: ScriptCall, make: Make) -> Any:
         """Make a call of the script; see `Hook.call`."""
         for hook in reversed(self._calls):
             make = _before(hook, asked, make)
         return make()
 
-    def around(self, asked: Asked) -> AbstractContextManager[object]:
+    def around(self, asked: ScriptCall) -> AbstractContextManager[object]:
         """Surround a step or a block; see `Hook.around`."""
         return _Shells(self._around, asked) if self._around else _NOTHING
 
@@ -260,7 +260,7 @@ class Hooks:
             close()
 
 
-def _before(hook: Callable[[Asked, Make], Any], asked: Asked, make: Make) -> Make:
+def _before(hook: Callable[[ScriptCall, Make], Any], asked: ScriptCall, make: Make) -> Make:
     return lambda: hook(asked, make)
 
 

@@ -39,10 +39,10 @@ from onefold.core.gathering import GatheredRows, SyncBatchNorm
 from onefold.core.values import ShardResult
 from onefold.errors import LossError
 from onefold.placement.context import StepContext
-from onefold.shard.gather import GatherCall, JointShard, Known, Stop
+from onefold.shard.gather import GatherCall, GatherPosition, GatherReplay, JointShard
 from onefold.shard.replica import Replica, ShardTask, Weighed
 from onefold.step.objective import Objective
-from onefold.step.rows import Gathered, RowTrade, Standing
+from onefold.step.rows import Gathered, RowExchange, ShardPosition
 from onefold.watch.timing import Phase
 
 __all__ = ["JointShards"]
@@ -138,7 +138,7 @@ class _JointRun:
     ) -> None:
         self._context, self._replicas = context, context.replicas
         self._batch, self._task, self._looks = batch, task, looks
-        self._trade = RowTrade(context, batch, task.step)
+        self._trade = RowExchange(context, batch, task.step)
         self._current = context.first
         self._turns = self._make_turns()
         self._phase: Phase = "forward"
@@ -166,8 +166,8 @@ class _JointRun:
     def known(self, task: ShardTask) -> ShardTask:
         """Have the shards run a second time, with all that this run has found."""
 
-        def gatherer(shard: int) -> Known:
-            return Known(
+        def gatherer(shard: int) -> GatherReplay:
+            return GatherReplay(
                 [
                     GatherCall(joined[shard], self._gradients.get((shard, call.number)))
                     for call, joined in self._calls
@@ -191,7 +191,7 @@ class _JointRun:
             turns[shard] = JointShard(replica, shard, compute, alone=len(homes) == 1)
         return turns
 
-    def _forward(self) -> dict[int, Stop]:
+    def _forward(self) -> dict[int, GatherPosition]:
         """Run all shards to where backward needs the others; return where that is."""
         stops = self._resume(dict.fromkeys(self._turns))
         while True:
@@ -205,7 +205,7 @@ class _JointRun:
         self._phase = "backward"
         return self._resume(dict.fromkeys(stops, self.divisors))
 
-    def _backward(self, stops: dict[int, Stop]) -> None:
+    def _backward(self, stops: dict[int, GatherPosition]) -> None:
         for call, _ in reversed(self._calls):
             if call.differentiable:
                 stops = self._resume(self._add_up(call, stops))
@@ -214,7 +214,7 @@ class _JointRun:
             self.results[shard] = stop.result
 
     def _join(
-        self, standings: Mapping[int, Standing], stops: Mapping[int, Stop]
+        self, standings: Mapping[int, ShardPosition], stops: Mapping[int, GatherPosition]
     ) -> dict[int, GatheredRows]:
         """Bring what is gathered to all shards."""
         first = standings[0]
@@ -232,7 +232,9 @@ class _JointRun:
         self._calls.append((call, joined))
         return joined
 
-    def _add_up(self, call: Gathered, stops: Mapping[int, Stop]) -> dict[int, torch.Tensor]:
+    def _add_up(
+        self, call: Gathered, stops: Mapping[int, GatherPosition]
+    ) -> dict[int, torch.Tensor]:
         """Bring each shard the gradient of all losses in what it has gathered."""
         given = {s: stop.tensor for s, stop in stops.items() if stop.tensor is not None}
         if self._looks:
@@ -243,7 +245,7 @@ class _JointRun:
         self._gradients |= {(shard, call.number): gradient for shard, gradient in rows.items()}
         return rows
 
-    def _resume(self, answers: Mapping[int, Any]) -> dict[int, Stop]:
+    def _resume(self, answers: Mapping[int, Any]) -> dict[int, GatherPosition]:
         """Let each shard go on to its next stop, one after the other."""
         stops = {}
         for shard, answer in answers.items():
@@ -271,10 +273,10 @@ class _JointRun:
         parts.restore_frozen(self._task.trainable)
 
 
-def _standing(stop: Stop) -> Standing:
+def _standing(stop: GatherPosition) -> ShardPosition:
     tensor = stop.tensor
     dtype, shape = ("", ()) if tensor is None else (str(tensor.dtype), tuple(tensor.shape))
-    return Standing(stop.at, len(stop.terms), dtype, shape, stop.differentiable)
+    return ShardPosition(stop.at, len(stop.terms), dtype, shape, stop.differentiable)
 
 
 def trade_divisors(

@@ -15,7 +15,7 @@ import torch
 from onefold.core.call_digest import Agreed
 from onefold.core.fold import fold_rows
 from onefold.core.values import StepValues, StepWeight
-from onefold.watch.timing import PhaseSeconds, Span
+from onefold.watch.timing import PhaseTime, Span
 
 __all__ = ["Step", "StepResult", "verdict_of"]
 
@@ -99,13 +99,13 @@ class Step:
         return math.nan if self.outcome.norm is None else float(self.outcome.norm)
 
     @property
-    def seconds(self) -> PhaseSeconds:
+    def seconds(self) -> PhaseTime:
         """Where the time went: data, forward, backward, exchange, update.
 
         Measured on this process's first device, by its own clock. Added up when asked for, which
         on a GPU waits for the step to be done.
         """
-        return PhaseSeconds.of(self._spans)
+        return PhaseTime.of(self._spans)
 
 
 @dataclass(frozen=True, slots=True)

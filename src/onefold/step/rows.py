@@ -1,9 +1,9 @@
 """Brings together what the shards' losses returned beside themselves, and what shards gather.
 
-`ValueTrade` knows which values a run has seen. `RowTrade` brings what shards gather to all devices,
-and the gradients of it back, added up. Its tensors travel as bits in rows of float64, the only
-thing that `Transport.all_gather_rows` moves. Rows of one trade have one length, so shorter ones are
-filled up.
+`ValueExchange` knows which values a run has seen. `RowExchange` brings what shards gather to all
+devices, and the gradients of it back, added up. Its tensors travel as bits in rows of float64, the
+only thing that `Transport.all_gather_rows` moves. Rows of one trade have one length, so shorter
+ones are filled up.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from onefold.core.values import Column, ShardValues, StepValues, names_of, value
 from onefold.errors import DisagreementError, LossError
 from onefold.placement.context import StepContext
 
-__all__ = ["Gathered", "RowTrade", "Standing", "ValueTrade"]
+__all__ = ["Gathered", "RowExchange", "ShardPosition", "ValueExchange"]
 
 
 _Names = tuple[tuple[str, ...], tuple[Column, ...]]
 """Of a shard's values and of its outputs."""
 
 
-class ValueTrade:
+class ValueExchange:
     """Knows which values a run has seen, and so what is in their room on the table.
 
     See the note on how they travel in `onefold.core.values`.
@@ -113,7 +113,7 @@ _Sum = tuple[torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ShardPosition:
     """Where a shard has stopped, as all devices are told."""
 
     at: str
@@ -156,7 +156,7 @@ class Gathered:
         return slice(start, start + self.shapes[shard][0])
 
 
-class RowTrade:
+class RowExchange:
     """Trades for one batch; every process makes the same calls in the same order.
 
     Args:
@@ -171,7 +171,7 @@ class RowTrade:
         self._shares, self._step = batch.shares, step
         self._sizes = batch.sizes
 
-    def agree(self, own: Mapping[int, Standing]) -> dict[int, Standing]:
+    def agree(self, own: Mapping[int, ShardPosition]) -> dict[int, ShardPosition]:
         """Learn where all shards with samples have stopped.
 
         Args:
@@ -181,7 +181,7 @@ class RowTrade:
             LossError: they are not at the same call with tensors of the same kind.
         """
         given = self._context.of_all_shards({shard: astuple(each) for shard, each in own.items()})
-        found = {shard: Standing(*fields) for shard, fields in given.items()}
+        found = {shard: ShardPosition(*fields) for shard, fields in given.items()}
         first = found[0]
         for shard, standing in found.items():
             if standing.must_agree != first.must_agree:

@@ -69,7 +69,7 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-class Stillness:
+class StoppedProcess:
     """Notices that a process has been stopped and stays so; call `sample_state` every `LOOK_S`.
 
     A stopped process is alive and never responds: without this, whoever waits for it would wait

@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from onefold.errors import PeerLost, PeerTimeout
-from onefold.exchange.group import Joined
+from onefold.exchange.group import JoinedGroup
 from onefold.exchange.mailbox import Mailbox, Peer
 from onefold.system.compat import Groups
-from onefold.system.process import Stillness
+from onefold.system.process import StoppedProcess
 from onefold.testing.scheduler import Scheduler
 
 __all__ = ["Connection", "Network"]
@@ -136,17 +136,17 @@ class Connection:
         self.network.meet(trainer, self.number, None)
         return _Mailbox(self.network, trainer, self.number)
 
-    def group(self, trainer: int) -> Joined:
+    def group(self, trainer: int) -> JoinedGroup:
         """Join a process group of all devices."""
         network = self.network
         groups = network.meet(trainer, self.number, _Group(network, trainer, self.number))
         group: _Group = groups[self.number]
         group.peers = groups
-        beside: Any = _Beside(network, trainer, self.number)
-        return Joined(group, beside, beside, beside, beside, left=lambda: network.left)
+        beside: Any = _NetworkStore(network, trainer, self.number)
+        return JoinedGroup(group, beside, beside, beside, beside, left=lambda: network.left)
 
 
-class _Stopped(Stillness):
+class _Stopped(StoppedProcess):
     """Whether a device will never go on."""
 
     def __init__(self, network: Network, number: int) -> None:
@@ -287,10 +287,10 @@ class _Group(dist.ProcessGroup):
 
 
 @dataclass(frozen=True)
-class _Beside:
+class _NetworkStore:
     """What a device has beside its process group: a store that all see, and what watches them.
 
-    Takes the place of `Store`, `Connections`, `PeerWatch` and `Lateness`. The store is seen by all
+    Takes the place of `Store`, `Connections`, `PeerWatch` and `LateWatch`. The store is seen by all
     but those whose connections are broken.
     """
 

@@ -44,7 +44,7 @@ class Answers(Hook):
         self._run, self._resumption = run, resumption
         run.position.reached = self._reached
 
-    def call(self, asked: Asked, make: Make) -> Any:
+    def call(self, asked: ScriptCall, make: Make) -> Any:
         """Answer a call that was made before; have others act where the run goes on."""
         resumption = self._resumption
         match asked.kind:
@@ -69,7 +69,7 @@ class Answers(Hook):
                 return resumption.replaying
         return make()
 
-    def _step(self, asked: Asked, make: Make) -> Any:
+    def _step(self, asked: ScriptCall, make: Make) -> Any:
         resumption, run = self._resumption, self._run
         replay = resumption.answers(StepEntry) if asked.kind == "step" else None
         if replay is None:
@@ -92,7 +92,7 @@ class Answers(Hook):
             resumption.note_answer()
         return step
 
-    def _result(self, asked: Asked, make: Make) -> Any:
+    def _result(self, asked: ScriptCall, make: Make) -> Any:
         resumption = self._resumption
         if (replay := resumption.answers(Result, asked.words)) is not None:
             known = replay.result(asked.words)
@@ -103,7 +103,7 @@ class Answers(Hook):
         return make()
 
     @contextmanager
-    def around(self, asked: Asked) -> Iterator[None]:
+    def around(self, asked: ScriptCall) -> Iterator[None]:
         """Undo what a block does that was made before."""
         if asked.kind != "modifying":
             yield

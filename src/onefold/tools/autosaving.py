@@ -46,7 +46,7 @@ class Autosaving(Hook):
         self._run, self._autosave, self._resumption = run, autosave, resumption
         at_good_end(self.finish)
 
-    def around(self, asked: Asked) -> Surrounds:
+    def around(self, asked: ScriptCall) -> Surrounds:
         """Save what is due before a step.
 
         Raises:
@@ -58,7 +58,7 @@ class Autosaving(Hook):
                 raise RunStopped(STOPPED_CODE)
         return None
 
-    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
         """Note that a step is done, but for the script's own update, if it makes one."""
         if asked.cut is not None and asked.computed:
             stop, updated = step.outcome.verdict.stops, asked.kind == "step"

@@ -9,7 +9,7 @@ from typing import Any
 from onefold.checks.savable import readable, sorted_values
 from onefold.session.run import RunSetup, RunView
 from onefold.step.engine import Engine
-from onefold.step.hook import Asked, Hook, Make, Surrounds
+from onefold.step.hook import Hook, Make, ScriptCall, Surrounds
 from onefold.update.optimizers import settings_of
 
 __all__ = ["CheckpointCalls", "prepare"]

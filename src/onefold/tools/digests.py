@@ -121,7 +121,7 @@ class SampleDigests(GradientNotes):
         return found
 
 
-class GradientDigests:
+class GradientDigest:
     """Draws the sample of each step.
 
     Args:

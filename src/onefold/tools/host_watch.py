@@ -48,7 +48,7 @@ from onefold.core.context import LaunchContext
 from onefold.exchange.connections import host_identity
 from onefold.exchange.group import Rendezvous
 from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress, own_table
-from onefold.launcher.hang import AGAIN_S, DeviceStanding, HostDevice, Waits, late_of, report_of
+from onefold.launcher.hang import AGAIN_S, DeviceReport, HostDevice, Waits, late_of, report_of
 from onefold.launcher.stacks import STACKS_LABEL, answer_with_stacks
 from onefold.session.run import RunSetup, RunView
 from onefold.system.process import LOOK_S
@@ -179,7 +179,7 @@ class HostWatch:
         if waits.untold(late, now_s) and late[0].rank == self._rank:
             _print(report_of(self._standings(stacks=True), self._size))
 
-    def _standings(self, *, stacks: bool = False) -> list[DeviceStanding]:
+    def _standings(self, *, stacks: bool = False) -> list[DeviceReport]:
         host = "" if len(self._devices) == self._size else self._name
         devices = [self._devices[rank] for rank in sorted(self._devices)]
         return self._waits.standings(devices, time.monotonic(), host=host, stacks=stacks)
@@ -260,7 +260,7 @@ class HostWatch:
         if late and here:
             _print(text)
 
-    def _asked(self, store: Store, *, stacks: bool = False) -> list[DeviceStanding]:
+    def _asked(self, store: Store, *, stacks: bool = False) -> list[DeviceReport]:
         """Ask, and return how the devices stand that answer in time.
 
         Returns:
@@ -286,7 +286,7 @@ class HostWatch:
                 continue
             number += 1
             text = self._called(store.get, key)
-            for each in msgspec.json.decode(text, type=list[DeviceStanding]):
+            for each in msgspec.json.decode(text, type=list[DeviceReport]):
                 found.setdefault(each.rank, each)
         self._silent = every - found.keys()
         return [found[rank] for rank in sorted(found)]

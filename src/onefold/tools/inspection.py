@@ -28,7 +28,7 @@ from onefold.core.settings import LossScale
 from onefold.data_order.position import Position
 from onefold.launcher.membership import RunStopped
 from onefold.record import Record, shards_of
-from onefold.record.entries import Failed, StepEntry, encode
+from onefold.record.entries import FailureEntry, StepEntry, encode
 from onefold.record.findings import (
     Findings,
     Inspection,
@@ -45,7 +45,7 @@ from onefold.shard.operations import (
 from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
 from onefold.step.engine import Engine
-from onefold.step.hook import Asked, Hook, Spans, Surrounds
+from onefold.step.hook import Hook, ScriptCall, Spans, Surrounds
 from onefold.step.result import Step, StepResult
 from onefold.system.process import STOPPED_CODE
 from onefold.tools.samples import ShardSamples, finite_or_none
@@ -97,17 +97,17 @@ class Inspector(Hook):
             record = Record(self._asked.record)
             self._entries = record.by_step
             self._found.made = self._asked.step in self._entries
-            failed = [each for each in record.entries if isinstance(each, Failed)]
+            failed = [each for each in record.entries if isinstance(each, FailureEntry)]
             if self._found.made:
                 self._failures = sum(each.step + 1 == self._asked.step for each in failed)
 
-    def around(self, asked: Asked) -> Surrounds:
+    def around(self, asked: ScriptCall) -> Surrounds:
         """Look into a step that begins, if it is the one; see `inspect_step`."""
         if asked.cut is not None and asked.begins:
             self.inspect_step(asked.cut, asked.number, asked.name)
         return None
 
-    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
         """Compare a step that is done with the record."""
         if asked.computed:
             self.note(step)

@@ -35,7 +35,7 @@ class Places(Hook):
         run.engine.agreement.note_call = partial(places.set_call, self._rank)
         run.batches.note_reading = partial(places.set_reading, self._rank)
 
-    def call(self, asked: Asked, make: Make) -> Any:
+    def call(self, asked: ScriptCall, make: Make) -> Any:
         """Note the step anew where the script has had the run go on from elsewhere."""
         try:
             return make()
@@ -43,7 +43,7 @@ class Places(Hook):
             if asked.kind == "load":
                 self._note()
 
-    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
         """Note which step is next: later failures are reported as in that step."""
         if asked.computed:
             self._note()

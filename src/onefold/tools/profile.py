@@ -47,7 +47,7 @@ class Profile(Hook):
             self._part.append(name_row(group=self._group, row=number, name=name))
         atexit.register(self._write_rest)
 
-    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
         """Add a step that was computed."""
         if asked.computed:
             self.add_step(step.number, spans)

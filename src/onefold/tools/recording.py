@@ -16,7 +16,7 @@ from onefold.core.flat import named_tensors
 from onefold.launcher.environment import STARTED_IN, kernel_flags
 from onefold.launcher.membership import at_good_end
 from onefold.record import FILE
-from onefold.record.entries import Audited, BlockEntry, Failed, Found, SameProcessEntry
+from onefold.record.entries import AuditEntry, BlockEntry, FailureEntry, Found, SameProcessEntry
 from onefold.record.recorder import Recorder, begun
 from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Asked, Hook, Make, Spans
@@ -72,7 +72,7 @@ class RecordKeeping(Hook):
         about = checkpoints.run, step, run.devices, run.engine.description
         self._recorder.note(begun(*about, kernel_flags(), STARTED_IN, kept=kept, anew=anew))
 
-    def call(self, asked: Asked, make: Make) -> Any:
+    def call(self, asked: ScriptCall, make: Make) -> Any:
         """Note what the script is given, and that it has had the run go on from elsewhere."""
         value = make()
         if asked.kind == "result":
@@ -82,7 +82,7 @@ class RecordKeeping(Hook):
         return value
 
     @contextmanager
-    def around(self, asked: Asked) -> Iterator[None]:
+    def around(self, asked: ScriptCall) -> Iterator[None]:
         """Note the learning rates of a step that begins, and what it raises; or a block."""
         if asked.kind in ("step", "gradient"):
             if asked.begins:
@@ -107,15 +107,15 @@ class RecordKeeping(Hook):
 
     def _note_failure(self, error: Exception) -> None:
         step, what = self._run.position.step, {"error": type(error).__name__, "text": str(error)}
-        self._recorder.note(Failed(step=step, line=script_line(), **what))
+        self._recorder.note(FailureEntry(step=step, line=script_line(), **what))
 
-    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
         """Note a step that is done; see `Recorder.note_step`."""
         if asked.computed and asked.cut is not None:
             self._recorder.note_step(step, asked.cut, gradient=asked.kind == "gradient")
 
     def _note_audit(self, found: WrongResult | SameProcess) -> None:
-        kind: type[Found] = Audited if isinstance(found, WrongResult) else SameProcessEntry
+        kind: type[Found] = AuditEntry if isinstance(found, WrongResult) else SameProcessEntry
         self._recorder.note(msgspec.convert(found._asdict(), kind))
 
     def close(self) -> None:

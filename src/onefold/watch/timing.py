@@ -20,7 +20,7 @@ from onefold.system.accelerator import record_event
 __all__ = [
     "Moment",
     "Phase",
-    "PhaseSeconds",
+    "PhaseTime",
     "Span",
     "Stopwatch",
     "elapsed_s",
@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseSeconds:
+class PhaseTime:
     """The seconds that one step took on one device, by phase."""
 
     data: float
@@ -63,7 +63,7 @@ class PhaseSeconds:
     """Clipping and the optimizer, for the device's partition."""
 
     @classmethod
-    def of(cls, spans: Iterable[Span]) -> PhaseSeconds:
+    def of(cls, spans: Iterable[Span]) -> PhaseTime:
         """Add up the spans by phase; on a GPU this waits until the last one is done."""
         seconds = dict.fromkeys(("data", "forward", "backward", "exchange", "update"), 0.0)
         for span in spans:

@@ -11,7 +11,7 @@ import numpy as np
 
 from onefold.core import wire
 from onefold.record import FILE
-from onefold.record.entries import Begun, Result, StepEntry, encode
+from onefold.record.entries import Result, StartEntry, StepEntry, encode
 from onefold.record.frames import FrameWriter
 
 EVIL_CLASS = '<b>&"'
@@ -99,7 +99,9 @@ def write_record(
     writer, clock = FrameWriter(folder / FILE), 1e9 + 3600 * bool(step)
     names = [each["device"] for line in lines for each in line.get("devices", ())][-2:]
     empty: Any = {"command": ["onefold"], "script": "", "script_digest": "", "description": {}}
-    writer.append(encode(Begun(run="it", step=step, kept=kept, time="", devices=names, **empty)))
+    writer.append(
+        encode(StartEntry(run="it", step=step, kept=kept, time="", devices=names, **empty))
+    )
     for line in lines:
         step = line["step"]
         if line["kind"] == "steps":

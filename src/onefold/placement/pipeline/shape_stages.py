@@ -58,7 +58,7 @@ class ShapeStages:
 
     def __init__(self, modules: StageModules) -> None:
         self._modules = modules
-        self._known: dict[object, _Known] = {}
+        self._known: dict[object, _StageResult] = {}
         """What a stage gives, by what it is called with."""
 
     def given(
@@ -105,7 +105,9 @@ class ShapeStages:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()  # shards of many sizes
             devices = [tensor.device for tensor in tensors_of(result)]
-            self._known[key] = _Known(with_tensors(result, on_meta), devices, [*_held(module)])
+            self._known[key] = _StageResult(
+                with_tensors(result, on_meta), devices, [*_held(module)]
+            )
         return with_tensors(
             result, lambda t: t if isinstance(t, ShapeTensor) else progress.stand_in(t)
         )
@@ -127,7 +129,7 @@ class ShapeStages:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _StageResult:
     """What a stage of another device gives when it is called in one way."""
 
     result: Any

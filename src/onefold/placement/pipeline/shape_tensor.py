@@ -75,7 +75,7 @@ class LossProgress:
     inside: str = ""
     """The stage that is computed in shape alone just now, if one is."""
 
-    _stands: dict[int, _StandIn] = field(default_factory=dict)
+    _stands: dict[int, _ShapeValue] = field(default_factory=dict)
     """For tensors with values that something without values is made of, by their id."""
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class LossProgress:
         """What is computed with in the place of a tensor with values."""
         known = self._stands.get(id(tensor))
         if known is None or not known.fits():
-            known = self._stands[id(tensor)] = _StandIn(tensor, on_meta(tensor))
+            known = self._stands[id(tensor)] = _ShapeValue(tensor, on_meta(tensor))
         return ShapeTensor.on(tensor.device, known.meta, self)
 
     def has_values(self, tensor: torch.Tensor) -> bool:
@@ -108,7 +108,7 @@ class LossProgress:
 
 
 @dataclass(slots=True)
-class _StandIn:
+class _ShapeValue:
     """What is computed with in the place of a tensor with values."""
 
     tensor: torch.Tensor
@@ -162,7 +162,7 @@ class ShapeTensor(FakeTensor):
         raise _without_values(self.progress, "pickle", TypeError("there is nothing to write"))
 
 
-class _Following(TorchFunctionMode):
+class _ShapeCalls(TorchFunctionMode):
     """Has everything computed in shape alone, whatever it is made of."""
 
     def __init__(self, progress: LossProgress) -> None:
@@ -186,7 +186,7 @@ class _Following(TorchFunctionMode):
 def followed(progress: LossProgress, stage: str) -> Iterator[None]:
     """A block in which a stage of another device, of this name, is computed in shape alone."""
     progress.inside = stage
-    with _Following(progress):
+    with _ShapeCalls(progress):
         yield
     progress.inside = ""
 

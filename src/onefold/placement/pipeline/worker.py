@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.gathering import Gathers, gathering
+from onefold.core.gathering import GatherRequest, gathering
 from onefold.core.shard import microbatch_bounds
 from onefold.core.stages import ROOT, Move, in_groups, moves
 from onefold.core.values import Gradients, ShardResult, ShardValues, code_of
@@ -154,7 +154,7 @@ class PipelineWorker:
                     )
             except StageHandover as passed:
                 self._send_on(context, passed.outputs, begun)
-            except Gathers:
+            except GatherRequest:
                 raise PipelineError(
                     f"{where}: the loss calls onefold.gather (or the model has SyncBatchNorm), "
                     f"which needs all shards at one time: a pipeline takes one after the "

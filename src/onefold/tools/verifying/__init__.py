@@ -91,7 +91,7 @@ _saved: set[Path] = set()
 """Directories that the script has saved to; alike on all devices, which the disk may not be."""
 
 
-Count = Callable[[Asked, Step, ShardedBatch | None], Step]
+Count = Callable[[ScriptCall, Step, ShardedBatch | None], Step]
 
 
 @dataclass
@@ -234,7 +234,7 @@ class Verifying(Hook):
             header = {"step": 0, "function": function, "shards": shards, "tolerance": limit}
             append_line(self._path("mathematics"), header)
 
-    def call(self, asked: Asked, make: Make) -> Any:
+    def call(self, asked: ScriptCall, make: Make) -> Any:
         """Have a call compute in the comparison's precision, write aside, or compute nothing."""
         match asked.kind:
             case "step" | "gradient":
@@ -253,7 +253,7 @@ class Verifying(Hook):
                 return self._loader(asked, make)
         return make()
 
-    def _step(self, asked: Asked, make: Make) -> Step:
+    def _step(self, asked: ScriptCall, make: Make) -> Step:
         batch = asked.given
         if (same := self.step_again(asked.name)) is not None:
             asked.computed = False
@@ -266,7 +266,7 @@ class Verifying(Hook):
             self.note_gradients()
         return step
 
-    def _loader(self, asked: Asked, make: Make) -> Loader:
+    def _loader(self, asked: ScriptCall, make: Make) -> Loader:
         choices, for_steps = asked.given, asked.kind == "loader"
         # Whole batches are not made of samples that could be kept.
         keeps = for_steps and not isinstance(choices["dataset"], FunctionBatches | Items)
@@ -279,7 +279,7 @@ class Verifying(Hook):
         return made
 
     @contextmanager
-    def around(self, asked: Asked) -> Iterator[None]:
+    def around(self, asked: ScriptCall) -> Iterator[None]:
         """Look at a step, which is of other payloads; or forget results, as the model changes."""
         if asked.batch is None:
             with self.another_model():

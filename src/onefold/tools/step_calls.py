@@ -18,7 +18,7 @@ def prepare(start: RunSetup) -> Callable[[RunView], OnStep]:
     return lambda run: OnStep(run.devices)
 
 
-class OnStep(Hook):
+class StepCalls(Hook):
     """Calls the functions of the script with every step, answered ones included.
 
     Args:
@@ -42,7 +42,7 @@ class OnStep(Hook):
         if self._devices.has_lead:
             self._functions.append(observe)
 
-    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
         """Call the functions with a step."""
         if self._functions:
             with forked_generators(*self._devices.own_devices.values()):
