@@ -347,8 +347,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "batches that were read ahead are lost with their shares",
         "data_order/workers.py",
-        "self.shares, self.start = shares, start",
-        "self.shares = shares",
+        "self.shares, self.own, self.start = shares, own, start",
+        "self.shares, self.own = shares, own",
     ),
     Mutant(
         "a checkpoint forgets how long the loss scale was good",
