@@ -335,8 +335,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a stream that goes on repeats its last sample",
         "data_order/stream.py",
-        "for _ in take(self._samples, start):",
-        "for _ in take(self._samples, max(start - 1, 0)):",
+        "for _ in take_items(self._samples, start):",
+        "for _ in take_items(self._samples, max(start - 1, 0)):",
     ),
     Mutant(
         "a pass that goes on has all its samples again",

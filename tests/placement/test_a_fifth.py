@@ -35,7 +35,7 @@ class DictParameters(ResidentParameters):
             parameter.data.copy_(self.kept[name])
 
     @contextmanager
-    def gathered(self, *, look: bool = False) -> Iterator[None]:
+    def gathered(self, *, detect_writes: bool = False) -> Iterator[None]:
         self.load()
         yield
         self.keep()

@@ -38,7 +38,7 @@ from onefold.core.randomness import GeneratorStates, kept_generators, loader_see
 from onefold.core.shard import Shares, cut_bounds
 from onefold.data_order.item_generators import kept_apart, put_back, seed_held, states_of, within
 from onefold.data_order.position import WHOLE
-from onefold.data_order.reader import one_thread, take
+from onefold.data_order.reader import one_thread, take_items
 
 __all__ = ["Order", "changes_with_epoch", "check_sampler", "draw_batches", "draw_samples"]
 
@@ -260,7 +260,7 @@ class _Drawing:
             own.restore()
             put_back(held)
             self._items = iter(self._sampler) if self._items is None else self._items
-            found = list(take(self._items, most))
+            found = list(take_items(self._items, most))
             self._states = GeneratorStates(), states_of(self._samplers)
         return found
 

@@ -53,7 +53,7 @@ __all__ = [
     "is_stream",
     "join_digests",
     "one_thread",
-    "take",
+    "take_items",
 ]
 
 _ONCE = ("_io", "builtins", "itertools")
@@ -217,7 +217,7 @@ class Reader(Dataset[Any]):
         seed_held(self._holders, seed, "held by a data set")
 
 
-def take(iterator: Iterator[Any], most: int) -> Iterator[Any]:
+def take_items(iterator: Iterator[Any], most: int) -> Iterator[Any]:
     """Yield at most so many items of an iterator, without a new ``iter()`` of it.
 
     Many an object is its own iterator and begins anew with each ``iter()``, which a ``for`` loop

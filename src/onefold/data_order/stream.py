@@ -51,7 +51,7 @@ from onefold.data_order.reader import (
     digest_of,
     digest_samples,
     join_digests,
-    take,
+    take_items,
 )
 
 __all__ = ["Stream"]
@@ -188,7 +188,7 @@ class _StreamReader(Dataset[Answer]):
         else:
             put_generators(self._generators, _HOST)
         samples = []
-        for sample in take(self._samples, wanted):
+        for sample in take_items(self._samples, wanted):
             samples.append(sample)
             self._place += 1
         # Noted before anything else is drawn or read: see the note on a stream that goes on.
@@ -213,7 +213,7 @@ class _StreamReader(Dataset[Answer]):
             return
         self._samples = iter(self._stream)
         # What was used before the run resumed is read once more, and dropped.
-        for _ in take(self._samples, start):
+        for _ in take_items(self._samples, start):
             continue
 
     def _state_now(self) -> StreamState | None:

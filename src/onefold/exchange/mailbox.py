@@ -370,8 +370,8 @@ def connected(
             listener.bind(socket_name(address, rank))
             listener.listen(size)
             for other in range(rank):
-                look = partial(waiting.check_peers, [other])
-                connections[other] = _reach(socket_name(address, other), rank, look)
+                check_run = partial(waiting.check_peers, [other])
+                connections[other] = _reach(socket_name(address, other), rank, check_run)
             while missing := sorted(set(range(rank + 1, size)) - connections.keys()):
                 listener.settimeout(LOOK_S)
                 try:
@@ -392,13 +392,13 @@ def connected(
     return {n: _peer(n, each, timeout_s) for n, each in sorted(connections.items())}
 
 
-def _reach(name: str, rank: int, look: Callable[[], None]) -> socket.socket:
+def _reach(name: str, rank: int, check_run: Callable[[], None]) -> socket.socket:
     """Connect to a process that listens under a name, once one of this user does.
 
     Args:
         name: of the socket.
         rank: number of this process, which it says first.
-        look: called again and again; raises if there is no use in waiting.
+        check_run: called again and again; raises if there is no use in waiting.
     """
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -413,7 +413,7 @@ def _reach(name: str, rank: int, look: Callable[[], None]) -> socket.socket:
                 connection.close()
                 raise
         connection.close()
-        look()
+        check_run()
         time.sleep(0.005)
 
 

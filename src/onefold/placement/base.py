@@ -112,11 +112,11 @@ class ResidentParameters:
         """Those that have no values here just now, as `Storage.partitioned_layout` numbers them."""
         return ()
 
-    def gathered(self, *, look: bool = False) -> AbstractContextManager[None]:
+    def gathered(self, *, detect_writes: bool = False) -> AbstractContextManager[None]:
         """A block in which this process has all parameters; called on all devices alike.
 
         Args:
-            look: whether to look, when it ends, for what was written to trained parameters.
+            detect_writes: whether to detect writes to trained parameters when the block ends.
 
         Raises:
             StateError: parameters were written to, which is not kept.
@@ -314,9 +314,9 @@ class Placement(ABC):
         """See `ResidentParameters.partitioned`."""
         return self.parameters.partitioned
 
-    def gathered(self, *, look: bool = False) -> AbstractContextManager[None]:
+    def gathered(self, *, detect_writes: bool = False) -> AbstractContextManager[None]:
         """See `ResidentParameters.gathered`."""
-        return self.parameters.gathered(look=look)
+        return self.parameters.gathered(detect_writes=detect_writes)
 
 
 def placement_of(devices: Devices, settings: Settings) -> Placement:

@@ -132,13 +132,13 @@ class PartitionedParameters(ResidentParameters):
             )
 
     @contextmanager
-    def gathered(self, *, look: bool = False) -> Iterator[None]:
+    def gathered(self, *, detect_writes: bool = False) -> Iterator[None]:
         self.stay_gathered()
         try:
             yield
             if self._gathers == 1:
                 self._buffers.refuse_written()
-            if self._gathers == 1 and look:
+            if self._gathers == 1 and detect_writes:
                 self._buffers.refuse_changed()
         finally:
             self._gathers -= 1
@@ -155,7 +155,7 @@ class PartitionedParameters(ResidentParameters):
         if self._gathers:
             yield task
             return
-        with self._serving(look=task.run_checks):
+        with self._serving(detect_writes=task.run_checks):
             self._gather(ROOT)
             yield replace(task, gathered=partial(self._gathering, self._steps))
 
@@ -179,7 +179,7 @@ class PartitionedParameters(ResidentParameters):
                 self._looks_at_trained = False
 
         self._looks_at_trained = True
-        with self._serving(look=True):
+        with self._serving(detect_writes=True):
             self._gather(ROOT)
             yield brought
         self._reduction.end_round()
@@ -191,37 +191,37 @@ class PartitionedParameters(ResidentParameters):
         if not parameters:
             return {}
 
-        def look(numbers: Sequence[int]) -> None:
+        def visit_stage(numbers: Sequence[int]) -> None:
             own.update(read({str(number): parameters[number] for number in numbers}))
 
         number, exchange = self._replica.number, self._exchange
         devices = exchange.table.storage.devices
-        self._visit(range(number, len(self._reduction.stages), devices), look)
+        self._visit(range(number, len(self._reduction.stages), devices), visit_stage)
         given = exchange.transport.all_gather_values({number: own})
         return {int(number): line for each in given for number, line in each.items()}
 
-    def _visit(self, stages: Iterable[int], look: Callable[[Sequence[int]], None]) -> None:
+    def _visit(self, stages: Iterable[int], visit_stage: Callable[[Sequence[int]], None]) -> None:
         """Gather one stage after the other, to be read; called on all devices together.
 
         Args:
             stages: those that this device reads, which may be others than another one's.
-            look: called while a stage is here, with the numbers of its parameters.
+            visit_stage: called while a stage is here, with the numbers of its parameters.
         """
         with self._serving():
             for stage in stages:
                 self._gather(stage)
-                look(self._stages.entries[stage])
+                visit_stage(self._stages.entries[stage])
                 self._free(stage)
         self._reduction.end_round()
 
     @contextmanager
-    def _serving(self, *, look: bool = False) -> Iterator[None]:
+    def _serving(self, *, detect_writes: bool = False) -> Iterator[None]:
         """Surround what has parameters brought, while all devices answer each other.
 
         Args:
-            look: whether to look at what was brought before it goes, to find what was written.
+            detect_writes: whether to compare gathered parameters before they are freed.
         """
-        self._is_serving, self._run_checks = True, look
+        self._is_serving, self._run_checks = True, detect_writes
         try:
             yield
             self._free_all()
@@ -244,7 +244,7 @@ class PartitionedParameters(ResidentParameters):
         own = [s for s, place in enumerate(self._stages.places) if place == self._place]
         self._is_pipeline = True
         try:
-            with self._serving(look=run_checks):
+            with self._serving(detect_writes=run_checks):
                 # All devices together: the first one of each pipeline has some of it.
                 self._gather(ROOT)
                 with self._reduction.exchange.in_pipeline():

@@ -522,7 +522,7 @@ class Engine:
         """A block before a step in which this process has all parameters; called on all devices."""
         if self.placement.partitioned:
             self.agree(CallDigest(Call.WHOLE, step))
-        with self.placement.gathered(look=True), ExitStack() as leaving:
+        with self.placement.gathered(detect_writes=True), ExitStack() as leaving:
             leaving.callback(self.follow_parameters)
             yield
 

@@ -157,7 +157,9 @@ def hide_backward_hooks(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def watch_differentiation(look: Callable[[Sequence[Any], Sequence[Any]], None]) -> Iterator[None]:
+def watch_differentiation(
+    inspect: Callable[[Sequence[Any], Sequence[Any]], None],
+) -> Iterator[None]:
     """A block in which something is called with what is differentiated, and with what by.
 
     That is with the outputs, and the inputs or nothing if those are all leaves.
@@ -166,7 +168,7 @@ def watch_differentiation(look: Callable[[Sequence[Any], Sequence[Any]], None]) 
     inner = _AUTOGRAD._engine_run_backward
 
     def watched(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        look(outputs, args[3])
+        inspect(outputs, args[3])
         return inner(outputs, *args, **kwargs)
 
     _AUTOGRAD._engine_run_backward = watched
