@@ -128,7 +128,7 @@ class GradientDigest:
         sizes: number of elements of each trained parameter.
         seed: of the run.
 
-    >>> digests = GradientDigests([3, 5000], seed=0)
+    >>> digests = GradientDigest([3, 5000], seed=0)
     >>> digests.sample_of(step=1) == digests.sample_of(step=1)
     True
     """
