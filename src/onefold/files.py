@@ -13,7 +13,7 @@ Example:
     {'epochs': 3}
 """
 
-from onefold.system.folderlock import FolderLock
+from onefold.system.folder_lock import FolderLock
 from onefold.system.safe_files import (
     aside_of,
     json_text,

@@ -14,7 +14,7 @@ import torch
 from onefold.core import wire
 from onefold.core.call_digest import Call, CallDigest
 from onefold.core.flat import fingerprint_of
-from onefold.core.jsonvalue import to_json
+from onefold.core.json_value import to_json
 from onefold.core.late import load
 from onefold.core.randomness import forked_generators
 from onefold.core.settings import (

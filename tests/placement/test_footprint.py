@@ -14,7 +14,7 @@ from onefold.core.options import RunOptions
 from onefold.core.placements import implementation_of
 from onefold.placement.footprint import Footprint
 from onefold.session.run import RunSetup
-from onefold.session.userparts import UserParts
+from onefold.session.user_parts import UserParts
 from onefold.tools.planning import prepare
 from tests.step.assembled import settings_of
 from tests.tables import for_each
@@ -95,7 +95,7 @@ def test_whole_sums_take_more_than_stages(
     made, target = optimizer(module.parameters(), lr=0.1), tmp_path / "shares"
     context = LaunchContext(
         devices=("cuda:0",),
-        options=RunOptions(tools={"plan": {"path": str(target), "devices": [2, 3]}}),
+        options=RunOptions(tools={"shares": {"path": str(target), "devices": [2, 3]}}),
     )
     user = UserParts.of(module, made, lambda *_: None, None)
     start = RunSetup(

@@ -117,5 +117,5 @@ def test_no_other_module_lists_placements() -> None:
         for module, path in modules()
         if room_of(module) not in ("placement", "jobs") and named.search(path.read_text())
     }
-    core = {f"onefold.core.{name}" for name in ("placements", "options", "shard")}
+    core = {f"onefold.core.{name}" for name in ("placements", "options", "partition")}
     assert found == core | {"onefold.cli.main"}

@@ -16,9 +16,9 @@ REFUSED = (
     "worker",
     *("placement.partitioned", "placement.offload", "placement.pipeline", "placement.parameters"),
     *(
-        "placement.stagebuffers",
+        "placement.stage_buffers",
         "exchange.others",
-        "exchange.collectivememory",
+        "exchange.collective_memory",
         "exchange.collective",
     ),
     *("step.joint", "step.rows", "step.microbatch", "shard.gather", "shard.compiling"),
@@ -30,7 +30,7 @@ REFUSED = (
     "tools",
 )
 """Packages and modules below onefold that a plain run must do without."""
-ALLOWED = ("tools.registry", "tools.onstep", "tools.checkpoints")
+ALLOWED = ("tools.registry", "tools.step_calls", "tools.checkpoints")
 """Modules of these that it needs."""
 
 

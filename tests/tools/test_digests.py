@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.tools.digests import LONGEST, GradientDigests, digest_of
+from onefold.tools.digests import LONGEST, GradientDigest, digest_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 

@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from onefold.core.flat import extent, is_dense
 from onefold.core.settings import Precision
-from onefold.deferred.access import NotResident, deferred_of
-from onefold.shard.modelparts import ModelParts
+from onefold.deferred.access import ResidentError, deferred_of
+from onefold.shard.model_parts import ModelParts
 from onefold.system.accelerator import name_of
 from onefold.system.compat import BatchNorm
 from onefold.system.cuda import has_bfloat16

@@ -269,7 +269,7 @@ class _Comparison:
         steps: int = self.options.tools["verify"]["steps"]
         return steps
 
-    def of_bits(self, ways: Sequence[Way]) -> int:
+    def of_bits(self, ways: Sequence[RunSettings]) -> int:
         """Compare runs bit for bit, and print a verdict; return the exit code.
 
         Raises:

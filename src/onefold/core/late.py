@@ -27,7 +27,7 @@ LATE = {
     "passes.modifying": "the script changes the model",
     "passes.statistics": "batch-norm statistics of the averages are computed",
     "placement.distribute": "owners have no values of their segments, or rounded ones",
-    "session.gradientsteps": "the script asks for gradients",
+    "session.gradient_steps": "the script asks for gradients",
     "shard.advice": "a step fails",
     "shard.compiling": "the loss is compiled",
     "step.joint": "the loss gathers, or has several divisors",

@@ -10,7 +10,7 @@ import torch
 
 from onefold.core.structure import tensors_of, with_tensors
 
-__all__ = ["DEFERRED", "AccessHook", "NotResident", "Replace", "deferred_of"]
+__all__ = ["DEFERRED", "AccessHook", "Replace", "ResidentError", "deferred_of"]
 
 DEFERRED = "onefold_undrawn"
 """Attribute of a parameter that has its `DeferredValues`."""

@@ -24,7 +24,7 @@ import torch
 
 from onefold.core.assignment import Assignment, Devices
 from onefold.core.batch import ShardedBatch
-from onefold.core.calldigest import Call
+from onefold.core.call_digest import Call
 from onefold.core.late import load
 from onefold.core.placements import implementation_of
 from onefold.core.settings import Settings
@@ -33,7 +33,7 @@ from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Start
 from onefold.placement.context import StepContext
-from onefold.shard.modelparts import ModelParts
+from onefold.shard.model_parts import ModelParts
 from onefold.shard.replica import Replica
 from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask

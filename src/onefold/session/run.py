@@ -19,10 +19,10 @@ from onefold.core.settings import Settings
 from onefold.data_order.position import Position
 from onefold.exchange.progress import Progress
 from onefold.session.batches import Batches
-from onefold.session.userparts import UserParts
+from onefold.session.user_parts import UserParts
 from onefold.shard.task import LossFunction
 from onefold.step.engine import Engine
-from onefold.step.hook import Asked
+from onefold.step.hook import ScriptCall
 from onefold.step.result import Step
 from onefold.update.scheduler import RunScheduler
 
@@ -56,7 +56,7 @@ class RunTools(Protocol):
     def prepare(self, start: RunSetup) -> None:
         """Act on checked arguments, before any device is used; may end the script."""
 
-    def begin(self, run: RunView) -> None:
+    def build_hooks(self, run: RunView) -> None:
         """Make the hooks of the run."""
 
 
@@ -75,7 +75,7 @@ class RunView:
     batches: Batches
     telling_others: Callable[[], AbstractContextManager[None]]
     """Surrounds code that may raise between two calls to the other devices."""
-    count: Callable[[Asked, Step, ShardedBatch | None], Step]
+    count: Callable[[ScriptCall, Step, ShardedBatch | None], Step]
     """Counts a step that a hook answers, calls `Hook.after_step`, and returns the step with its
     number. The batch is None if the script made it and it was not cut."""
     left: Callable[[], bool]

@@ -11,7 +11,7 @@ from onefold.checks.optimizer import BY_ELEMENT
 from onefold.core.options import RunOptions
 from onefold.core.settings import Precision
 
-__all__ = ["NO_STEP", "ByScript", "check_by_script", "stand_in"]
+__all__ = ["NO_STEP", "ScriptOptimizer", "check_by_script", "stand_in"]
 
 NO_STEP = (
     "trainer.step was called of a Trainer that was made with None for its optimizer, so that the "
@@ -43,7 +43,7 @@ class ScriptOptimizer(torch.optim.Optimizer):
 
 
 # Which elements a device has makes no difference: it updates none.
-BY_ELEMENT.add(ByScript)
+BY_ELEMENT.add(ScriptOptimizer)
 
 
 def check_by_script(scheduler: LRScheduler | None, precision: Precision) -> None:
@@ -66,7 +66,7 @@ def check_by_script(scheduler: LRScheduler | None, precision: Precision) -> None
         )
 
 
-def stand_in(module: torch.nn.Module, options: RunOptions) -> ByScript:
+def stand_in(module: torch.nn.Module, options: RunOptions) -> ScriptOptimizer:
     """Return the stand-in for the optimizer of a script that has its own.
 
     Args:

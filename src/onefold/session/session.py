@@ -40,11 +40,11 @@ from onefold.passes.collectives import gather_batch, written_shards
 from onefold.session.batches import Batches, Wait, read_now
 from onefold.session.forming import check_devices, choose_devices, settle_process, shares_of
 from onefold.session.run import RunSetup, RunTools, RunView
-from onefold.session.userparts import UserParts, keep_code_private
+from onefold.session.user_parts import UserParts, keep_code_private
 from onefold.step.agreement import digest_of
 from onefold.step.assembly import assemble, hold, take_from_holders
 from onefold.step.engine import Engine
-from onefold.step.hook import Asked
+from onefold.step.hook import ScriptCall
 from onefold.step.result import Step, StepResult
 from onefold.system.words import script_line
 from onefold.update.scheduler import RunScheduler
@@ -141,7 +141,7 @@ class Session:
         """Makes loaders, and cuts what steps are given."""
         self.run = self._run()
         """What the tools of the run see."""
-        tools.begin(self.run)
+        tools.build_hooks(self.run)
 
     def _run(self) -> RunView:
         return RunView(
@@ -174,7 +174,7 @@ class Session:
     def gradients(self) -> GradientSteps:
         """Which calls of `gradient` belong to one step."""
         made: GradientSteps
-        made = load("session.gradientsteps").GradientSteps(on_lead=self.devices.has_lead)
+        made = load("session.gradient_steps").GradientSteps(on_lead=self.devices.has_lead)
         return made
 
     def set_shares(self, counts: Sequence[int]) -> None:
@@ -277,7 +277,7 @@ class Session:
             call = make(Call.UPDATE_BN, step, size.samples, size.batch_size, self.engine.loss)
             recompute = load("passes.statistics").recompute_statistics
             work = partial(recompute, self.engine, batches, call)
-            self.hooks.call(Asked("statistics"), work)
+            self.hooks.call(ScriptCall("statistics"), work)
             yield
 
     def step(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
@@ -285,7 +285,7 @@ class Session:
         name = self.parts.loss_name(loss)
         if self.parts.optimizer is None:
             raise RuntimeError(load("session.script_updates").NO_STEP)
-        asked = Asked("step", given=batch, name=name, dim=dim)
+        asked = ScriptCall("step", given=batch, name=name, dim=dim)
         step: Step = self.hooks.call(asked, partial(self._step, asked))
         return step
 
@@ -312,7 +312,7 @@ class Session:
         name = self.parts.loss_name(loss)
         self.engine.take_spans()
         with self.telling_others():
-            make = load("session.gradientsteps").Place
+            make = load("session.gradient_steps").Place
             place = make(self.position.step, self.changes.number, self.changes.blocks)
             begins = not self.gradients.goes_on(batch, place, name)
         asked = ScriptCall("gradient", given=batch, name=name, dim=dim, begins=begins)

@@ -30,7 +30,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import FlatTensors
-from onefold.core.gathering import Gatherer, Gathers, Refusing, gathering
+from onefold.core.gathering import Gatherer, GatherRequest, Refusing, gathering
 from onefold.core.late import load
 from onefold.core.mean import Contribution, LateWeight, known, seeing_whole_batch, weigh
 from onefold.core.randomness import derive_seed, seed_generators

@@ -338,7 +338,7 @@ class Engine:
     @cached_property
     def _values(self) -> ValueExchange:
         """Knows what losses return beside themselves."""
-        made: ValueTrade = load("step.rows").ValueTrade(self.context)
+        made: ValueExchange = load("step.rows").ValueExchange(self.context)
         return made
 
     def _around_update(
@@ -386,7 +386,7 @@ class Engine:
         norm: torch.Tensor | None = None
         if weight.value > 0 and not failure:
             with context.timed("exchange", "norm"):
-                self.rules.take(batch, weight, totals, self._task)
+                self.rules.load_totals(batch, weight, totals, self._task)
                 if seen is not None:
                     seen(weight.value)
                 norm = self._norm(batch, totals)

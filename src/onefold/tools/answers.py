@@ -13,7 +13,7 @@ from onefold.data_order.position import Reached
 from onefold.record.entries import BlockEntry, Result, SavedEntry, StepEntry
 from onefold.session.batches import read_now
 from onefold.session.run import RunSetup, RunView
-from onefold.step.hook import Asked, Hook, Make
+from onefold.step.hook import Hook, Make, ScriptCall
 from onefold.step.result import Step
 
 __all__ = ["Answers", "prepare"]

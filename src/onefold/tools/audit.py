@@ -58,7 +58,7 @@ from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
 from onefold.step.hook import Attempt, Hook, Update
 from onefold.system.child import Child, ChildError, has_idle_cores, on_other_cores
-from onefold.tools.digests import WholeDigests
+from onefold.tools.digests import WholeDigest
 from onefold.update.optimizers import has_own_step
 
 __all__ = ["Auditor", "SameProcess", "WrongResult", "packed", "prepare", "unpacked"]
@@ -141,7 +141,7 @@ class Auditor(Hook):
         self._context, self._placement = context, placement
         self._rate, self._heals, self._note = options.audit, options.on_corruption == "heal", note
         self._step = 0
-        self._digests = WholeDigests(())
+        self._digests = WholeDigest(())
         """Of the step."""
         self._kept: dict[int, bytes | None] = {}
         self._healed = -1
@@ -155,7 +155,7 @@ class Auditor(Hook):
 
     def task(self, task: ShardTask) -> ShardTask:
         """Digest all gradients of the audited shards."""
-        self._digests = WholeDigests(self.chosen(task.step, task.shards))
+        self._digests = WholeDigest(self.chosen(task.step, task.shards))
         return replace(task, notes=(*task.notes, self._digests)) if self._digests.shards else task
 
     @contextmanager
@@ -343,8 +343,8 @@ class Auditor(Hook):
         self, replica: Replica, shards: Sequence[int], batch: ShardedBatch, task: ShardTask
     ) -> list[tuple[int, str]]:
         with self._context.attached(replica):
-            again = WholeDigests(shards)
-            replica.begin(task)
+            again = WholeDigest(shards)
+            replica.start_step(task)
             for shard in shards:
                 replica.compute(shard, batch, replace(task, notes=(again,)))
             replica.end()

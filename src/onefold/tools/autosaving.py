@@ -7,7 +7,7 @@ from collections.abc import Callable
 from onefold.checkpoint.autosave import Autosave, Resumption
 from onefold.launcher.membership import RunStopped, at_good_end, only_noting
 from onefold.session.run import RunSetup, RunView
-from onefold.step.hook import Asked, Hook, Spans, Surrounds
+from onefold.step.hook import Hook, ScriptCall, Spans, Surrounds
 from onefold.step.result import Step
 from onefold.system.process import STOPPED_CODE
 

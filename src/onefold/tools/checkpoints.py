@@ -43,13 +43,13 @@ class CheckpointCalls(Hook):
     def __init__(self, run: RunView) -> None:
         self._run = run
 
-    def call(self, asked: Asked, make: Make) -> Any:
+    def call(self, asked: ScriptCall, make: Make) -> Any:
         """Raise what writing raised before going through data."""
         if self._run.has_checkpoints and asked.kind == "result" and asked.data is not None:
             self._run.checkpoints.check()
         return make()
 
-    def around(self, asked: Asked) -> Surrounds:
+    def around(self, asked: ScriptCall) -> Surrounds:
         """Do the same before a step, and warn if it trains other parameters than the saved run."""
         if self._run.has_checkpoints and asked.cut is not None and asked.begins:
             self._run.checkpoints.check()

@@ -34,11 +34,11 @@ from onefold.step.hook import Hook
 
 __all__ = [
     "LONGEST",
-    "Digesting",
-    "GradientDigests",
+    "DigestHook",
+    "GradientDigest",
     "GradientSample",
     "SampleDigests",
-    "WholeDigests",
+    "WholeDigest",
     "digest_of",
     "digest_of_all",
     "digest_of_whole",
@@ -60,12 +60,12 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
     def begin(run: RunView) -> Hook | None:
         # Only the inspected Trainer digests, so that the run takes no longer than the recorded one.
         looked_at = asked is not None and asked.get("trainer", 0) == run.devices.trainer
-        return Digesting(run) if looked_at or run.recorded_in is not None else None
+        return DigestHook(run) if looked_at or run.recorded_in is not None else None
 
     return begin
 
 
-class Digesting(Hook):
+class DigestHook(Hook):
     """Has a sample of each shard's gradient digested; on all devices of a run that is recorded.
 
     Args:
@@ -75,7 +75,7 @@ class Digesting(Hook):
     def __init__(self, run: RunView) -> None:
         context = run.engine.context
         sizes = [parameter.numel() for parameter in context.parts.trained.values()]
-        self._digests = GradientDigests(sizes, context.settings.seed)
+        self._digests = GradientDigest(sizes, context.settings.seed)
 
     def task(self, task: ShardTask) -> ShardTask:
         """Say which part of each shard's gradient is digested."""
@@ -175,7 +175,7 @@ def digest_of(gradient: torch.Tensor, start: int, stop: int) -> Digest:
     return (words.to(torch.int64) * _weights_on(words.device)[: len(words)]).sum()
 
 
-class WholeDigests(GradientNotes):
+class WholeDigest(GradientNotes):
     """Digests all bits of the gradients of some shards, in whatever order they arrive.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 from onefold.exchange.progress import Progress
 from onefold.session.run import RunSetup, RunView
-from onefold.step.hook import Asked, Hook, Make, Spans
+from onefold.step.hook import Hook, Make, ScriptCall, Spans
 from onefold.step.result import Step
 
 __all__ = ["Places", "prepare"]

@@ -17,7 +17,7 @@ from onefold.core.settings import Settings, added_up_in
 from onefold.core.storage import cut_segments, divides_evenly
 from onefold.placement.footprint import Footprint
 from onefold.session.run import RunSetup
-from onefold.session.userparts import UserParts
+from onefold.session.user_parts import UserParts
 from onefold.shard.kernels import Compilers
 from onefold.shard.model_parts import ModelParts
 from onefold.shard.stages import StageModules

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onefold.core.assignment import Devices
 from onefold.session.run import RunSetup, RunView
-from onefold.step.hook import Asked, Hook, Spans
+from onefold.step.hook import Hook, ScriptCall, Spans
 from onefold.step.result import Step
 from onefold.watch.timeline import TimelinePart, name_row, slice_of
 from onefold.watch.timing import Moment, Span, Stopwatch, elapsed_s, host_now_s, is_past

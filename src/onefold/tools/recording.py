@@ -19,7 +19,7 @@ from onefold.record import FILE
 from onefold.record.entries import AuditEntry, BlockEntry, FailureEntry, Found, SameProcessEntry
 from onefold.record.recorder import Recorder, begun
 from onefold.session.run import RunSetup, RunView
-from onefold.step.hook import Asked, Hook, Make, Spans
+from onefold.step.hook import Hook, Make, ScriptCall, Spans
 from onefold.step.result import Step
 from onefold.system.words import script_line
 from onefold.tools.audit import SameProcess, WrongResult

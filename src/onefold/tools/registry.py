@@ -27,7 +27,7 @@ from onefold.exchange.progress import places_of, progress_of
 if TYPE_CHECKING:
     from onefold.session.run import RunSetup, RunView
     from onefold.step.hook import Hook
-    from onefold.tools.onstep import OnStep
+    from onefold.tools.step_calls import StepCalls
 
 __all__ = ["ORDER", "Tools", "prepare_process"]
 
@@ -118,7 +118,7 @@ class Tools:
         for name, module in self._modules.items():
             self._begin[name] = module.prepare(start)
 
-    def begin(self, run: RunView) -> None:
+    def build_hooks(self, run: RunView) -> None:
         """Make the hooks of the run."""
         self._run, options = run, self._context.options
         run.progress, run.places = progress_of(self._context), places_of(self._context)
@@ -151,8 +151,8 @@ class Tools:
         self._make({name: _module(name).prepare(self._start) for name in names})
 
     @property
-    def on_step(self) -> OnStep:
+    def on_step(self) -> StepCalls:
         """Calls the functions of `Trainer.on_step`."""
         hook: Any = self._hooks["onstep"]
-        on_step: OnStep = hook
+        on_step: StepCalls = hook
         return on_step

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from onefold.core.assignment import Devices
 from onefold.core.randomness import forked_generators
 from onefold.session.run import RunSetup, RunView
-from onefold.step.hook import Asked, Hook, Spans
+from onefold.step.hook import Hook, ScriptCall, Spans
 from onefold.step.result import Step
 
-__all__ = ["OnStep", "prepare"]
+__all__ = ["StepCalls", "prepare"]
 
 
-def prepare(start: RunSetup) -> Callable[[RunView], OnStep]:
+def prepare(start: RunSetup) -> Callable[[RunView], StepCalls]:
     """Make the hook of a run."""
-    return lambda run: OnStep(run.devices)
+    return lambda run: StepCalls(run.devices)
 
 
 class StepCalls(Hook):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from onefold.session.run import RunSetup, RunView
-from onefold.step.hook import Asked, Hook, Surrounds
+from onefold.step.hook import Hook, ScriptCall, Surrounds
 from onefold.system.process import requests_by_signals
 
 __all__ = ["StopRequests", "prepare"]
@@ -31,7 +31,7 @@ class StopRequests(Hook):
         self._position, self._progress, self._requests = run.position, run.progress, requests
         self._stops_after = run.context.options.stops_after
 
-    def around(self, asked: Asked) -> Surrounds:
+    def around(self, asked: ScriptCall) -> Surrounds:
         """Note whether to stop, right before all devices agree on it."""
         asked.asked_to_stop |= (
             bool(self._requests)

@@ -28,9 +28,9 @@ from onefold.placement.pipeline.boundary import (
     StageInputs,
     StageOutputs,
 )
-from onefold.placement.pipeline.shapestages import are_left, marks_of
-from onefold.placement.pipeline.shapetensor import LossProgress, ShapeTensor
-from onefold.placement.pipeline.shardstate import ShardState
+from onefold.placement.pipeline.shape_stages import are_left, marks_of
+from onefold.placement.pipeline.shape_tensor import LossProgress, ShapeTensor
+from onefold.placement.pipeline.shard_state import ShardState
 from onefold.shard.replica import Replica
 from onefold.shard.task import (
     Microbatch,

@@ -46,7 +46,7 @@ from onefold.data_order.reader import Collate, is_stream
 from onefold.session.run import RunSetup, RunView
 from onefold.shard.replica import LossFunction
 from onefold.step.engine import Engine
-from onefold.step.hook import Asked, Attempt, Hook, Make, Spans
+from onefold.step.hook import Attempt, Hook, Make, ScriptCall, Spans
 from onefold.step.result import Step
 from onefold.system.jsonlines import append_line
 from onefold.tools.verifying.causes import causes_of
@@ -118,7 +118,7 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
     start.losses = made.losses
 
     def begin(run: RunView) -> Hook:
-        made.begin(run.engine, run.devices, run.count)
+        made.start_comparison(run.engine, run.devices, run.count)
         return made
 
     return begin
@@ -294,7 +294,7 @@ class Verifying(Hook):
         if self._mathematics is not None and self._mathematics.inside:
             attempt.gradient_taken = self._mathematics.compare
 
-    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
         """Note a step that was computed; see `note_step`."""
         if asked.computed:
             self.note_step(step)

@@ -11,21 +11,21 @@ from safetensors.torch import load_file, save_file
 
 from onefold.core.flat import fingerprint_of, named_tensors, own_name, same_bits, tensor_digests
 from onefold.session.run import RunSetup, RunView
-from onefold.step.hook import Asked, Hook, Spans
+from onefold.step.hook import Hook, ScriptCall, Spans
 from onefold.step.result import Step
 from onefold.system.jsonlines import append_line
 from onefold.tools.verifying.options import VerifyOptions, options_of
 
-__all__ = ["Probe", "Probing", "prepare"]
+__all__ = ["Probe", "ProbeHook", "prepare"]
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
     """Compare the steps of a Trainer, unless its mathematics is compared."""
     options = options_of(start.context)
-    return lambda run: None if options.mathematics else Probing(run, options)
+    return lambda run: None if options.mathematics else ProbeHook(run, options)
 
 
-class Probing(Hook):
+class ProbeHook(Hook):
     """Has the lead compare each step, with all parameters of the model.
 
     Args:
@@ -39,7 +39,7 @@ class Probing(Hook):
         self._steps, self._done = options.steps, 0
         self._observe(None)
 
-    def after_step(self, asked: Asked, step: Step, spans: Spans) -> None:
+    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
         """Compare a step."""
         if asked.computed:
             self._done += 1  # not step.number, which starts elsewhere after a checkpoint
