@@ -62,9 +62,9 @@ def test_a_number_of_somebody_else_is_let_be(pair: Pair, monkeypatch: pytest.Mon
 SLOW = """
 import sys, threading, time
 from torch.distributed import TCPStore
-from onefold.exchange.connections import Connections, Lateness, PeerWatch
+from onefold.exchange.connections import Connections, LateWatch, PeerWatch
 
-class Slow(Lateness):
+class Slow(LateWatch):
     def look(self):
         inside.set()
         limit = time.monotonic() + 1

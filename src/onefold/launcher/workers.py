@@ -200,7 +200,7 @@ class WorkerGroup:
         """Act on the requests to stop that have come since the last call.
 
         Raises:
-            StoppedAtOnce: the run is to end now.
+            StoppedGroup: the run is to end now.
         """
         if self._signals.drain() > (1 if self._options.may_stop else 0):
             raise StoppedGroup
@@ -219,7 +219,7 @@ class WorkerGroup:
         """Wait until all have ended well, or one has failed and the others had time to report.
 
         Raises:
-            StoppedAtOnce: the user has asked to end the run now.
+            StoppedGroup: the user has asked to end the run now.
         """
         while waiting := self._running():
             self.check_requests()

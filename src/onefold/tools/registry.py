@@ -59,7 +59,7 @@ _TOOLS = (
     _Tool("profile", lambda context: context.timeline_parts),
     # Inside autosaving: a checkpoint has what these functions write. Outside recording and places:
     # if one raises, its step is recorded, and the failure is reported as in the next step.
-    _Tool("onstep", lambda context: True),
+    _Tool("step_calls", lambda context: True),
     _Tool("recording", lambda context: context.options.recorded_in),
     _Tool("digests", lambda context: context.options.recorded_in or _is_looked_at(context)),
     _Tool("inspection", lambda context: "inspection" in context.options.tools),
@@ -68,7 +68,7 @@ _TOOLS = (
     # Innermost: the first to note that a step is done.
     _Tool("places", lambda context: places_of(context) is not None),
     # Without a hook.
-    _Tool("hostwatch", lambda context: context.launcher == "torch"),
+    _Tool("host_watch", lambda context: context.launcher == "torch"),
     _Tool("planning", lambda context: "plan" in context.options.tools),
 )
 ORDER = tuple(tool.name for tool in _TOOLS)
@@ -153,6 +153,6 @@ class Tools:
     @property
     def on_step(self) -> StepCalls:
         """Calls the functions of `Trainer.on_step`."""
-        hook: Any = self._hooks["onstep"]
+        hook: Any = self._hooks["step_calls"]
         on_step: StepCalls = hook
         return on_step
