@@ -27,7 +27,7 @@ from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Start, write_first
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.shared import SharedTransport
-from onefold.exchange.stageexchange import GradientSend
+from onefold.exchange.stage_exchange import GradientSend
 from onefold.exchange.transport import Transport
 from onefold.launcher.environment import current_context
 from onefold.system.allocator import DEFAULT_ALLOCATOR, MmapAllocator, TensorAllocator

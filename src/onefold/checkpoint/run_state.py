@@ -20,7 +20,7 @@ from onefold.checkpoint.manifest import Place
 from onefold.checkpoint.model import saved_rule
 from onefold.core.assignment import Devices
 from onefold.core.flat import named_tensors, own_name
-from onefold.core.jsonvalue import from_json, to_json
+from onefold.core.json_value import from_json, to_json
 from onefold.core.settings import ALLOWED_AS, LossScale, Precision
 from onefold.data_order.position import Position, check_same
 from onefold.errors import CheckpointError
