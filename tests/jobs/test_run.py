@@ -19,8 +19,9 @@ from onefold.system.process import stopped_by_signals
 from onefold_jobs import report
 from onefold_jobs.catalog import JOBS
 from onefold_jobs.data import scan
+from onefold_jobs.job import Job
 from onefold_jobs.report.folder import read_run
-from onefold_jobs.run import Job, read_options, run_job
+from onefold_jobs.run import read_options, run_job
 from tests.capabilities import needs_text
 from tests.checkpoint.folders import full_disk, steps_in
 from tests.jobs.tiny import SMALL, WRITERS, job_of, run_here, write_pictures, write_texts

@@ -19,8 +19,8 @@ from onefold.system.words import listed
 from onefold_jobs.catalog import JOBS
 from onefold_jobs.cli import train
 from onefold_jobs.evaluate import Evaluation
+from onefold_jobs.job import Job
 from onefold_jobs.predict import Prediction
-from onefold_jobs.run import Job
 from onefold_jobs.scores import ClassScores, class_baseline
 from tests.tables import for_each
 

@@ -55,7 +55,7 @@ def test_boxes_are_refused_by_name(tmp_path: Path, files: dict[str, str], words:
         put(tmp_path / "data" / name, content)
     for job in ("classify", "segment"):
         with pytest.raises(DataError, match=f"{words}.*{BOXES}"):
-            refuse_other_layouts(tmp_path / "data", job)
+            refuse_other_layouts(tmp_path / "data", job, masks=job == "segment")
 
 
 def test_a_table_is_made_of_class_folders_of_texts_by_the_command_that_is_named(
@@ -65,7 +65,7 @@ def test_a_table_is_made_of_class_folders_of_texts_by_the_command_that_is_named(
     for name in ("neg/1.txt", "neg/2.txt", "pos/3.txt"):
         put(tmp_path / "my films/train" / name, f'"{name}"\nand more')
     with pytest.raises(DataError, match="got class folders of text files") as error:
-        refuse_other_layouts(Path("my films"), "text")
+        refuse_other_layouts(Path("my films"), "text", texts=True)
     command = str(error.value).splitlines()[1].replace("python ", f"{sys.executable} ", 1)
     subprocess.run(command, shell=True, check=True)
     listed = read_listed(Path("train.jsonl"), None, Columns("text"))
@@ -87,14 +87,14 @@ def test_folders_of_a_competition_are_not_taken_for_classes(tmp_path: Path, trai
     words = "got pictures in .*test_images.*, which name parts of a data set: sort them into"
     with pytest.raises(DataError, match=words):
         refuse_other_layouts(tmp_path / "data", "classify")
-    refuse_other_layouts(tmp_path / "data", "segment")
+    refuse_other_layouts(tmp_path / "data", "segment", masks=True)
     put(tmp_path / "data" / "train.csv", "image_id,label\na.png,pug\nb.png,boxer\n")
     # Its labels are not those of any picture.
     put(tmp_path / "data" / "sample_submission.csv", "image_id,label\nc.png,pug\n")
     words = r"beside the table train\.csv .* name the table and two of its columns"
     for job, expected in (("classify", "a folder for each class"), ("segment", "the folders imag")):
         with pytest.raises(DataError, match=f"expected {expected}.*{words}"):
-            refuse_other_layouts(tmp_path / "data", job)
+            refuse_other_layouts(tmp_path / "data", job, masks=job == "segment")
 
 
 def test_this_comes_before_any_other_message(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_pictures_beside_a_table_are_told_apart_from_class_folders(tmp_path: Pat
     words = r"beside the table labels\.csv with the columns id, label: .*--data .*labels\.csv "
     with pytest.raises(DataError, match=f"{words}--image-column id --label-column label"):
         refuse_other_layouts(tmp_path, "classify")
-    refuse_other_layouts(tmp_path, "text")
+    refuse_other_layouts(tmp_path, "text", texts=True)
     refuse_other_layouts(tmp_path / "labels.csv", "classify")
     for write in (write_pictures, write_masks, write_texts):
         data = write(tmp_path / write.__name__)

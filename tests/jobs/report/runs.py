@@ -53,6 +53,7 @@ def metrics_of(epochs: int, *, score: str = "accuracy") -> list[dict[str, Any]]:
 
 def facts_of(job: str, **others: Any) -> dict[str, Any]:
     usual = {"job": job, "name": f"my {job}", "model": "resnet18", "score": "highest accuracy"}
+    usual["purpose"] = "Image segmentation" if job == "segment" else "Image classification"
     usual |= {"onefold": "0.1.0", "torch": "2.13.0", "started": "2026-11-21T14:02:03+00:00"}
     counts = {"shards": 8, "train_samples": 5000, "test_samples": 1000, "parameters": 11173962}
     later = dict.fromkeys(("best", "finished", "fingerprint"))

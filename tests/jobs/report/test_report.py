@@ -92,9 +92,6 @@ def test_the_summary_is_whole(pages: dict[str, Page]) -> None:
 def test_the_subtitle_names_the_task(tmp_path: Path) -> None:
     folder = runs.classified_run(tmp_path / "run")
     assert "Image classification" in Page(build_report(folder)).text
-    for task in ("regression", "multi-label"):
-        (folder / "config.toml").write_text(f'job = "classify"\ntask = "{task}"\n')
-        assert f"Image {task}" in Page(build_report(folder)).text
 
 
 def test_the_lowest_may_be_best_and_the_speed_is_samples_over_seconds(tmp_path: Path) -> None:

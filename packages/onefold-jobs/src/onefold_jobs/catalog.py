@@ -6,20 +6,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onefold_jobs import classify_job, segment_job, text_job
+from onefold.errors import DataError
+from onefold_jobs.classify_use import CLASSIFY
+from onefold_jobs.job import Job
 from onefold_jobs.report.folder import read_run
-from onefold_jobs.run import Job, read_options, run_job
+from onefold_jobs.run import read_options, run_job
+from onefold_jobs.runfolder import read_run as read_facts
+from onefold_jobs.segment_use import SEGMENT
+from onefold_jobs.text_use import TEXT
 
-__all__ = ["JOBS", "JobResult", "classify", "segment", "text"]
+__all__ = ["JOBS", "JobResult", "classify", "job_of", "segment", "text"]
 
-JOBS = tuple(
-    Job(job.JOB, job.HELP, options, job.check_early, job.prepare, job.settle, job.make_task)
-    for job, options in (
-        (classify_job, classify_job.ClassifyOptions),
-        (segment_job, segment_job.SegmentOptions),
-        (text_job, text_job.TextOptions),
-    )
-)
+JOBS = (CLASSIFY, SEGMENT, TEXT)
+
+
+def job_of(run: Path) -> Job:
+    """Find the job that made a run.
+
+    Raises:
+        DataError: the folder is not that of a run, or no job has its name.
+    """
+    name = read_facts(run).get("job")
+    for job in JOBS:
+        if job.name == name:
+            return job
+    known = ", ".join(each.name for each in JOBS)
+    raise DataError(f"{run}: expected a run of {known}, got {name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,7 @@ from onefold_jobs.targets import (
     LabelOptions,
     Target,
     best_by_of,
+    purpose_of,
     target_examples,
     target_of,
     target_task,
@@ -285,6 +286,8 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         ),
         facts={
             "classes": list(kind.classes),
+            "purpose": f"Image {purpose_of(kind.target)}",
+            "target": msgspec.to_builtins(kind.target),
             "model": kind.name,
             "picture_model": msgspec.to_builtins(kind),
             "shrunk": kind.image_size < _shorter(data),

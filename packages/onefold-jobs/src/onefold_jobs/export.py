@@ -24,8 +24,10 @@ from torch.export import Dim
 
 from onefold import load_weights
 from onefold.errors import LaunchError, OnefoldError
-from onefold_jobs import require, text_job
-from onefold_jobs.loaded import Batch, LoadedRun, load_run
+from onefold_jobs import require
+from onefold_jobs.catalog import job_of
+from onefold_jobs.job import Batch, Usage
+from onefold_jobs.loaded import LoadedRun, load_run
 from onefold_jobs.runfolder import read_object, require_writable
 
 __all__ = ["Exported", "Target", "export_run"]
@@ -86,15 +88,15 @@ def export_run(
         if each.exists():
             raise LaunchError(f"{each} is there already: remove it, or name another --output")
     require_writable(path.parent, "--output names another one")
-    run = load_run(folder, weights=weights)
-    batches, samples = _batches(run, folder)
+    use, run = job_of(folder).use, load_run(folder, weights=weights)
+    batches, samples = _batches(use, run, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
+    copies = {name: path.with_name(f"{path.name}.{name}") for name in use.files}
+    before = run.description["preprocessing"]
+    # The description names files by their names in the run.
+    before |= {key: copies[name].name for key, name in before.items() if name in use.files}
     files = {beside: json.dumps(run.description, indent=1)}
-    if run.job == text_job.JOB:
-        tokenizer = path.with_name(f"{path.name}.{text_job.TOKENIZER_FILE}")
-        run.description["preprocessing"]["tokenizer"] = tokenizer.name
-        files = {beside: json.dumps(run.description, indent=1)}
-        files[tokenizer] = (folder / text_job.TOKENIZER_FILE).read_text()
+    files |= {copy: (folder / name).read_text() for name, copy in copies.items()}
     # On the same disk, so that it can be renamed; what fails leaves nothing behind.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".onefold-export-") as aside:
         made = Path(aside) / path.name
@@ -113,23 +115,19 @@ def export_run(
     return Exported(path, [*files], samples, difference)
 
 
-def _batches(run: LoadedRun, folder: Path) -> tuple[list[Batch], int]:
+def _batches(use: Usage, run: LoadedRun, folder: Path) -> tuple[list[Batch], int]:
     """Inputs to compare by: several samples together, and one alone; and how many are the run's."""
     try:
         shown = read_object(folder / "examples.json").get("samples") or []
         names = [each.get("text") or each.get("picture") or each.get("image") for each in shown]
-        found = [each if run.job == text_job.JOB else folder / each for each in names][:_SAMPLES]
+        found = [each if use.sample == "text" else folder / each for each in names][:_SAMPLES]
         samples = [*dict.fromkeys(found)]
         if samples:
             return [run.preprocess(samples), run.preprocess(samples[:1])], len(samples)
     # A run that was stopped before it wrote any, or whose pictures are gone.
     except (OnefoldError, OSError, TypeError):
         pass
-    if run.job == text_job.JOB:
-        return [run.preprocess(["one text and", "another"]), run.preprocess(["a third"])], 0
-    from PIL import Image
-
-    noise = [Image.effect_noise((96, 64 + 32 * number), 99).convert("RGB") for number in range(3)]
+    noise = use.noise()
     return [run.preprocess(noise), run.preprocess(noise[:1])], 0
 
 
@@ -188,7 +186,7 @@ _WRITERS: dict[Target, Callable[[LoadedRun, Path, Batch], Call]] = {
 
 def _shapes(run: LoadedRun, batch: Batch) -> dict[str, dict[int, Any]]:
     """Which dimensions of the inputs may have any size: samples, tokens, and sides of pictures."""
-    free = {"classify": (0,), "segment": (0, 2, 3), "text": (0, 1)}[run.job]
+    free = job_of(run.weights.parents[1]).use.free
     return {name: dict.fromkeys(free, Dim.AUTO) for name in batch}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from onefold_jobs.data.files import require_ours
 
-__all__ = ["MASK_NOTE", "as_csv", "as_json", "require_mask", "require_predictions"]
+__all__ = ["MASK_NOTE", "as_csv", "as_json", "mask_name", "require_mask", "require_predictions"]
 
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 """What a spreadsheet takes for the start of a formula; the last four are East Asian wide forms."""
@@ -62,6 +62,11 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
         values[f"class{suffix}"] = each["class"]
         values[f"confidence{suffix}"] = f"{each['confidence']:.6f}"
     return values
+
+
+def mask_name(name: str) -> str:
+    """Name of the mask of a picture: masks are PNG files."""
+    return str(Path(name).with_suffix(".png"))
 
 
 def require_predictions(path: Path) -> None:

@@ -17,9 +17,9 @@ import importlib.util
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -28,6 +28,7 @@ from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, 
 from onefold_jobs.data.files import left_out_notes, visible
 from onefold_jobs.data.layouts import refuse_other_layouts
 from onefold_jobs.data.scan import Scanning, read_scan
+from onefold_jobs.job import Job
 from onefold_jobs.loggers import require_logger
 from onefold_jobs.options import RUN_OPTIONS, TrainOptions, from_mapping, read_config
 from onefold_jobs.progress import reading_bar
@@ -40,10 +41,10 @@ from onefold_jobs.runfolder import (
     read_run,
     require_room,
 )
-from onefold_jobs.training import STOPPED_CODE, Task, begin_training
+from onefold_jobs.training import STOPPED_CODE, begin_training
 from onefold_jobs.words import counted, in_shell, tell
 
-__all__ = ["Job", "read_options", "run_job"]
+__all__ = ["read_options", "run_job"]
 
 _MAY_CHANGE = RUN_OPTIONS | {"name", "cache", "dev", "labels_as_is"}
 """The options of all jobs that may change, with those of single jobs: where run and data lie, and
@@ -60,25 +61,6 @@ _OUTER = frozenset({
     errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS,
 })  # fmt: skip
 """Errors of a disk that is full, broken or not ours, and so no fault of the program."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A ready-made job: its options, and the functions that lead from them to a `Task`."""
-
-    name: str
-    help: str
-    """One line about the job."""
-    options: type[Any]
-    """The class of its options, derived from `TrainOptions`."""
-    check_early: Callable[[Any], None]
-    """Refuses options that are bound to fail, before the data are read."""
-    prepare: Callable[..., Any]
-    """Reads the data, with a `Scanning`, and refuses those that cannot be used."""
-    settle: Callable[[Any, Any], Any]
-    """Fills in the options that were left open, now that the data are known."""
-    make_task: Callable[[Any, Any], Task]
-    """Builds the model and the rest, on every device."""
 
 
 class _Before(TypedDict, total=False):
@@ -139,7 +121,9 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     begun = options.resume and (options.folder / RUN).is_file()
     before = read_run(options.folder, job.name, shape=_Before) if begun else {}
     _check_unfinished(options, before)
-    refuse_other_layouts(Path(options.data), job.name)
+    refuse_other_layouts(
+        Path(options.data), job.name, texts=job.use.sample == "text", masks=job.use.draws
+    )
     require_room(options.folder)
     require_logger(options.log)
     job.check_early(options)

@@ -323,6 +323,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
             predict, folder, measure, test_set, padded, kind
         ),
         facts={
+            "purpose": "Image segmentation",
             "model": f"U-Net, {kind.encoder}",
             "classes": class_names(kind.classes),
             "mask_model": msgspec.to_builtins(kind),

@@ -30,6 +30,7 @@ __all__ = [
     "label_baseline",
     "label_table",
     "number_baseline",
+    "purpose_of",
     "scores_of",
     "spread",
     "target_examples",
@@ -275,6 +276,16 @@ def target_measure(answer: Answer, target: Target) -> Measure:
         return {"loss": losses, "confidence": outputs.softmax(1) if single else outputs.sigmoid()}
 
     return measure
+
+
+def purpose_of(target: Target) -> str:
+    """The task in words, for a report.
+
+    >>> purpose_of(Target())
+    'classification'
+    """
+    kinds = {"multi-label": "multi-label classification", "regression": "regression"}
+    return kinds.get(target.task, "classification")
 
 
 def target_rows(

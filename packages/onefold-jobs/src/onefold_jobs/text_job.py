@@ -38,6 +38,7 @@ from onefold_jobs.targets import (
     LabelOptions,
     Target,
     best_by_of,
+    purpose_of,
     target_examples,
     target_of,
     target_task,
@@ -194,7 +195,8 @@ class TextModel(msgspec.Struct, frozen=True, kw_only=True):
         facts = read_run(run, JOB)
         with kept_facts(run):
             tokenizer = _read_file(run / TOKENIZER_FILE)
-            kept = {**facts["text_model"], "classes": facts["classes"], "tokenizer": tokenizer}
+            shared = {name: facts[name] for name in ("target", "classes")}
+            kept = {**facts["text_model"], **shared, "tokenizer": tokenizer}
             made = msgspec.convert(kept, cls)
             # Tried here, or a damaged tokenizer would only be met on the devices.
             made.encode(["text"])
@@ -290,11 +292,12 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
             JOB, predict, answer, kind.target, dev_set, kind.classes, partial(_shown, data.dev)
         ),
         facts={
+            "purpose": f"Text {purpose_of(kind.target)}",
+            "target": msgspec.to_builtins(kind.target),
             "model": _begins_with(options) or TINY,
             "text_model": {
                 "max_length": kind.max_length,
                 "pad_id": kind.pad_id,
-                "target": msgspec.to_builtins(kind.target),
             },
             "classes": list(kind.classes),
         },

@@ -28,9 +28,10 @@ from onefold.cli import Command, Commands, declare, print_json, tell_next
 from onefold_jobs.catalog import JOBS
 from onefold_jobs.data.files import readable
 from onefold_jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
+from onefold_jobs.job import Job
 from onefold_jobs.options import expect
 from onefold_jobs.predict import PredictOptions, predict_run, write_prediction
-from onefold_jobs.run import Job, read_options, run_job
+from onefold_jobs.run import read_options, run_job
 from onefold_jobs.scores import Baseline, ClassScores, class_tables, no_better, spell
 from onefold_jobs.words import OTHER_NAMES, counted, in_shell, tell
 
@@ -65,8 +66,6 @@ GROUPS = {
 }
 """The options of the jobs under the headings of their help, most used first."""
 _HEADINGS = {name: heading for heading, names in GROUPS.items() for name in names}
-_EXAMPLES = {"classify": "photos", "segment": "cracks", "text": "reviews"}
-"""A folder with the data of each job."""
 _WIDEST = 50
 """More characters of choices stand in the text of an option."""
 _NAMES = {"output": ("--output", "-o")}
@@ -120,7 +119,7 @@ def job_commands() -> dict[str, Any]:
     )
     for job in JOBS:
         examples = [
-            (f"onefold train {job.name} --data {_EXAMPLES[job.name]} --name a", "writes runs/a"),
+            (f"onefold train {job.name} --data {job.example} --name a", "writes runs/a"),
             (f"onefold train {job.name} --name a --resume", "after a stop"),
         ]
         made = declare(

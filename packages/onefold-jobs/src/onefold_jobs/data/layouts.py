@@ -35,12 +35,16 @@ _NO_CLASSES = frozenset({
 _MASKS = ("masks", "train/masks")
 
 
-def refuse_other_layouts(directory: Path, job: str) -> None:
+def refuse_other_layouts(
+    directory: Path, job: str, *, texts: bool = False, masks: bool = False
+) -> None:
     """Refuse boxes of objects, and a table of labels beside pictures.
 
     Args:
         directory: what ``--data`` names; of files only boxes are refused.
         job: which job was asked for.
+        texts: whether its samples are texts.
+        masks: whether it takes a folder of masks.
 
     Raises:
         DataError: it has such a data set; the message says what to do.
@@ -53,10 +57,10 @@ def refuse_other_layouts(directory: Path, job: str) -> None:
             f"class folders for onefold train classify, draw them as masks for onefold train "
             f"segment, or train a detector in a script of your own, with onefold.Trainer"
         )
-    masked = job == "segment" and any((directory / each).is_dir() for each in _MASKS)
-    if job != "text" and directory.is_dir() and not masked:
+    masked = masks and any((directory / each).is_dir() for each in _MASKS)
+    if not texts and directory.is_dir() and not masked:
         _refuse_table(directory, job)
-    if job == "text" and directory.is_dir():
+    if texts and directory.is_dir():
         _refuse_folders_of_texts(directory)
 
 

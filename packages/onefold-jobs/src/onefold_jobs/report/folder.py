@@ -109,12 +109,8 @@ class ReportedRun:
 
     @property
     def purpose(self) -> str:
-        """The task in words, such as ``Image regression``; empty if the job is unknown."""
-        job = self.facts.get("job")
-        subject = {"classify": "Image", "segment": "Image", "text": "Text"}.get(str(job))
-        kinds = {"multi-label": "multi-label classification", "regression": "regression"}
-        classes = "segmentation" if job == "segment" else "classification"
-        return f"{subject} {kinds.get(str(self.options.get('task')), classes)}" if subject else ""
+        """The task in words, such as ``Image regression``; empty if the run does not say."""
+        return str(self.facts.get("purpose", ""))
 
     @property
     def classes(self) -> tuple[str, ...]:
