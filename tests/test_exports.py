@@ -2,9 +2,11 @@
 
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import onefold
 import onefold_jobs
 from tests.tables import for_each
 
+SOURCE = Path(onefold.__file__).parent
 MODULES = sorted(
     ".".join(path.relative_to(source.parent).with_suffix("").parts).removesuffix(".__init__")
     for source in (Path(onefold.__file__).parent, Path(onefold_jobs.__file__).parent)
@@ -71,3 +74,44 @@ def test_the_launcher_does_not_load_pytorch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
     )
     assert answer.stdout == "[]\n"
+
+
+def test_both_distributions_have_one_version() -> None:
+    root = SOURCE.parent.parent
+    core, jobs = (
+        tomllib.loads((root / each / "pyproject.toml").read_text())["project"]
+        for each in ("", "packages/onefold-jobs")
+    )
+    assert core["version"] == jobs["version"] == onefold.__version__
+    assert core["optional-dependencies"]["jobs"] == [f"onefold-jobs=={core['version']}"]
+    assert f"onefold=={core['version']}" in jobs["dependencies"]
+    shared = {each for each in jobs["dependencies"] if each in core["dependencies"]}
+    assert len(shared) == len(jobs["dependencies"]) - 3  # onefold, Jinja, tomli-w
+
+
+@pytest.mark.processes
+def test_the_commands_of_the_jobs_are_loaded_when_they_are_called(tmp_path: Path) -> None:
+    code = "import sys; from onefold.cli.main import main; sys.argv = ['onefold', *sys.argv[1:]]\n"
+    code += "try: main()\nexcept SystemExit as end: print(end.code)\n"
+    code += "print([m for m in sys.modules if m.startswith('onefold_jobs')])"
+
+    def printed(*arguments: str, **environment: str) -> list[str]:
+        command = [sys.executable, "-c", code, *arguments]
+        surroundings = {**os.environ, **environment}
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=600, env=surroundings
+        )
+        return [*done.stdout.splitlines()[-2:], done.stderr]
+
+    assert printed("run", "--help")[:2] == ["0", "[]"]
+    assert "torch" not in printed("--help")[1]
+    # Without the distribution: nothing is found in a folder without it.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as metadata\nmetadata.entry_points = lambda **_: ()\n"
+    )
+    code_, _, said = printed("train", "classify", PYTHONPATH=str(tmp_path))
+    assert code_ == "2"
+    assert said == (
+        "onefold: onefold train is part of the jobs, which are not installed here; run: "
+        "pip install 'onefold[jobs]'\n"
+    )

@@ -112,6 +112,7 @@ def option(
     *,
     shown: str | None = None,
     variable: str | None = None,
+    heading: str | None = None,
 ) -> Any:
     """Declare an option, as the field of a dataclass.
 
@@ -121,8 +122,10 @@ def option(
         limits: of the numbers that the option takes: any of least, above, below and most.
         shown: how the help describes the default; None shows the value itself.
         variable: what in the environment counts as if it were given on the command line.
+        heading: the heading of the help that lists it; None for that of the option's name.
     """
     notes = {"help": help, "shown": shown, "variable": variable, "limits": limits}
+    notes["heading"] = heading
     return dataclasses.field(default=default, metadata=notes)
 
 

@@ -248,7 +248,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
         help=f"{words}{note}",
         envvar=field.metadata["variable"],
         metavar=metavar,
-        rich_help_panel=field.metadata.get("heading") or _HEADINGS.get(field.name),
+        rich_help_panel=field.metadata["heading"] or _HEADINGS.get(field.name),
     )
     # typer has no tuples of any length; a list may be given by naming the option several times.
     asked = list[str] if typing.get_origin(hint) is tuple else hint
