@@ -19,6 +19,7 @@ from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.checkpoint.inprocess import Died, Life, Runs, Script, new_progress
 from tests.inside import engine_in
 from tests.small import points, square
+from tests.step.assembled import devices_of
 from tests.tables import for_each
 
 EPOCHS = 3
@@ -423,7 +424,8 @@ def test_by_time_all_save_the_same_steps(monkeypatch: pytest.MonkeyPatch, every_
     who = ["lead"]
     monkeypatch.setattr(autosave.time, "monotonic", lambda: now[who[0]])
     with new_progress(2) as progress:
-        clocks = {n: autosave.SaveClock(progress, every_s, decides=n == "lead") for n in now}
+        own = {"lead": devices_of(2, own=[0]), "other": devices_of(2, own=[1])}
+        clocks = {n: autosave.SaveClock(progress, every_s, own[n]) for n in now}
         saved: dict[str, list[int]] = {"lead": [], "other": []}
         for step in range(1, 13):
             for who[0], clock in clocks.items():  # the lead is ahead, if anybody is

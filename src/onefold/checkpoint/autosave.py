@@ -92,12 +92,11 @@ class SaveClock:
     Args:
         progress: the table in which the lead asks for it.
         every_s: how many seconds apart checkpoints are written; 0 for never.
-        decides: whether this is the lead.
+        devices: who takes part; the lead decides.
     """
 
-    def __init__(self, progress: Progress, every_s: float, *, decides: bool) -> None:
-        self._progress = progress
-        self._every_s = every_s if decides else 0.0
+    def __init__(self, progress: Progress, every_s: float, devices: Devices) -> None:
+        self._progress, self._every_s, self._devices = progress, every_s, devices
         self.restart()
 
     def restart(self) -> None:
@@ -107,7 +106,7 @@ class SaveClock:
     def begin_step(self, step: int) -> None:
         """Ask for a checkpoint after ``step``, which is about to begin, if it is time for one."""
         late = self._every_s and time.monotonic() - self._began >= self._every_s
-        if late and not self._asked:
+        if late and not self._asked and self._devices.has_lead:
             self._progress.save_after(step)
             self._asked = True
 
@@ -180,7 +179,7 @@ class Autosave:
         if not resumption.replaying:
             show_output()
         self._every, self._keeping = options.save_every, Keeping(options.keep_last)
-        self._clock = SaveClock(progress, options.save_every_s, decides=devices.has_lead)
+        self._clock = SaveClock(progress, options.save_every_s, devices)
         self._checkpoints, self._position, self._blocks = checkpoints, position, blocks
         self._scheduler = checkpoints.scheduler
         self._saved = max(position.step, resumption.step)
@@ -311,7 +310,7 @@ class Resumption:
         modifying: the block in which a script may change the model.
         checkpoints: takes the values of the checkpoint.
         position: where the run is.
-        on_lead: whether this process has device 0, which alone warns.
+        devices: who takes part; the lead alone warns.
     """
 
     def __init__(
@@ -320,12 +319,11 @@ class Resumption:
         modifying: Modifying,
         checkpoints: Checkpoints,
         position: Position,
-        *,
-        on_lead: bool,
+        devices: Devices,
     ) -> None:
         self._engine, self._modifying = engine, modifying
         self._checkpoints, self._position = checkpoints, position
-        self._on_lead = on_lead
+        self._devices = devices
         self._found: LoadedCheckpoint | None = None
         """The checkpoint, until its values are taken for good."""
         self.replay: ScriptReplay | None = None
@@ -378,7 +376,7 @@ class Resumption:
         step, folder = found.stored.run["step"], found.stored.folder
         self._checkpoints.expect_average(found)
         entries = self._checkpoints.entries_of(found, record)
-        if self._on_lead:
+        if self._devices.has_lead:
             note = "" if entries or not step else ", without a record that answers the script"
             print(f"onefold: going on after step {step}: {folder}{note}", file=sys.stderr)
         if not entries:
@@ -407,7 +405,7 @@ class Resumption:
                 None if self._leaves(file) else write(what, file, *given, **options)
             )
             self._quiet.callback(setattr, torch, "save", write)
-            if self._on_lead:
+            if self._devices.has_lead:
                 self._quiet.callback(show_output)
                 drop_output()
             return
@@ -605,7 +603,7 @@ class Resumption:
             )
 
     def _warn(self, text: str, *arguments: object) -> None:
-        if self._on_lead:
+        if self._devices.has_lead:
             _log.warning(text, *arguments)
 
     def _load(self, found: LoadedCheckpoint) -> None:

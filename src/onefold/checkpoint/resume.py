@@ -50,6 +50,7 @@ from onefold.data_order.position import PROMISES, Position
 from onefold.errors import CheckpointError, StateError
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests, broadcast, written
+from onefold.placement.context import StepContext
 from onefold.step.engine import Engine
 from onefold.system.background import Background
 from onefold.update.scheduler import RunScheduler
@@ -99,9 +100,6 @@ class Checkpoints:
         note: Callable[[int, Path, str], int],
     ) -> None:
         self._engine, self._averaging = engine, averaging
-        self._exchange, self._update = engine.context.exchange, engine.context.update
-        self._module = engine.context.replicas[0].module
-        self._buffers = engine.context.replicas[0].buffers
         self._devices = devices
         self._position = position
         self.scheduler = scheduler
@@ -115,6 +113,10 @@ class Checkpoints:
         self.recorded = 0
         """How many entries of the run's record the checkpoint has seen that was loaded."""
         self._note = note
+
+    @property
+    def _context(self) -> StepContext:
+        return self._engine.context
 
     @property
     def run(self) -> str:
@@ -158,7 +160,7 @@ class Checkpoints:
         self._engine.check_last_step()
         # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
         self._wait_until_written()
-        with readable(self._module, self._engine.placement.gathered):
+        with readable(self._context.module, self._engine.placement.gathered):
             self._saving.refuse_not_finite(self._position.step)
             self._engine.follow_parameters()
             self.lost = False
@@ -208,13 +210,13 @@ class Checkpoints:
                 f"expected allow_changed to name some of {list(PROMISES)}, got {unknown}"
             )
         self._begin_loading(digest((sorted(allow_changed), if_any)))
-        with readable(self._module, self._engine.placement.gathered):
+        with readable(self._context.module, self._engine.placement.gathered):
             find = partial(self._find, path, allow_changed, if_any, leave_out)
             found, files = self._lead.do("checking a checkpoint", find) or (None, None)
         # All devices learn what the lead has found; if that is an error, all of them raise it.
         text = torch.frombuffer(bytearray(to_bytes(found)), dtype=torch.uint8)
         make = (lambda device: text) if self._lead.is_here else None
-        told, _ = from_bytes(self._exchange.transport.scatter_from_lead(make))
+        told, _ = from_bytes(self._context.exchange.transport.scatter_from_lead(make))
         if told is None:
             return None
         if "error" in told:
@@ -246,7 +248,9 @@ class Checkpoints:
                         "calls itself before its first step has not the values of the checkpoint",
                         *(path, len(frames), kept, found.stored.folder),
                     )
-        text = broadcast(self._exchange, written(encode(entries)) if self._lead.is_here else None)
+        text = broadcast(
+            self._context.exchange, written(encode(entries)) if self._lead.is_here else None
+        )
         if self._lead.is_here:
             return entries
         return msgspec.msgpack.decode(text, type=list[tuple[int, Entry]])
@@ -289,7 +293,7 @@ class Checkpoints:
 
     def _load(self, found: LoadedCheckpoint, *, settings: bool = True) -> None:
         stored, files, allow_changed = found.stored, found.files, found.allow_changed
-        with readable(self._module, self._engine.placement.gathered):
+        with readable(self._context.module, self._engine.placement.gathered):
             # From here on the trainer changes: all that could be refused was refused before.
             self._take_model(files)
             self._take_optimizer(stored.run["optimizer"], files, allow_changed, settings=settings)
@@ -346,13 +350,16 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{found.folder} is damaged: its run.json cannot be used: {error}"
                 ) from error
-            storage, carried = self._update.storage, self._buffers.carried.indices
-            allocator = self._exchange.memory.allocator
+            storage, carried = (
+                self._context.update.storage,
+                self._context.first.buffers.carried.indices,
+            )
+            allocator = self._context.exchange.memory.allocator
             files = StoredStates(found, storage, carried, allow_changed, allocator)
             try:
                 # Before the model, whose parameters have another dtype in another precision.
                 self._state.check_precision(found.run, allow_changed)
-                files.model.check(self._module)
+                files.model.check(self._context.module)
                 self._state.check_fits(found.run, allow_changed)
                 files.check()
             except (CheckpointError, ValueError) as error:
@@ -364,12 +371,12 @@ class Checkpoints:
     def _take_model(self, files: StoredStates | None) -> None:
         # The script may have replaced buffers of the module: take them back into flat memory, which
         # is what the lead fills and the others follow.
-        self._buffers.absorb()
+        self._context.first.buffers.absorb()
         # What is elsewhere goes to its owners, with the state of the optimizer.
         but = frozenset(map(id, self._engine.placement.partitioned))
-        fill = None if files is None else partial(files.model.fill, self._module, but=but)
+        fill = None if files is None else partial(files.model.fill, self._context.module, but=but)
         self._lead.do("reading a model", fill)
-        self._exchange.memory.broadcast_from_lead(self._buffers.flat)
+        self._context.exchange.memory.broadcast_from_lead(self._context.first.buffers.flat)
         self._engine.model_loaded()
 
     def _take_optimizer(
@@ -382,12 +389,12 @@ class Checkpoints:
     ) -> None:
         """Adopt states and settings."""
         partitions = self._engine.assignment.partitions
-        if self._update.storage.mirrors:
-            partitions = (range(len(self._update.storage.segments)),) * len(partitions)
+        if self._context.update.storage.mirrors:
+            partitions = (range(len(self._context.update.storage.segments)),) * len(partitions)
         make = None if files is None else partial(self._for_owner, files.segments, partitions)
         shown = self._take_values(files) if self._engine.placement.partitioned else None
-        self._update.take_states(unpack(self._lead.scatter_from_lead(make)), shown)
-        groups = self._update.optimizer.param_groups if settings else ()
+        self._context.update.take_states(unpack(self._lead.scatter_from_lead(make)), shown)
+        groups = self._context.update.optimizer.param_groups if settings else ()
         taken = self._state.taken(saved["settings"], allow_changed)
         for group, keys, values in zip(groups, taken, saved["settings"], strict=False):
             group.update({key: from_json(v) for key, v in values.items() if key in keys})
@@ -402,9 +409,9 @@ class Checkpoints:
         averages = [state for state in states if state.key == AVERAGE]
         rule = saved_rule(run, allow_changed)
         self._averaging.loaded(rule, run["average"]["steps"] if rule else 0, averages)
-        if self._buffers.carried.indices:
+        if self._context.first.buffers.carried.indices:
             left = [state for state in states if state.key != AVERAGE]
-            self._buffers.carried.go_on(left_by_shard(left))
+            self._context.first.buffers.carried.go_on(left_by_shard(left))
 
     def _take_values(self, files: StoredStates | None) -> dict[int, torch.Tensor]:
         """Receive the values that this process keeps; return those that it trains, by segment."""

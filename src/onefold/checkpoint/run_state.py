@@ -62,9 +62,7 @@ class RunState:
         self._devices, self._averaging = devices, averaging
         self._position, self._scheduler = position, scheduler
         self._settings = engine.context.settings
-        self._optimizer, self._rules = engine.context.update.optimizer, engine.rules
-        self._microbatches, self._objectives = engine.microbatches, engine.objectives
-        self._parts = engine.context.replicas[0].parts
+        self._engine, self._optimizer = engine, engine.context.update.optimizer
         self._trained_then: dict[str, list[str]] = {}
         """For each loss that a loaded run had, which parameters its last step trained."""
         self._unchecked: set[str] = set()
@@ -95,14 +93,15 @@ class RunState:
         }
 
     def _state(self) -> dict[str, Any]:
+        scale = self._engine.rules.scale
         return {
             **self._position.to_json(),
             **self._settings.saved(),
             # What was found, if it was searched for.
-            "microbatch": self._microbatches.samples,
-            "microbatch_trials": self._microbatches.trials,
-            "loss_scale": 1.0 if self._rules.scale is None else self._rules.scale.value,
-            "good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,
+            "microbatch": self._engine.microbatches.samples,
+            "microbatch_trials": self._engine.microbatches.trials,
+            "loss_scale": 1.0 if scale is None else scale.value,
+            "good_steps": 0 if scale is None else scale.good_steps,
             "average": self._averaging.to_json(),
             "scheduler": self._scheduler.to_json(),
             "optimizer": {
@@ -115,7 +114,7 @@ class RunState:
 
     def _group_names(self) -> list[list[str]]:
         # Groups hold tensors; only their identity leads back to the model's names.
-        names = {id(p): name for name, p in named_tensors(self._parts.module).items()}
+        names = {id(p): name for name, p in named_tensors(self._engine.context.module).items()}
         return [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
 
     def check_precision(self, run: Mapping[str, Any], allow_changed: Collection[str]) -> None:
@@ -227,32 +226,32 @@ class RunState:
 
     def adopt(self, run: Mapping[str, Any], allow_changed: Collection[str]) -> None:
         """Go on with what a saved run had found: the scale of its losses, and segments that fit."""
-        if self._rules.scale is not None and Precision(run["precision"]).is_scaled:
-            self._rules.scale = LossScale(run["loss_scale"], run["good_steps"])
+        if self._engine.rules.scale is not None and Precision(run["precision"]).is_scaled:
+            self._engine.rules.scale = LossScale(run["loss_scale"], run["good_steps"])
         if self._settings.microbatch == "auto":
             if "microbatch" in allow_changed:
-                self._microbatches.search_anew()
+                self._engine.microbatches.search_anew()
             else:
-                self._microbatches.adopt(run["microbatch"], run["microbatch_trials"])
+                self._engine.microbatches.adopt(run["microbatch"], run["microbatch_trials"])
         self._trained_then, self._unchecked = dict(run["trained"]), {*run["trained"]}
-        for objective in self._objectives.values():
+        for objective in self._engine.objectives.values():
             objective.trained = None
 
     def _trained(self) -> dict[str, list[str]]:
         """For each loss, which parameters required a gradient as its last step began."""
-        flags = {name: each.trained for name, each in self._objectives.items()}
+        flags = {name: each.trained for name, each in self._engine.objectives.items()}
         known = {name: self._names(each) for name, each in flags.items() if each is not None}
         return {**self._trained_then, **known}
 
     def _names(self, flags: Sequence[bool]) -> list[str]:
-        return [own_name(name) for name in compress(self._parts.named, flags)]
+        return [own_name(name) for name in compress(self._engine.context.parts.named, flags)]
 
     def check_trained(self, loss: str) -> None:
         """Warn once if a step trains other parameters than the loaded run did."""
         if loss not in self._unchecked:
             return
         self._unchecked.remove(loss)
-        then, now = self._trained_then[loss], self._names(self._parts.trainable())
+        then, now = self._trained_then[loss], self._names(self._engine.context.parts.trainable())
         if then == now:
             return
         self._unchecked.clear()

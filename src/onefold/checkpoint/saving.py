@@ -50,6 +50,7 @@ from onefold.errors import CheckpointError, StateError
 from onefold.exchange.transport import host_buffer
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests
+from onefold.placement.context import StepContext
 from onefold.step.engine import Engine
 from onefold.system.background import Background
 from onefold.system.tensor_file import Bytes, TensorParts
@@ -214,10 +215,13 @@ class Saving:
         self, engine: Engine, averaging: Averaging, lead: LeadWork, writing: Background
     ) -> None:
         self._engine, self._averaging = engine, averaging
-        self._context, self._parts = engine.context, engine.context.replicas[0].parts
         self._lead, self._writing = lead, writing
         self._rooms: dict[str, torch.Tensor] = {}
         """Where copies of the model's values are made, again for every checkpoint."""
+
+    @property
+    def _context(self) -> StepContext:
+        return self._engine.context
 
     def refuse_not_finite(self, step: int) -> None:
         """Have all devices raise if a value that is saved is not finite.
@@ -231,7 +235,7 @@ class Saving:
         Raises:
             StateError: a parameter is not finite, or a buffer has become NaN.
         """
-        module = self._parts.module
+        module = self._context.module
         parameters = [own_name(name) for name, _ in module.named_parameters()]
         names = [*parameters, *(own_name(name) for name, _ in module.named_buffers())]
         found = [*self._of_partition()]
@@ -265,7 +269,7 @@ class Saving:
 
     def _of_lead(self) -> Iterator[str]:
         """Name the first value that is not finite of all that the lead has."""
-        first, frozen = self._context.replicas[0], self._context.exchange.memory.frozen
+        first, frozen = self._context.first, self._context.exchange.memory.frozen
         of_all = [] if frozen is None else frozen.flat.sections
         with self._averaging.training_values() as trained:
             partitioned = set(map(id, self._engine.placement.partitioned))
@@ -300,7 +304,7 @@ class Saving:
         write = None
         if self._lead.is_here:
             numbers = {id(p): n for n, p in enumerate(self._engine.placement.partitioned)}
-            saved, rest = coming_parts(self._parts.module, numbers, stream.parameter)
+            saved, rest = coming_parts(self._context.module, numbers, stream.parameter)
             of_buffers = self._of_buffers()
             write = partial(_write_all, folder, record, stream.optimizer, of_buffers, saved, rest)
         stream.feed(self._writing, write)
@@ -327,20 +331,20 @@ class Saving:
         """Copy the model that the run goes on with, its averages if it shows them, and buffers."""
         shown = None
         if self._engine.agreement.averaged:
-            shown = copy_model(self._parts.module, partial(self._room, "shown"))
+            shown = copy_model(self._context.module, partial(self._room, "shown"))
         with self._averaging.training_values():
-            trained = copy_model(self._parts.module, partial(self._room, "trained"))
+            trained = copy_model(self._context.module, partial(self._room, "trained"))
         return trained, shown, self._of_buffers()
 
     def _of_buffers(self) -> list[TensorParts]:
         """Copy the averages of buffers, and what shards carry in buffers."""
-        buffers = self._context.replicas[0].buffers
+        buffers = self._context.first.buffers
         buffers.note_changes()
         left = buffers.carried.left(buffers.places.names)
         return [*buffer_parts(self._averaging.buffers()), *carried_parts(left)]
 
     def _room(self, what: str, nbytes: int) -> torch.Tensor:
-        device = self._context.replicas[0].device
+        device = self._context.first.device
         allocator = self._context.exchange.memory.allocator
         self._rooms[what] = host_buffer(self._rooms.get(what), nbytes, device, allocator)
         return self._rooms[what]

@@ -24,9 +24,10 @@ import torch
 from onefold.core.averaging import AverageRule
 from onefold.core.call_digest import Call, CallDigest, digest
 from onefold.core.flat import FlatTensors
+from onefold.placement.context import StepContext
 from onefold.step.engine import Engine
 from onefold.system.compat import copy_each
-from onefold.update.state import SegmentState
+from onefold.update.state import Averages, SegmentState
 
 __all__ = ["Averaging"]
 
@@ -39,9 +40,7 @@ class Averaging:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._context, self._agreement = engine, engine.context, engine.agreement
-        self._first = self._context.first
-        self._averages = self._context.update.averages
+        self._engine = engine
         self.asked: AverageRule | None = None
         """The average that the script has asked for; None if it has not."""
         self._loaded = False
@@ -52,6 +51,14 @@ class Averaging:
         self._put_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What was overwritten to show the averages: the place, and a copy of what was there."""
 
+    @property
+    def _context(self) -> StepContext:
+        return self._engine.context
+
+    @property
+    def _averages(self) -> Averages:
+        return self._context.update.averages
+
     def check_begin(self, rule: AverageRule) -> None:
         """Refuse an average that cannot be begun.
 
@@ -60,7 +67,7 @@ class Averaging:
                 a checkpoint has brought and which is another one.
             RuntimeError: the script is inside a block that shows the average.
         """
-        self._agreement.refuse_inside(Call.AVERAGE)
+        self._engine.agreement.refuse_inside(Call.AVERAGE)
         ours = self._averages.rule or self.expected
         if ours is None:
             return
@@ -83,7 +90,9 @@ class Averaging:
             rule: how it follows the model; `check_begin` has let it pass.
             step: the number of the next step.
         """
-        self._agreement.start_call(CallDigest(Call.AVERAGE, step, arguments=digest(rule.words)))
+        self._engine.agreement.start_call(
+            CallDigest(Call.AVERAGE, step, arguments=digest(rule.words))
+        )
         self.asked, self._loaded = rule, False
         if self._averages.rule is None:
             self._start_average(rule)
@@ -106,20 +115,19 @@ class Averaging:
                 "trainer.averaged() was called and no average is kept: call "
                 "trainer.average(decay=0.999) or trainer.average(mean=True) before the steps"
             )
-        self._agreement.refuse_inside(Call.AVERAGED)
+        agreement = self._engine.agreement
+        agreement.refuse_inside(Call.AVERAGED)
         with self._engine.gathered(step):
-            self._first.check_places()
+            self._context.first.check_places()
             self._prepare()
             try:
-                self._agreement.start_call(
-                    CallDigest(Call.AVERAGED, step, arguments=int(recomputes))
-                )
-                self._agreement.averaged = True
+                agreement.start_call(CallDigest(Call.AVERAGED, step, arguments=int(recomputes)))
+                agreement.averaged = True
                 self._show()
                 yield
-                self._agreement.start_call(CallDigest(Call.AVERAGED_END, step))
+                agreement.start_call(CallDigest(Call.AVERAGED_END, step))
             finally:
-                self._agreement.averaged = False
+                agreement.averaged = False
                 self._put_back()
             if self._context.exchange.memory.is_common:
                 # Nobody goes on before every owner has put back its segments.
@@ -133,7 +141,7 @@ class Averaging:
         Yields:
             The trained parameters that the module shows then.
         """
-        first = self._first
+        first = self._context.first
         if self._kept is None:
             yield first.trained
             return
@@ -159,7 +167,7 @@ class Averaging:
         kept = self._averages.buffers
         if kept is None:
             return {}
-        named = zip(self._first.buffers.places.names, kept.views, strict=True)
+        named = zip(self._context.first.buffers.places.names, kept.views, strict=True)
         return {name: view.to("cpu", copy=True) for name, view in named}
 
     def loaded(self, rule: AverageRule | None, steps: int, buffers: Iterable[SegmentState]) -> None:
@@ -176,7 +184,7 @@ class Averaging:
         self._averages.end()
         if rule is not None:
             self._averages.segments = brought
-            self._averages.adopt_buffers(self._first.buffers.flat, buffers)
+            self._averages.adopt_buffers(self._context.first.buffers.flat, buffers)
             self._start_average(rule, steps)
         elif self.asked is not None:
             self._start_average(self.asked)
@@ -184,19 +192,19 @@ class Averaging:
     def _start_average(self, rule: AverageRule, steps: int = 0) -> None:
         self._bring_changes()
         self._averages.start(
-            rule, self._context.update.exact_values(), self._first.buffers.flat, steps=steps
+            rule, self._context.update.exact_values(), self._context.first.buffers.flat, steps=steps
         )
 
     def _bring_changes(self) -> None:
         """Bring what a script may have changed since the last step to where it counts."""
-        self._first.buffers.absorb()
+        self._context.first.buffers.absorb()
         self._context.follow_first()
         self._engine.follow_parameters()
 
     def _prepare(self) -> None:
         """Copy what is about to be overwritten; before the devices meet, after which others may."""
         self._bring_changes()
-        first, common = self._first, self._context.exchange.memory.is_common
+        first, common = self._context.first, self._context.exchange.memory.is_common
         first.buffers.note_changes()
         first.buffers.carried.is_paused = True
         self._kept_buffers = first.buffers.flat.clone()
@@ -223,20 +231,20 @@ class Averaging:
             copy_each(self._shown_segments(), averages)
         kept = self._averages.buffers
         if kept is not None:
-            self._first.buffers.flat.copy_(kept)
+            self._context.first.buffers.flat.copy_(kept)
         self._context.exchange.memory.publish_parameters()
         self._context.guard.note()
 
     def _put_back(self) -> None:
         try:
             # What the block has put in the place of buffers goes first, or it would stay there.
-            self._first.buffers.absorb()
+            self._context.first.buffers.absorb()
         finally:
             for place, copy in self._put_aside:
                 place.copy_(copy)
             self._put_aside, self._kept = [], None
             del self._kept_buffers
-            self._first.buffers.carried.is_paused = False
-            self._first.buffers.note_loaded()
+            self._context.first.buffers.carried.is_paused = False
+            self._context.first.buffers.note_loaded()
             self._context.copy_first()
             self._context.guard.note()

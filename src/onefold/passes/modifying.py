@@ -32,9 +32,9 @@ import torch
 from onefold.core.call_digest import Call, CallDigest
 from onefold.core.flat import storage_order
 from onefold.passes.collectives import broadcast, written
-from onefold.placement.context import StepContext
 from onefold.shard.gradients import keeping_gradients
 from onefold.step.engine import Engine
+from onefold.update.optimizer import PartitionedOptimizer
 from onefold.update.optimizers import Optimizers, optimizers_in
 from onefold.update.state import SegmentState, packed, unpack
 
@@ -48,25 +48,29 @@ class FullOptimizerState:
     """The whole state of an optimizer, for the length of a block.
 
     Args:
-        context: this process's part of the run.
+        engine: the devices of this process.
     """
 
-    def __init__(self, context: StepContext) -> None:
-        self._context, self._update = context, context.update
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._left: Mapping[Any, Any] | None = None
         """What the script has left, if it is still to be handed out."""
         self.is_read = any(map(_has_methods, optimizers_in(self._update.optimizer).values()))
         """Whether the optimizers have methods of their own, which may look at their state."""
+
+    @property
+    def _update(self) -> PartitionedOptimizer:
+        return self._engine.context.update
 
     def show(self) -> None:
         """Have the script see the whole state on every device; called on all of them."""
         several = isinstance(self._update.optimizer, Optimizers)
         # Several have theirs in one place, and each is to see its own. And a process that owns all
         # of a small model has its state whole, but must meet the others, which have none.
-        if self._update.is_undivided and not (self._context.with_others or several):
+        if self._update.is_undivided and not (self._engine.context.with_others or several):
             self._update.view.is_whole = True
             return
-        context = self._context
+        context = self._engine.context
         own: torch.Tensor | str
         try:
             own = packed(self._update.optimizer_states())
@@ -85,7 +89,7 @@ class FullOptimizerState:
         """Have nobody see it any more, and keep what has become of it."""
         self._update.adopt_assigned()
         self._left = self._update.view.hide(undivided=self._update.is_undivided)
-        if not self._context.with_others:
+        if not self._engine.context.with_others:
             # Also where the block has failed, as parameters stay changed as well.
             self.adopt_from_lead()
 
@@ -95,10 +99,10 @@ class FullOptimizerState:
         if left is None:
             return
         numbers = range(len(self._update.storage.segments))
-        made = packed([*self._update.cut(left, numbers)]) if self._context.leads else None
+        made = packed([*self._update.cut(left, numbers)]) if self._engine.context.leads else None
         make = None if made is None else lambda device: made
         self._update.replace_states(
-            unpack(self._context.exchange.transport.scatter_from_lead(make))
+            unpack(self._engine.context.exchange.transport.scatter_from_lead(make))
         )
 
     def _joined(self, states: list[SegmentState]) -> dict[torch.Tensor, dict[str, Any]]:
@@ -136,19 +140,22 @@ class Modifying:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._agreement, self._placement = engine.agreement, engine.placement
-        self._context, self._held = engine.context, ExitStack()
-        self._private = self._context.exchange.memory.is_common and not self._context.leads
-        """Whether this process must not write to the memory that its parameters lie in."""
-        self._state = FullOptimizerState(self._context)
+        self._engine, self._held = engine, ExitStack()
+        self._state = FullOptimizerState(engine)
         self._with_state = False
         self.blocks = 0
         """How many blocks the script has opened so far."""
 
     @property
+    def _private(self) -> bool:
+        """Whether this process must not write to the memory that its parameters lie in."""
+        context = self._engine.context
+        return context.exchange.memory.is_common and not context.leads
+
+    @property
     def number(self) -> int:
         """Which block the script is in, counted from 1; 0 outside of any."""
-        return self.blocks if self._agreement.modifying else 0
+        return self.blocks if self._engine.agreement.modifying else 0
 
     @contextmanager
     def block(self, step: int, *, state: bool | None = None) -> Iterator[None]:
@@ -158,7 +165,7 @@ class Modifying:
             step: the number of the next step.
             state: whether the optimizer's state is there; None if its methods may want it.
         """
-        self._agreement.refuse_inside(Call.CHANGING)
+        self._engine.agreement.refuse_inside(Call.CHANGING)
         self.blocks += 1
         self._with_state = self._state.is_read if state is None else state
         try:
@@ -175,7 +182,7 @@ class Modifying:
         Args:
             step: the number of the next step.
         """
-        if not self._agreement.modifying:
+        if not self._engine.agreement.modifying:
             yield
             return
         self._leave()
@@ -184,12 +191,12 @@ class Modifying:
             yield
         except BaseException:
             # The script may catch it, alone: then it still is in its block.
-            self._agreement.modifying = True
+            self._engine.agreement.modifying = True
             raise
         self._open(step)
 
     def _open(self, step: int) -> None:
-        agreement, first = self._agreement, self._context.first
+        agreement, first = self._engine.agreement, self._engine.context.first
         named = first.parts.named.values()
         if self._private:
             # What this process writes must not reach the common memory, so it gets copies; made
@@ -198,7 +205,7 @@ class Modifying:
             copies = [parameter.data.clone() for parameter in named]
         agreement.start_call(CallDigest(Call.CHANGING, step, arguments=int(self._with_state)))
         agreement.modifying = True
-        self._held.enter_context(self._placement.gathered())
+        self._held.enter_context(self._engine.placement.gathered())
         if self._with_state:
             self._state.show()
         if self._private:
@@ -207,16 +214,20 @@ class Modifying:
 
     def _leave(self) -> None:
         """Drop what this process has written to copies."""
-        self._agreement.modifying = False
+        self._engine.agreement.modifying = False
         self._state.hide()
         if self._private:
-            first = self._context.first
+            first = self._engine.context.first
             with keeping_gradients(first.parts.named.values()):
                 first.attach()
 
     def _settle(self, step: int) -> None:
         """Make the lead's values everybody's."""
-        agreement, context, first = self._agreement, self._context, self._context.first
+        agreement, context, first = (
+            self._engine.agreement,
+            self._engine.context,
+            self._engine.context.first,
+        )
         first.check_places()
         first.buffers.places.check()
         first.buffers.absorb()

@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+from onefold.core.assignment import Devices
+
 __all__ = ["GradientSteps", "Place"]
 
 _log = logging.getLogger("onefold")
@@ -35,11 +37,11 @@ class GradientSteps:
     """Remembers the batch of the last gradient, and where it was given.
 
     Args:
-        on_lead: whether this process has device 0, which alone warns.
+        devices: who takes part; the lead alone warns.
     """
 
-    def __init__(self, *, on_lead: bool) -> None:
-        self._warned = not on_lead
+    def __init__(self, devices: Devices) -> None:
+        self._devices, self._warned = devices, False
         self.forget()
 
     def forget(self) -> None:
@@ -69,7 +71,11 @@ class GradientSteps:
             return False
         if loss != self._loss and not place.block:
             return False
-        if place.blocks - self._blocks_before > _MOST_BLOCKS and not self._warned:
+        if (
+            place.blocks - self._blocks_before > _MOST_BLOCKS
+            and not self._warned
+            and self._devices.has_lead
+        ):
             self._warned = True
             _log.warning(
                 "trainer.gradient has been given the same batch object again, after more than %d "

@@ -174,7 +174,7 @@ class Session:
     def gradients(self) -> GradientSteps:
         """Which calls of `gradient` belong to one step."""
         made: GradientSteps
-        made = load("session.gradient_steps").GradientSteps(on_lead=self.devices.has_lead)
+        made = load("session.gradient_steps").GradientSteps(self.devices)
         return made
 
     def set_shares(self, counts: Sequence[int]) -> None:

@@ -52,7 +52,11 @@ from onefold.update.optimizers import optimizers_in, steps_by_parameter
 __all__ = ["LEAST_SENT_EARLY_BYTES", "assemble", "check_moves", "hold", "take_from_holders"]
 
 LEAST_SENT_EARLY_BYTES = 4 << 20
-"""Parameters of a model whose partial sums are sent stage by stage."""
+"""Parameters of a model whose partial sums are sent stage by stage.
+
+Smaller models are not mirrored either: with ``replicate:state`` each device then updates its own
+partition, as with ``replicate``, and no device has the state of another.
+"""
 
 
 # By identity, as tensors compare by element, and weakly on both sides: nothing here keeps a model

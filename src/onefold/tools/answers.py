@@ -25,7 +25,7 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
     def begin(run: RunView) -> Answers:
         run.resumption = Resumption(
             *(run.engine, run.changes(), run.checkpoints, run.position),
-            on_lead=run.devices.has_lead,
+            run.devices,
         )
         return Answers(run, run.resumption)
 

@@ -51,11 +51,11 @@ from onefold.core.options import RunOptions
 from onefold.core.randomness import derive_seed
 from onefold.core.wire import decode, encode
 from onefold.errors import AuditError
-from onefold.placement.base import Placement
 from onefold.placement.context import StepContext
 from onefold.session.run import RunSetup, RunView
 from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
+from onefold.step.engine import Engine
 from onefold.step.hook import Attempt, Hook, Update
 from onefold.system.child import Child, ChildError, has_idle_cores, on_other_cores
 from onefold.tools.digests import WholeDigest
@@ -113,7 +113,7 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
             for each in run.found:  # the recording tool may start later
                 each(found)
 
-        return Auditor(run.engine.context, run.engine.placement, options, note)
+        return Auditor(run.engine, options, note)
 
     return begin
 
@@ -122,8 +122,7 @@ class Auditor(Hook):
     """Audits a share of all shards; all devices make the same calls.
 
     Args:
-        context: this process's part of the run.
-        placement: where the model lies.
+        engine: the devices of this process.
         options: say how large a share, and whether a run goes on after a transient fault.
         note: called with each fault, and once if the run's own process takes over.
     """
@@ -133,12 +132,11 @@ class Auditor(Hook):
 
     def __init__(
         self,
-        context: StepContext,
-        placement: Placement,
+        engine: Engine,
         options: RunOptions,
         note: Callable[[WrongResult | SameProcess], None],
     ) -> None:
-        self._context, self._placement = context, placement
+        self._engine = engine
         self._rate, self._heals, self._note = options.audit, options.on_corruption == "heal", note
         self._step = 0
         self._digests = WholeDigest(())
@@ -147,11 +145,20 @@ class Auditor(Hook):
         self._healed = -1
         """The last step that was computed again."""
         self._warned = False
-        self._forks = context.alone and context.first.device.type == "cpu"
-        """Whether a child of this process is the other device."""
+        self._child_failed = False
         self._early: Child | None = None
         """Computes the audited shards of the step while this process does."""
         self._began, self._limit_s = 0.0, self.least_limit_s
+
+    @property
+    def _context(self) -> StepContext:
+        return self._engine.context
+
+    @property
+    def _forks(self) -> bool:
+        """Whether a child of this process is the other device."""
+        alone = self._context.alone and self._context.first.device.type == "cpu"
+        return alone and not self._child_failed
 
     def task(self, task: ShardTask) -> ShardTask:
         """Digest all gradients of the audited shards."""
@@ -312,7 +319,7 @@ class Auditor(Hook):
     ) -> dict[int, list[tuple[int, str]]]:
         """What each device of this process computes of its share of some shards."""
         own = {}
-        with self._placement.gathered():
+        with self._engine.placement.gathered():
             for replica in self._context.replicas:
                 shards = [shard for shard, device in who.items() if device == replica.number]
                 own[replica.number] = self._computed(replica, shards, batch, task)
@@ -335,7 +342,7 @@ class Auditor(Hook):
             return None
 
     def _stay_here(self, error: ChildError) -> None:
-        self._forks, told = False, SameProcess(self._step, str(error))
+        self._child_failed, told = True, SameProcess(self._step, str(error))
         self._note(told)
         _log.warning("%s", told)
 

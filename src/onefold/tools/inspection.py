@@ -83,7 +83,7 @@ class Inspector(Hook):
         datasets: Mapping[int, Any],
     ) -> None:
         self._asked = asked
-        self._engine, self._datasets, self._leads = engine, datasets, engine.context.leads
+        self._engine, self._datasets = engine, datasets
         if self._asked.after:
             position.step = self._asked.after
         if engine.rules.scale is not None and self._asked.scale:
@@ -120,12 +120,12 @@ class Inspector(Hook):
             with self._engine.placement.gathered():
                 tensors = named_tensors(self._engine.context.module)
                 detached = {name: tensor.detach() for name, tensor in tensors.items()}
-                if self._leads:
+                if self._engine.context.leads:
                     self._found.parameters[number] = tensor_digests(detached)
 
     def note(self, step: Step) -> None:
         """Compare a step that is done with the record."""
-        if self._leads:
+        if self._engine.context.leads:
             self._compare(step.number, step.outcome)
 
     def inspect_step(self, batch: ShardedBatch, number: int, name: str) -> None:
@@ -144,12 +144,12 @@ class Inspector(Hook):
         task, outcome = engine.inspect_step(batch, number, name=name)
         found.name, found.samples = name, batch.samples
         with engine.placement.gathered():
-            if self._leads:
+            if self._engine.context.leads:
                 self._compare(number, outcome)
                 self._note_step(outcome)
             with keeping_gradients(engine.context.parts.trained.values()):
                 rows = self._look_at_shards(batch, task, outcome)
-            if self._leads:
+            if self._engine.context.leads:
                 found.shards = sorted(rows, key=lambda each: each.shard)
                 found.shards = [_with_first(each, found.shards) for each in found.shards]
                 self._hand_out(batch, number, name)

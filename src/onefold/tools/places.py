@@ -28,12 +28,12 @@ class Places(Hook):
     """
 
     def __init__(self, run: RunView, places: Progress) -> None:
-        self._position, self._places, self._rank = run.position, places, run.context.rank
+        self._position, self._places, self._seat = run.position, places, run.devices.seats[0]
         self._note()
         for replica in run.engine.context.replicas:
-            replica.note_shard = partial(places.set_shard, self._rank)
-        run.engine.agreement.note_call = partial(places.set_call, self._rank)
-        run.batches.note_reading = partial(places.set_reading, self._rank)
+            replica.note_shard = partial(places.set_shard, self._seat)
+        run.engine.agreement.note_call = partial(places.set_call, self._seat)
+        run.batches.note_reading = partial(places.set_reading, self._seat)
 
     def call(self, asked: ScriptCall, make: Make) -> Any:
         """Note the step anew where the script has had the run go on from elsewhere."""
@@ -49,4 +49,4 @@ class Places(Hook):
             self._note()
 
     def _note(self) -> None:
-        self._places.set_step(self._rank, self._position.step + 1)
+        self._places.set_step(self._seat, self._position.step + 1)

@@ -37,7 +37,7 @@ class Profile(Hook):
 
     def __init__(self, folder: Path, devices: Devices, watches: Mapping[int, Stopwatch]) -> None:
         self._group = devices.trainer
-        self._part = TimelinePart(folder, f"{devices.trainer}-{devices.own[0]}")
+        self._part = TimelinePart(folder, f"{devices.trainer}-{devices.seats[0]}")
         self._origins = {number: _origin(watch) for number, watch in watches.items()}
         # The last step and its spans, while the GPU may still be at work on them.
         self._held: tuple[int, Mapping[int, Sequence[Span]]] = 0, {}

@@ -39,12 +39,11 @@ class StepCalls(Hook):
             raise TypeError(
                 f"on_step expects a function that takes a step, got {type(observe).__name__}"
             )
-        if self._devices.has_lead:
-            self._functions.append(observe)
+        self._functions.append(observe)
 
     def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
         """Call the functions with a step."""
-        if self._functions:
+        if self._functions and self._devices.has_lead:
             with forked_generators(*self._devices.own_devices.values()):
                 for tell in self._functions:
                     tell(step)

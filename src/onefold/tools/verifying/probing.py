@@ -34,8 +34,8 @@ class ProbeHook(Hook):
     """
 
     def __init__(self, run: RunView, options: VerifyOptions) -> None:
-        self._engine, devices = run.engine, run.devices
-        self._probe = Probe(options, devices.trainer) if devices.has_lead else None
+        self._engine, self._devices = run.engine, run.devices
+        self._probe = Probe(options, run.devices.trainer)
         self._steps, self._done = options.steps, 0
         self._observe(None)
 
@@ -48,7 +48,7 @@ class ProbeHook(Hook):
 
     def _observe(self, loss: float | None) -> None:
         with self._engine.placement.gathered():
-            if self._probe is not None:
+            if self._devices.has_lead:
                 self._probe.observe(self._done, self._engine.context.module, loss)
 
 
