@@ -26,7 +26,7 @@ def test_options_that_make_no_sense_are_refused_by_name() -> None:
         ),
         (
             {"placement": "most"},
-            "^expected placement to be one of replicate, .*, partition, .*, offload, got 'most'$",
+            "^expected placement to be one of replicate, .*, partition, .*, got 'most'$",
         ),
         ({"placement": "pipeline:1"}, "^expected placement .* .pipelines of N devices, 2 or more"),
         ({"placement": "pipeline:"}, "^expected placement to be one of"),

@@ -93,7 +93,7 @@ def test_a_placement_is_a_type_and_a_row(monkeypatch: pytest.MonkeyPatch) -> Non
     assert simulate(trained, 1, placement="dict") == replicated
     spoiled = simulate(partial(trained, spoils=True), 1, placement="dict")
     assert spoiled == replicated, "what is in the dict counts"
-    with pytest.raises(ValueError, match=r"offload, dict .one device, .*, got 'list'$"):
+    with pytest.raises(ValueError, match=r", dict .one device, .*, got 'list'$"):
         RunOptions(placement="list")
     with pytest.raises(ValueError, match=r"compiled code is not tried here\. Leave out compile"):
         RunOptions(placement="dict").check_combination(compile=True)

@@ -110,12 +110,12 @@ def test_the_guides_describe_all_forms() -> None:
 
 
 def test_no_other_module_lists_placements() -> None:
-    """But for examples of options, the noun in an error, and the choice of `onefold shares`."""
+    """But for examples of options, the noun in an error, and the choice of `onefold plan`."""
     named = re.compile(rf"""["']({"|".join(PLACEMENTS)})(?::\w+)?["']""")
     found = {
         module
         for module, path in modules()
         if room_of(module) not in ("placement", "jobs") and named.search(path.read_text())
     }
-    core = {f"onefold.core.{name}" for name in ("placements", "options", "partition")}
+    core = {f"onefold.core.{name}" for name in ("placements", "options", "shard")}
     assert found == core | {"onefold.cli.main"}
