@@ -7,8 +7,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,37 +29,6 @@ def fork(call: Callable[[], object]) -> int:
         finally:
             os._exit(1)
     return child
-
-
-@contextmanager
-def somebody_else(call: Callable[..., object], path: Path, *arguments: Any) -> Iterator[None]:
-    """While it lasts, a process of another user that has made a call; of this one where not root.
-
-    Args:
-        call: what it does first; it keeps what that has opened.
-        path: its first argument; all folders above are opened for others to pass.
-        arguments: more of them.
-    """
-    if os.geteuid() == 0:
-        for folder in path.parents[:-2]:
-            folder.chmod(folder.stat().st_mode | 0o011)
-    ready, said = os.pipe()
-
-    def main() -> None:
-        kept = call(path, *arguments)
-        os.write(said, b"1")
-        signal.pause()
-        del kept
-
-    child = fork(main)
-    os.close(said)
-    try:
-        assert os.read(ready, 1), "it has failed, see above"
-        yield
-    finally:
-        os.close(ready)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 @contextmanager

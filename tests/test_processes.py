@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.started import StartedRun
 from tests.warm import SCRIPTS
 
 LIMIT_S = 300
@@ -21,27 +22,8 @@ pytestmark = [
 ]
 
 
-class Run:
-    """``onefold run`` of the script with a fault."""
-
-    def __init__(self, folder: Path, *fault: str, options: tuple[str, ...] = ()) -> None:
-        self.errors, self.output = folder / "stderr", folder / "stdout"
-        command = [sys.executable, "-m", "onefold", "run", "--devices", "cpu:3", *options]
-        with self.output.open("wb") as out, self.errors.open("wb") as err:
-            self.process = subprocess.Popen(
-                [*command, str(SCRIPTS / "faulty.py"), *fault],
-                stdout=out,
-                stderr=err,
-                env={**os.environ, "TMPDIR": str(folder)},
-                start_new_session=True,
-                # Or a test run that was started in the background hands on that Ctrl-C is ignored.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
-
-    def wait_until_ready(self) -> None:
-        while b"ready" not in self.output.read_bytes():
-            assert self.process.poll() is None, self.errors.read_text()
-            time.sleep(0.05)
+class Run(StartedRun):
+    """A run of the script with a fault."""
 
     def workers(self) -> list[int]:
         """Process ids of the devices, in their order."""
@@ -61,7 +43,9 @@ def run(tmp_path: Path) -> Iterator[Start]:
     started: list[Run] = []
 
     def start(*fault: str, options: tuple[str, ...] = ()) -> Run:
-        started.append(Run(tmp_path, *fault, options=options))
+        started.append(
+            Run(tmp_path, ["--devices", "cpu:3", *options], [str(SCRIPTS / "faulty.py"), *fault])
+        )
         return started[-1]
 
     yield start

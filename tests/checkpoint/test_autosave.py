@@ -3,10 +3,9 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,32 +15,16 @@ from onefold.cli.main import main
 from onefold.core.placements import described
 from onefold.record import FILE
 from tests.checkpoint.folders import steps_in
+from tests.started import StartedRun
 from tests.tables import for_each
+from tests.warm import SCRIPTS
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "stopped.py"
+SCRIPT = str(SCRIPTS / "stopped.py")
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("faults")]
 
 
-class Run:
-    """``onefold run`` of the script, with what it says."""
-
-    def __init__(self, folder: Path, options: list[str], arguments: Sequence[str]) -> None:
-        self.output, self.errors = folder / "stdout", folder / "stderr"
-        with self.output.open("wb") as out, self.errors.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "onefold", "run", *options, str(SCRIPT), *arguments],
-                stdout=out,
-                stderr=err,
-                env={**os.environ, "TMPDIR": str(folder)},
-                start_new_session=True,
-                # Or a test run that was started in the background hands on that Ctrl-C is ignored.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
-
-    def wait_until_ready(self) -> None:
-        while b"ready" not in self.output.read_bytes():
-            assert self.process.poll() is None, self.errors.read_text()
-            time.sleep(0.02)
+class Run(StartedRun):
+    """A run of the script, with what it says."""
 
     def finish(self) -> tuple[int, str, str]:
         """Exit code, the last line of output, and what stands on the screen besides."""
@@ -57,12 +40,12 @@ class Runs:
 
     def start(self, *arguments: str, devices: int = 2, options: str = "--save-every 3") -> Run:
         whole = ["--devices", f"cpu:{devices}", "--checkpoint", str(self.directory)]
-        self.started.append(Run(self.folder, [*whole, *options.split()], arguments))
+        self.started.append(Run(self.folder, [*whole, *options.split()], [SCRIPT, *arguments]))
         return self.started[-1]
 
     def whole(self, steps: int) -> str:
         """The fingerprint of a run that nobody stops."""
-        run = Run(self.folder, ["--devices", "cpu:1"], ["steps", "0", str(steps)])
+        run = Run(self.folder, ["--devices", "cpu:1"], [SCRIPT, "steps", "0", str(steps)])
         self.started.append(run)
         code, fingerprint, errors = run.finish()
         assert (code, errors) == (0, "")
@@ -196,7 +179,7 @@ def test_bad_options_are_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a-file").touch()
-    monkeypatch.setattr(sys, "argv", ["onefold", "run", *options.split(), str(SCRIPT)])
+    monkeypatch.setattr(sys, "argv", ["onefold", "run", *options.split(), SCRIPT])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

@@ -1,0 +1,31 @@
+"""``onefold run`` as a process of its own, which a test stops, kills or waits for."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class StartedRun:
+    """``onefold run`` with some options, of a script and its arguments."""
+
+    def __init__(self, folder: Path, options: Sequence[str], script: Sequence[str]) -> None:
+        self.output, self.errors = folder / "stdout", folder / "stderr"
+        with self.output.open("wb") as out, self.errors.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "onefold", "run", *options, *script],
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "TMPDIR": str(folder)},
+                start_new_session=True,
+                # A test run that was started in the background passes on that Ctrl-C is ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+
+    def wait_until_ready(self) -> None:
+        while b"ready" not in self.output.read_bytes():
+            assert self.process.poll() is None, self.errors.read_text()
+            time.sleep(0.02)
