@@ -162,7 +162,7 @@ def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
         ("--checkpoint c --grace-period 0", "expected the grace period to be more than 0, got 0.0"),
         (
             "--offload-dir .",
-            "home='.' cannot be combined with placement replicate, because every",
+            "offload_dir='.' cannot be combined with placement replicate, because every",
         ),
         (
             "--placement offload --offload-dir a-file",
