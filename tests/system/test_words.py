@@ -40,7 +40,7 @@ COMMANDS: Any = get_command(app)
 COMMAND = re.compile(
     rf"(onefold ({'|'.join(COMMANDS.list_commands(None))})|--runs|truncate)( [^.;:,()]*)?$"
 )
-NO_PATHS = {"at", "job.name", "job", "where", "other", "what", "_EXAMPLES[job.name]"}
+NO_PATHS = {"at", "job.name", "job", "where", "other", "what", "job.example"}
 
 
 def values_in_commands(tree: ast.AST) -> Iterator[tuple[int, str]]:
