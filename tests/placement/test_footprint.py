@@ -92,10 +92,10 @@ def test_whole_sums_take_more_than_stages(
 ) -> None:
     """On cards, of which a device has two shards at most, and so one partial sum."""
     module = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
-    made, target = optimizer(module.parameters(), lr=0.1), tmp_path / "shares"
+    made, target = optimizer(module.parameters(), lr=0.1), tmp_path / "plan"
     context = LaunchContext(
         devices=("cuda:0",),
-        options=RunOptions(tools={"shares": {"path": str(target), "devices": [2, 3]}}),
+        options=RunOptions(tools={"plan": {"path": str(target), "devices": [2, 3]}}),
     )
     user = UserParts.of(module, made, lambda *_: None, None)
     start = RunSetup(
