@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from onefold.placement.offload import Offloaded
 from onefold.system import allocator
-from onefold.system.allocator import MmapAllocator, TensorAllocator
+from onefold.system.allocator import TensorAllocator
+from onefold.system.file_memory import MmapAllocator
 
 __all__ = ["TwoMemories", "apart"]
 

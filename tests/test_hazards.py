@@ -73,10 +73,10 @@ WRITES_OR_REMOVES = """
     tools/inspection.py open: a new file for a bundle, or the terminal of whoever asks
     record/frames.py os.ftruncate: a record that begins as ours do, after its last whole frame
     launcher/launch.py tempfile.TemporaryFile: without a name
-    system/allocator.py os.ftruncate: memory without a name
+    system/file_memory.py os.ftruncate: memory without a name
     system/folder_lock.py self._path.unlink: our lock, while it is held, and is still that file
-    system/allocator.py os.ftruncate: longer, of our own file without a name
-    system/allocator.py tempfile.TemporaryFile: without a name, in the home that was named
+    system/file_memory.py os.ftruncate: longer, of our own file without a name
+    system/file_memory.py tempfile.TemporaryFile: without a name, in the home that was named
     launcher/membership.py os.fdopen: a copy of stderr
     launcher/run_status.py os.ftruncate: memory without a name
     exchange/progress.py os.ftruncate: memory without a name
@@ -88,7 +88,7 @@ WRITES_OR_REMOVES = """
     launcher/foreign_launchers.py os.open: the terminal, only to learn whether there is one
     launcher/worker.py os.fdopen: the function's result, into the launcher's unnamed file
     system/safe_files.py aside.unlink: the file that was just made
-    data_order/workers.py os.open: the null device, to learn its number
+    data_order/worker_processes.py os.open: the null device, to learn its number
     system/child.py open: the null device, in the place of a child's output
     system/safe_files.py os.fdopen: the same; or reads
     system/safe_files.py (self.path / _MARK).write_bytes: in the private folder that was just made
@@ -157,7 +157,7 @@ WAITS = """
     system/folder_lock.py time.sleep: in a loop with a limit
     exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
     exchange/mailbox.py poller.poll: for part of the limit
-    data_order/workers.py time.sleep: until the batch before is taken, for which there is a limit
+    data_order/worker_processes.py time.sleep: twenty milliseconds at a time, as the limit says
     launcher/workers.py connection.wait: for part of a limit, or while workers run, signals noticed
     launcher/workers.py self._process.wait: for what the kernel has said to have ended
     testing/scheduler.py thread.join: each device ends, or is made to

@@ -22,6 +22,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("data_order/test_samplers.py", "_PART_BATCHES"): "a part of an order is 131,072 samples long",
     ("test_compile.py", "_MANY_SHAPES"): "the real number takes many compilations",
     ("test_compile.py", "_SHAPES"): "the real number takes many compilations",
+    ("tools/test_registry.py", "_progress"): "trainers of earlier tests would be compared too",
+    ("tools/test_registry.py", "_trainers"): "each of its runs counts trainers anew",
     ("tools/verifying/compared.py", "_progress"): "trainers of earlier tests would be compared too",
     ("tools/verifying/test_verifying.py", "_LONGEST"): "the real limit is 100,000 steps",
     ("warm.py", "_pid"): "Python's, of a process that it believes to have started",

@@ -32,7 +32,6 @@ from onefold.data_order.loader import Loader
 from onefold.data_order.reader import Collate, SizedDataset, as_it_is
 from onefold.exchange.memory import Memory
 from onefold.launcher.environment import current_context
-from onefold.passes.collectives import broadcast, gather, model_digests, written
 from onefold.session.session import Session
 from onefold.session.user_parts import GivenOptimizer, GivenScheduler, UserParts
 from onefold.shard.replica import LossFunction
@@ -675,7 +674,7 @@ class Trainer:
         """
         session = self._session
         with session.telling_others():
-            text = written(value) if session.devices.has_lead else None
+            text = load("passes.collectives").written(value) if session.devices.has_lead else None
             return session.result("trainer.broadcast", partial(self._broadcast, text))
 
     def gather(self, value: object) -> list[Any]:
@@ -702,7 +701,7 @@ class Trainer:
         """
         session = self._session
         with session.telling_others():
-            text = written(value)
+            text = load("passes.collectives").written(value)
             return session.result("trainer.gather", partial(self._gather, text))
 
     def fork_rng(self) -> AbstractContextManager[None]:
@@ -737,7 +736,7 @@ class Trainer:
         (16, False)
         """
         session = self._session
-        digests = partial(model_digests, session.engine, self.steps + 1)
+        digests = partial(load("passes.collectives").model_digests, session.engine, self.steps + 1)
         with session.telling_others():
             return session.result("trainer.fingerprint", lambda: fingerprint_of(digests()))
 
@@ -861,12 +860,14 @@ class Trainer:
     def _broadcast(self, text: bytes | None) -> Any:
         session = self._session
         session.engine.agree(CallDigest(Call.BROADCAST, self.steps + 1))
-        return broadcast(session.engine.context.exchange, text)
+        return load("passes.collectives").broadcast(session.engine.context.exchange, text)
 
     def _gather(self, text: bytes) -> list[Any]:
         session = self._session
         session.engine.agree(CallDigest(Call.GATHER, self.steps + 1))
-        return gather(session.engine.context.exchange, dict.fromkeys(session.devices.own, text))
+        own = dict.fromkeys(session.devices.own, text)
+        found: list[Any] = load("passes.collectives").gather(session.engine.context.exchange, own)
+        return found
 
 
 def _dropped(reference: weakref.ref[Session], memory: Memory) -> None:

@@ -6,14 +6,9 @@ import pytest
 import torch
 
 from onefold.core.mean import Mean, Sum
-from onefold.core.values import (
-    MOST,
-    ShardValues,
-    names_of,
-    read_values,
-    split,
-    with_values_detached,
-)
+from onefold.core.results import split
+from onefold.core.storage import MOST
+from onefold.core.values import ShardValues, names_of, read_values, with_values_detached
 from onefold.errors import DisagreementError, LossError
 
 HERE = "step 7, shard 3"

@@ -14,7 +14,7 @@ import torch
 
 from onefold.core.shard import Shares
 from onefold.data_order.reader import Answer, BadSample, Request
-from onefold.data_order.workers import Sending
+from onefold.data_order.worker_processes import Sending
 from tests.tables import for_each
 
 REQUEST = Request(0, 2, 8, 24, Shares((1,)), (0,), 0, None, {0: [*range(8)]}, {}, -1)

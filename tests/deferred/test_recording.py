@@ -15,7 +15,7 @@ from torch import nn
 
 from onefold.deferred.access import deferred_of
 from onefold.deferred.recording import Recording
-from onefold.system.allocator import SparseAllocator
+from onefold.system.file_memory import SparseAllocator
 from onefold_jobs.models.resnet import resnet18
 from tests.tables import for_each
 

@@ -17,7 +17,7 @@ from onefold.deferred.access import deferred_of
 from onefold.deferred.recipe import Recipe, RecordedCall, Reference, View
 from onefold.deferred.values import DeferredValues, defer
 from onefold.placement.distribute import values_of_entry
-from onefold.system.allocator import SparseAllocator
+from onefold.system.file_memory import SparseAllocator
 from tests.tables import for_each
 
 SHAPE = (40, 50)

@@ -30,7 +30,8 @@ from onefold.exchange.shared import SharedTransport
 from onefold.exchange.stage_exchange import GradientSend
 from onefold.exchange.transport import Transport
 from onefold.launcher.environment import current_context
-from onefold.system.allocator import DEFAULT_ALLOCATOR, MmapAllocator, TensorAllocator
+from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
+from onefold.system.file_memory import MmapAllocator
 
 SHARDS = 7
 BUFFERS = {

@@ -9,7 +9,8 @@ import onefold
 from onefold.errors import RunFailed
 from onefold.exchange.joining import exchange_over
 from onefold.exchange.transport import LocalTransport
-from onefold.system.allocator import DEFAULT_ALLOCATOR, MmapAllocator
+from onefold.system.allocator import DEFAULT_ALLOCATOR
+from onefold.system.file_memory import MmapAllocator
 from onefold.testing import Fault, outcomes, simulate
 from tests.exchange.contract import (
     CALLS,

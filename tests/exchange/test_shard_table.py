@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from onefold.core.flat import FlatTensors, lay_out
-from onefold.core.storage import Storage
-from onefold.core.values import MOST, ChangedBuffers, ShardResult, ShardValues
+from onefold.core.results import ChangedBuffers, ShardResult
+from onefold.core.storage import MOST, Storage
+from onefold.core.values import ShardValues
 from onefold.exchange.shard_table import ShardTable
 from tests.exchange.together import CPU
 

@@ -5,45 +5,53 @@ object by number of devices: fingerprints, and the modules imported so far, with
 """
 
 import ast
+import hashlib
 import importlib.abc
 import json
 import os
 import sys
 from pathlib import Path
 
-REFUSED = (
-    *("cli", "integrations", "jobs", "testing", "weights", "losses", "record", "checkpoint"),
-    "worker",
-    *("placement.partitioned", "placement.offload", "placement.pipeline", "placement.parameters"),
-    *(
-        "placement.stage_buffers",
-        "exchange.others",
-        "exchange.collective_memory",
-        "exchange.collective",
-    ),
-    *("step.joint", "step.rows", "step.microbatch", "shard.gather", "shard.compiling"),
-    *("shard.operations", "shard.advice", "session.script_updates"),
-    *("data_order.stream", "data_order.from_dataloader", "core.averaging"),
-    *("passes.averaged", "passes.evaluation", "passes.modifying", "passes.statistics"),
-    *("system.caches", "system.output", "watch.launches", "launcher.devices"),
-    *("launcher.launch", "launcher.worker", "launcher.workers"),
-    "tools",
+REFUSED: tuple[str, ...] = (
+    *("cli", "files", "integrations", "testing", "weights", "losses", "record"),
+    *("checkpoint", "passes", "worker", "core.averaging", "core.gathering", "core.values"),
+    *("data_order.from_dataloader", "data_order.stream", "data_order.worker_processes"),
+    *("deferred.recipe", "deferred.recording", "deferred.values", "exchange.collective"),
+    *("exchange.collective_memory", "launcher.devices", "launcher.launch", "launcher.worker"),
+    *("launcher.workers", "placement.distribute", "placement.footprint", "placement.offload"),
+    *("placement.parameters", "placement.partitioned", "placement.pipeline"),
+    *("placement.stage_buffers", "session.build", "session.gradient_steps"),
+    *("session.script_updates", "shard.advice", "shard.compiling", "shard.gather"),
+    *("shard.operations", "step.joint", "step.microbatch", "step.rows", "system.background"),
+    *("system.caches", "system.capacity", "system.child", "system.output", "system.tensor_file"),
+    *("tools", "update.state", "watch.launches", "watch.timeline"),
 )
 """Packages and modules below onefold that a plain run must do without."""
-ALLOWED = ("tools.registry", "tools.step_calls", "tools.checkpoints")
-"""Modules of these that it needs."""
+NEEDED: tuple[str, ...] = ("tools", "tools.registry", "tools.step_calls", "tools.checkpoints")
+"""Those of them that every run has: the list of tools, and two of them."""
+WITH_OTHERS = (
+    *("exchange.connections", "exchange.group", "exchange.mailbox", "exchange.others"),
+    *("exchange.sealing", "exchange.shared", "launcher.foreign_launchers"),
+)
+"""What several processes need in addition."""
+FOR_HANGS = ("launcher.hang", "launcher.stacks", "tools.host_watch", "tools.places")
+"""Hang reports, which every run of several processes makes."""
 
 
 class Refusing(importlib.abc.MetaPathFinder):
     """Raises if a module outside the kernel is imported, and names the line that asks for it."""
 
+    def __init__(self) -> None:
+        self._needed = NEEDED
+        self._refused = REFUSED
+        if "RANK" in os.environ:
+            self._needed += (*WITH_OTHERS, *FOR_HANGS)
+        else:
+            self._refused += (*WITH_OTHERS, *FOR_HANGS)
+
     def find_spec(self, name: str, path: object, target: object = None) -> None:
         own = name.removeprefix("onefold.")
-        if (
-            own in ALLOWED
-            or own == "tools"
-            or not any(own == each or own.startswith(f"{each}.") for each in REFUSED)
-        ):
+        if own in self._needed or not any(f"{own}.".startswith(f"{n}.") for n in self._refused):
             return
         frame = sys._getframe(1)
         while "importlib" in frame.f_code.co_filename and frame.f_back is not None:
@@ -94,9 +102,9 @@ def train(devices: int) -> str:
     trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1, devices=chosen)
     for batch in trainer.loader(data, batch_size=11, shuffle=True):
         trainer.step(batch)
-    found = trainer.fingerprint()
     trainer.close()
-    return found
+    values = [tensor.numpy().tobytes() for tensor in model.state_dict().values()]
+    return hashlib.sha256(b"".join(values)).hexdigest()
 
 
 def main() -> None:
@@ -113,4 +121,5 @@ def main() -> None:
     print(json.dumps({"fingerprints": found, "modules": modules}))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -10,13 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from onefold.system.allocator import (
-    DEFAULT_ALLOCATOR,
-    MmapAllocator,
-    SparseAllocator,
-    naming_limits,
-    new_disk_file,
-)
+from onefold.system.allocator import DEFAULT_ALLOCATOR
+from onefold.system.file_memory import MmapAllocator, SparseAllocator, naming_limits, new_disk_file
 from tests.tables import for_each
 
 PAGE = mmap.PAGESIZE

@@ -15,7 +15,7 @@ import torch
 
 import onefold
 from onefold import RunOptions
-from onefold.core.values import Gradients
+from onefold.core.results import Gradients
 from onefold.errors import AuditError
 from onefold.record.entries import AuditEntry, SameProcessEntry
 from onefold.shard import replica

@@ -13,7 +13,7 @@ from torch import nn
 import onefold
 from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
-from onefold.system.allocator import MmapAllocator
+from onefold.system.file_memory import MmapAllocator
 from tests.apart import TwoMemories, apart
 from tests.bits.large import GPT, TOKENS
 from tests.inside import engine_in

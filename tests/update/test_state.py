@@ -9,17 +9,11 @@ from onefold.core.averaging import AverageRule
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.storage import cut_segments
 from onefold.system.allocator import DEFAULT_ALLOCATOR
-from onefold.system.tensor_file import DTYPES
+from onefold.system.dtypes import DTYPES
+from onefold.update.averages import Averages
+from onefold.update.segment_state import SegmentState
 from onefold.update.staging import Staging
-from onefold.update.state import (
-    Averages,
-    SegmentState,
-    check_saved,
-    pack,
-    packed,
-    take_apart,
-    unpack,
-)
+from onefold.update.state import check_saved, pack, packed, take_apart, unpack
 from tests.step.assembled import bytes_of
 from tests.tables import for_each
 

@@ -29,9 +29,12 @@ from onefold.core.settings import added_up_in
 from onefold.core.storage import Storage
 from onefold.errors import CheckpointError
 from onefold.system.allocator import TensorAllocator
-from onefold.system.tensor_file import DTYPES, TensorParts
+from onefold.system.dtypes import DTYPES
+from onefold.system.tensor_file import TensorParts
+from onefold.update.averages import AVERAGE
 from onefold.update.optimizer import MASTER
-from onefold.update.state import AVERAGE, SegmentState, check_saved, packed, take_apart
+from onefold.update.segment_state import SegmentState
+from onefold.update.state import check_saved, packed, take_apart
 
 __all__ = [
     "VALUES",

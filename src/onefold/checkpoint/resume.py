@@ -53,8 +53,9 @@ from onefold.passes.collectives import agreed_digests, broadcast, written
 from onefold.placement.context import StepContext
 from onefold.step.engine import Engine
 from onefold.system.background import Background
+from onefold.update.averages import AVERAGE
 from onefold.update.scheduler import RunScheduler
-from onefold.update.state import AVERAGE, unpack
+from onefold.update.state import unpack
 
 if TYPE_CHECKING:
     from onefold.record.entries import Entry

@@ -54,15 +54,8 @@ from onefold.placement.context import StepContext
 from onefold.step.engine import Engine
 from onefold.system.background import Background
 from onefold.system.tensor_file import Bytes, TensorParts
-from onefold.update.state import (
-    JoinedState,
-    SegmentState,
-    described,
-    join,
-    pack,
-    read_described,
-    unpack,
-)
+from onefold.update.segment_state import SegmentState
+from onefold.update.state import JoinedState, described, join, pack, read_described, unpack
 
 __all__ = ["LeadWork", "Saving"]
 

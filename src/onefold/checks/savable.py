@@ -10,7 +10,7 @@ import torch
 from onefold.core.flat import named_tensors, own_name
 from onefold.deferred.access import ResidentError
 from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX
-from onefold.system.tensor_file import DTYPES
+from onefold.system.dtypes import DTYPES
 
 __all__ = ["is_saved_as_it_is", "readable", "sorted_values", "state_of"]
 

@@ -28,9 +28,19 @@ from onefold.core.flat import Chunk, Layout, Segment, aligned
 from onefold.core.fold import max_blocks
 from onefold.core.settings import added_up_in
 from onefold.core.stages import StageLayout, Stages
-from onefold.core.values import MOST
 
-__all__ = ["Frozen", "Storage", "cut_chunks", "cut_partitions", "cut_segments", "divides_evenly"]
+__all__ = [
+    "MOST",
+    "Frozen",
+    "Storage",
+    "cut_chunks",
+    "cut_partitions",
+    "cut_segments",
+    "divides_evenly",
+]
+
+MOST = 32
+"""The most numbers beside the loss of a shard; a value of several terms has one for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,49 +1,19 @@
-"""The worker processes that read ahead for a pass, and how they send what they have read.
-
-`Requests` has the batches of a pass that are to be read. `Sending` looks whether a worker can send
-what it has read: each tensor goes by a descriptor of its memory.
-
-Note: when descriptors run out
-------------------------------
-A process may have so many files open. A worker that has no descriptor left to hand its tensors over
-does not fail: the thread that hands them over tries again for ever, and whoever wants them waits
-for ever, where no limit of ours holds. So the limit is raised as far as this process may, and a
-worker looks at what is left before it sends.
-
-Note: garbage of the parent
----------------------------
-A forked worker inherits objects that nobody refers to but in a circle. To collect one that owns
-something of a GPU aborts the worker, as a forked process cannot speak to the GPU. So collection is
-off while workers are forked, and each of them sets aside what it has inherited.
-"""
+"""Which batches of a pass are to be read, and whether this process or workers read them."""
 
 from __future__ import annotations
 
-import gc
-import io
-import multiprocessing
-import os
-import resource
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import torch
-from torch.multiprocessing import get_sharing_strategy
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import Dataset
 
+from onefold.core.late import load
 from onefold.core.numbers import check_whole
 from onefold.core.randomness import kept_generators
 from onefold.core.shard import Shares
 from onefold.data_order.order import Order
-from onefold.data_order.reader import Answer, BadSample, Request, one_thread
-from onefold.system.process import ctrl_c_as_before, die_with_parent
-from onefold.system.safe_files import LONGEST_TEMPORARY_PATH
+from onefold.data_order.reader import Answer, Request, one_thread
 
 __all__ = ["Requests", "Workers", "disown"]
 
@@ -66,7 +36,7 @@ class Workers:
         if self.init is not None and not callable(self.init):
             raise TypeError(f"expected worker_init_fn to be a function, got {self.init!r}")
         if self.number:
-            _check_temporary_path(self.number)
+            load("data_order.worker_processes").check_temporary_path(self.number)
 
     def answers(
         self, reader: Dataset[Answer], requests: Requests, *, pin_memory: bool, timeout_s: float
@@ -74,28 +44,10 @@ class Workers:
         """Start the processes, and return the iterator over their answers, which ends them."""
         if not self.number:
             return _read_here(reader, requests)
-        # Of this process, which has all that they send open; the workers inherit it.
-        allow_open_files()
-        loader = DataLoader(
-            reader,
-            # Requests are whole batches already.
-            batch_size=None,
-            sampler=requests,
-            num_workers=self.number,
-            # What is called with each answer before it is sent.
-            collate_fn=Sending(),  # type: ignore[arg-type]  # of answers, not of lists
-            worker_init_fn=_Tied(self.context, self.init),
-            # Persistent workers would keep the data set as it was in the first pass.
-            persistent_workers=False,
-            pin_memory=pin_memory,
-            timeout=timeout_s,
-            prefetch_factor=self.prefetch,
-            multiprocessing_context=self.context,
-            # Without one, DataLoader would draw a seed from the caller's generator.
-            generator=torch.Generator().manual_seed(0),
-        )
-        with _collecting_nothing():
-            return iter(loader)
+        start = load("data_order.worker_processes").start_workers
+        answers: Iterator[Answer]
+        answers = start(self, reader, requests, pin_memory=pin_memory, timeout_s=timeout_s)
+        return answers
 
 
 def _read_here(reader: Dataset[Answer], requests: Requests) -> Iterator[Answer]:
@@ -104,60 +56,6 @@ def _read_here(reader: Dataset[Answer], requests: Requests) -> Iterator[Answer]:
         with kept_generators(), one_thread():
             answer = reader[request]
         yield answer
-
-
-@contextmanager
-def _collecting_nothing() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-class _Tied:
-    """Ties a worker process to the process that it reads for: it ends with it, and has its dtype.
-
-    A worker that is not forked starts with PyTorch's own default dtype, and would draw other random
-    numbers than ``workers=0`` does.
-
-    Note: the parent is a thread
-    ----------------------------
-    When the kernel kills a process with its parent, the parent is the thread that created the
-    process. If that thread may end before the process does, nothing is asked of the kernel, and
-    PyTorch's workers are left to notice the end by themselves. A fork server is the parent of the
-    processes that it creates, and ends with the process that it serves.
-    """
-
-    def __init__(self, context: Any, init: Callable[[int], object] | None) -> None:
-        # Noted in the process that is read for, and forked or pickled into its workers.
-        self._parent = os.getpid()
-        self._lasting = threading.current_thread() is threading.main_thread()
-        if context is None or isinstance(context, str):
-            context = multiprocessing.get_context(context)
-        self._served = context.get_start_method() == "forkserver"
-        self._dtype = torch.get_default_dtype()
-        self._collects = gc.isenabled()
-        self._init = init
-
-    def __call__(self, worker: int) -> None:
-        gc.freeze()
-        if self._collects:
-            gc.enable()
-        torch.set_default_dtype(self._dtype)
-        if self._lasting:
-            # The parent of a worker that a fork server made is the server, whatever its number is.
-            die_with_parent(os.getppid() if self._served else self._parent)
-        # The fork happened inside `ctrl_c_later`, whose handler nobody in here will ever undo.
-        ctrl_c_as_before()
-        # There PyTorch shows what this worker reads: the data set and not our reader, for functions
-        # and streams look at it, and change it.
-        info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
-        if self._init is not None:
-            self._init(worker)
 
 
 def disown(answers: Iterator[Answer]) -> None:
@@ -169,20 +67,6 @@ def disown(answers: Iterator[Answer]) -> None:
     # ours, without workers, has nothing to let go of.
     if hasattr(answers, "_shutdown"):
         answers._shutdown = True
-
-
-def _check_temporary_path(workers: int) -> None:
-    """Refuse a temporary folder whose path is too long for the sockets of worker processes.
-
-    In a worker this would fail in a thread of its queue, and the answer would simply never arrive.
-    """
-    folder = os.fsencode(tempfile.gettempdir())
-    if sends_by_socket() and len(folder) > LONGEST_TEMPORARY_PATH:
-        raise ValueError(
-            f"workers={workers}: worker processes send tensors through sockets in the temporary "
-            f"folder, so expected its path to have at most {LONGEST_TEMPORARY_PATH} bytes, got "
-            f"{len(folder)}: {os.fsdecode(folder)}; set TMPDIR to a shorter path, or use workers=0"
-        )
 
 
 @dataclass
@@ -241,110 +125,3 @@ class Requests:
         ):
             self.turn += 1
             self.shares, self.own, self.start = shares, own, start
-
-
-_MOST_OPEN_FILES = 1 << 16
-"""Programs that a script starts may look through all descriptors that they could have."""
-_EACH = 2
-"""Descriptors of a tensor that waits to be sent: that of its memory, and the one to be sent."""
-_PLENTY = 1 << 14
-_PAUSE_S = 0.02
-_SPARE = 16
-"""Those of connections, and of what the data set opens to read a sample."""
-
-
-def sends_by_socket() -> bool:
-    """Whether processes send each other the memory of tensors by descriptors, through sockets."""
-    found: str = get_sharing_strategy()  # type: ignore[no-untyped-call]
-    return found == "file_descriptor"
-
-
-def allow_open_files() -> None:
-    """Let this process have as many files open as the system allows it, within reason."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
-    if soft not in (resource.RLIM_INFINITY, hard) and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-class Sending:
-    """Looks, in a worker, whether an answer can be sent; hands on what says so if it cannot.
-
-    It waits until earlier answers have been taken, if that is what is missing: whoever wants this
-    one takes those first, and has a limit for its wait.
-    """
-
-    def __init__(self) -> None:
-        self._first: int | None = None
-        """The files that this process has open while nothing waits to be sent."""
-        self._before = 0
-        """The tensors of the answer before, which may not be on its way yet."""
-
-    def __call__(self, answer: Answer) -> Answer:
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        used = _open_files()
-        if self._first is None:
-            self._first = used
-        # To count takes time, and so many tensors nobody has in a batch.
-        if not sends_by_socket() or most == resource.RLIM_INFINITY or most - used > _PLENTY:
-            return answer
-        before, self._before = self._before, count_tensors(answer.payloads)
-        needed = _EACH * self._before + _SPARE
-        if used + needed + _EACH * before <= most:
-            return answer
-        if self._first + needed > most:
-            return self._refused(answer, needed, most)
-        time.sleep(_PAUSE_S)  # by now the one before is on its way, and counted
-        while _open_files() + needed > most:
-            time.sleep(_PAUSE_S)
-        return answer
-
-    def _refused(self, answer: Answer, needed: int, most: int) -> Answer:
-        text = (
-            f"expected room for {needed} more open files in a worker process, which may have "
-            f"{most} and has {self._first} from the start: each of the {self._before} tensors of a "
-            f"batch takes {_EACH} until it is used. Raise the limit (ulimit -n), have fewer and "
-            f"larger tensors in a batch, or use workers=0"
-        )
-        request = answer.request
-        bad = BadSample(
-            request.stop, request.epoch, "OSError", text, "", "sending the batch up to sample"
-        )
-        return answer._replace(payloads=bad)
-
-
-class _Counting(ForkingPickler):
-    """Counts the tensors in what it pickles, as a worker's queue does to send it."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO())
-        self.tensors = 0
-
-    def reducer_override(self, value: Any) -> Any:
-        """Count a tensor in place of pickling it, which would share its memory."""
-        if not isinstance(value, torch.Tensor):
-            return NotImplemented
-        self.tensors += 1
-        return str, ()
-
-
-def count_tensors(value: object) -> int:
-    """Count the tensors that are sent with a value, however nested.
-
-    >>> count_tensors({"images": torch.zeros(2), "boxes": [torch.zeros(1), torch.zeros(1)]})
-    3
-    """
-    counting = _Counting()
-    counting.dump(value)
-    return counting.tensors
-
-
-def _open_files() -> int:
-    """How many files this process has open, at least: a new one has the lowest number."""
-    try:
-        descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return most
-    os.close(descriptor)
-    return descriptor

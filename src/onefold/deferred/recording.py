@@ -48,7 +48,6 @@ from onefold.core.flat import extent, is_dense
 from onefold.core.structure import parts_of, tensors_of, with_tensors
 from onefold.deferred.recipe import Recipe, RecordedCall, Reference, View, short_lived
 from onefold.deferred.values import DeferredValues, defer
-from onefold.system.allocator import SparseAllocator
 from onefold.system.compat import (
     TorchDispatchMode,
     address_of,
@@ -57,6 +56,7 @@ from onefold.system.compat import (
     replacing_truncated_normal,
     writes_to_arguments,
 )
+from onefold.system.file_memory import SparseAllocator
 
 __all__ = ["Recording"]
 

@@ -19,7 +19,7 @@ import torch
 from onefold.core.flat import storage_order
 from onefold.deferred.access import DEFERRED, AccessHook, deferred_of
 from onefold.deferred.recipe import Recipe, View
-from onefold.system.allocator import SparseAllocator
+from onefold.system.file_memory import SparseAllocator
 
 __all__ = ["DeferredValues", "defer", "revealed"]
 

@@ -36,10 +36,10 @@ import torch
 from onefold.core.assignment import Assignment
 from onefold.core.flat import Chunk, FlatTensors, Segment, storage_order
 from onefold.core.fold import Published, blocks_of
+from onefold.core.results import Gradients
 from onefold.core.shard import Shares, runs_of
 from onefold.core.stages import ROOT
 from onefold.core.storage import Storage
-from onefold.core.values import Gradients
 from onefold.exchange.collective import CollectiveTransport, Moving, Operation
 from onefold.exchange.memory import (
     Arrivals,

@@ -39,10 +39,10 @@ from onefold.core.flat import (
     storage_order,
 )
 from onefold.core.fold import Published
+from onefold.core.results import Gradients
 from onefold.core.shard import Shares
 from onefold.core.stages import StageLayout
 from onefold.core.storage import Frozen, Storage, cut_chunks
-from onefold.core.values import Gradients
 from onefold.exchange.shard_table import ShardTable
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.compat import copy_each

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from onefold.core.assignment import Assignment, Devices
+from onefold.core.late import load
 from onefold.core.storage import Storage
-from onefold.exchange.collective import CollectiveTransport
-from onefold.exchange.collective_memory import CollectiveMemory, CollectiveStageExchange
 from onefold.exchange.connections import host_identity
 from onefold.exchange.group import Rendezvous, agree_on_devices, agree_on_name, join_group
 from onefold.exchange.mailbox import Mailbox, connected
@@ -16,6 +17,9 @@ from onefold.exchange.stage_exchange import LocalStageExchange, StageExchange
 from onefold.exchange.transport import Transport
 from onefold.system import accelerator
 from onefold.system.allocator import TensorAllocator
+
+if TYPE_CHECKING:
+    from onefold.exchange.collective import CollectiveTransport
 
 __all__ = ["join_others", "memory_with_others"]
 
@@ -46,7 +50,10 @@ def join_others(
         return SharedTransport(_mailbox(devices, meeting), allocator, assignment.shares.pipeline)
     joined = join_group(meeting, kind, devices.trainer)
     device = assignment.devices[joined.group.rank()]
-    return CollectiveTransport(device, joined, timeout_s, allocator, _noting_waits(devices))
+    made: CollectiveTransport = load("exchange.collective").CollectiveTransport(
+        device, joined, timeout_s, allocator, _noting_waits(devices)
+    )
+    return made
 
 
 def _card_of(devices: Devices) -> str:
@@ -93,6 +100,6 @@ def memory_with_others(
         if has_stages and len(assignment.shares.column_of(transport.mailbox.rank)) == 1:
             return common, LocalStageExchange(storage, assignment)
         return common, SharedStageExchange(common) if has_stages else None
-    assert isinstance(transport, CollectiveTransport)
-    private = CollectiveMemory(storage, start, transport, assignment)
-    return private, CollectiveStageExchange(private) if has_stages else None
+    collective = load("exchange.collective_memory")
+    private = collective.CollectiveMemory(storage, start, transport, assignment)
+    return private, collective.CollectiveStageExchange(private) if has_stages else None

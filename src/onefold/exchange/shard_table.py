@@ -11,16 +11,19 @@ there is no lock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from onefold.core.flat import FlatTensors
 from onefold.core.mean import LateWeight
+from onefold.core.results import ChangedBuffers, ShardResult
 from onefold.core.shard import runs_of
 from onefold.core.storage import Storage
-from onefold.core.values import ChangedBuffers, ShardResult, ShardValues
+
+if TYPE_CHECKING:
+    from onefold.core.values import ShardValues
 
 __all__ = ["ShardTable"]
 

@@ -76,15 +76,9 @@ from onefold.exchange.transport import (
     read_message,
     write_message,
 )
-from onefold.system.allocator import (
-    DEFAULT_ALLOCATOR,
-    MmapAllocator,
-    TensorAllocator,
-    map_over,
-    naming_limits,
-    new_disk_file,
-)
+from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.compat import copy_each, hidden_from_modes
+from onefold.system.file_memory import MmapAllocator, map_over, naming_limits, new_disk_file
 from onefold.system.safe_files import memory_file
 
 __all__ = ["SharedMemory", "SharedStageExchange", "SharedTransport"]

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from onefold.core.context import LaunchContext
 from onefold.core.late import load
@@ -52,21 +51,18 @@ __all__ = [
 
 _log = logging.getLogger("onefold")
 CONTEXT_VARIABLE = "ONEFOLD_CONTEXT"
-SECRET_VARIABLE = "ONEFOLD_SECRET"
 PLACEMENT_VARIABLE, OFFLOAD_DIR_VARIABLE = "ONEFOLD_PLACEMENT", "ONEFOLD_OFFLOAD_DIR"
 STOP_VARIABLE = "ONEFOLD_STOP_SIGNAL"
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-_SECRET_LENGTH = 16
 STARTED_IN = os.getcwd() if os.path.isdir(".") else ""
 """The working directory as the program began; empty where it is gone."""
 _OF_KERNELS = (
     *("ATEN_", "CUBLAS", "CUDNN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_TF32_", "OMP_"),
     *("ONEDNN_", "PYTORCH_", "TORCH_"),
 )
-_TORCH = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _FOREIGN = (
     *("AZUREML_", "BEAKER_", "DSTACK_", "FLUX_", "HOROVOD_", "JSM_", "LWS_", "MV2_", "OMPI_"),
-    *("PALS_", "PET_", "PMI", "SKYPILOT_", "SLURM_", "SM_"),
+    *("PALS_", "PET_", "PMI", "RANK", "SKYPILOT_", "SLURM_", "SM_", "WORLD_SIZE"),
 )
 """How variables of other launchers begin; see `onefold.launcher.foreign_launchers`."""
 _CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -80,74 +76,16 @@ def read_context(environment: Mapping[str, str]) -> LaunchContext:
     """
     if CONTEXT_VARIABLE in environment:
         return LaunchContext.from_json(environment[CONTEXT_VARIABLE])
-    foreign = load("launcher.foreign_launchers") if _is_foreign(environment) else None
-    others: Any = foreign.others_of(environment) if foreign else None
-    # Before Slurm's: where srun has started torchrun, the devices are what torchrun starts.
-    environment = {**environment, **_of_pod(environment)}
-    if environment.keys() >= _TORCH:
-        context = _read_torch(environment)
-        # Processes of one node, where a launcher has started several nodes.
-        beside = others and others.of_nodes and context.one_host
-        return replace(context, others=others.words if beside else "")
-    if foreign is None:
+    if not _is_foreign(environment):
         return LaunchContext(options=options_of(environment))
-    task = foreign.slurm_task(environment)
-    # An mpirun inside of a job may start its helpers by srun, whose variables they hand on.
-    if task is not None and (others.of_nodes or others.number in (0, task.size)):
-        # A job script often names the address, as the one who wrote it knows the network.
-        host, _, port = task.address.rpartition(":")
-        host = environment.get("MASTER_ADDR") or host
-        return _joined(
-            task, environment, host, _number(environment, "MASTER_PORT", int(port), least=1)
-        )
-    options = options_of(environment)
-    return LaunchContext(options=options, others=others.words, refusal=others.refusal)
+    read = load("launcher.foreign_launchers").read_foreign
+    context: LaunchContext = read(environment, options_of(environment))
+    return context
 
 
 def _is_foreign(environment: Mapping[str, str]) -> bool:
-    """Whether there are variables of another launcher, or not all of PyTorch's."""
-    if "WORLD_SIZE" in environment and not environment.keys() >= _TORCH:
-        return True
+    """Whether another launcher set its variables, or PyTorch's."""
     return any(name.startswith(_FOREIGN) for name in environment)
-
-
-def _of_pod(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """PyTorch's variables for a pod with one process, to which only torchrun's were given."""
-    names = ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
-    values = [environment.get(name, "") for name in names]
-    # torchrun sets RANK itself. The ranks of an elastic job, 1:4 nodes say, only torchrun knows.
-    if "RANK" in environment or not all(values) or not values[1].isdecimal() or values[1] == "1":
-        return {}
-    if environment.get("PET_NPROC_PER_NODE", "1") != "1" or "PET_RDZV_ENDPOINT" in environment:
-        return {}
-    known = zip(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), values, strict=True)
-    return {**dict(known), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-
-
-def _read_torch(environment: Mapping[str, str]) -> LaunchContext:
-    _refuse_pod_of_several(environment)
-    size = _number(environment, "WORLD_SIZE", least=1)
-    local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, least=1)
-    rank = _number(environment, "RANK")
-    if rank >= size or local_size > size:
-        raise LaunchError(
-            f"RANK is {rank}, LOCAL_WORLD_SIZE {local_size} and WORLD_SIZE {size}: expected RANK "
-            f"below WORLD_SIZE, and no more processes on this machine than there are. torchrun "
-            f"sets all of them"
-        )
-    # The restart count is part of it: the store of the launcher outlives a failed attempt, and keys
-    # of that one must not be taken for ours.
-    parts = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    place = LaunchContext(
-        rank=rank,
-        size=size,
-        local_rank=_number(environment, "LOCAL_RANK", 0),
-        local_size=local_size,
-        run_id="-".join(environment.get(name, "") for name in parts),
-        agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
-    port = _number(environment, "MASTER_PORT", least=1)
-    return _joined(place, environment, environment["MASTER_ADDR"], port)
 
 
 def options_of(environment: Mapping[str, str]) -> RunOptions:
@@ -175,53 +113,6 @@ def _stop_signals(text: str) -> tuple[str, ...]:
             f"the environment says {STOP_VARIABLE}={text!r}: expected some of {', '.join(known)}"
         )
     return names
-
-
-def _number(
-    environment: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0
-) -> int:
-    text = environment.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not (text.isascii() and text.isdecimal()) or int(text) < least:
-        raise LaunchError(
-            f"the environment says {name}={text!r}: expected a whole number of {least} or more, as "
-            f"torchrun sets it. To use one device, unset RANK, WORLD_SIZE, MASTER_ADDR and "
-            f"MASTER_PORT"
-        )
-    return int(text)
-
-
-def _joined(
-    place: LaunchContext, environment: Mapping[str, str], host: str, port: int
-) -> LaunchContext:
-    """The context of a process that finds the others at an address."""
-    secret = environment.get(SECRET_VARIABLE, "")
-    if secret and len(secret) < _SECRET_LENGTH:
-        raise LaunchError(
-            f"{SECRET_VARIABLE} has {len(secret)} characters: expected {_SECRET_LENGTH} or more "
-            f"that nobody can guess, the same for every process of the run"
-        )
-    return replace(
-        place,
-        one_host=place.local_size == place.size,
-        launcher="torch",
-        secret=secret,
-        options=options_of(environment),
-        address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-    )
-
-
-def _refuse_pod_of_several(environment: Mapping[str, str]) -> None:
-    """Refuse the one process of a Kubeflow pod in which torchrun is to start several."""
-    # The operator counts all of them in WORLD_SIZE, and RANK is the pod's: they would never meet.
-    count = environment.get("PET_NPROC_PER_NODE", "")
-    if count.isdecimal() and int(count) > 1 and "LOCAL_RANK" not in environment:
-        raise LaunchError(
-            f"PET_NPROC_PER_NODE says {count} processes for each pod of this PyTorchJob, and this "
-            f"one was started alone: expected torchrun to start them. Have the pod's command begin "
-            f"with torchrun in place of python, or leave nprocPerNode out of the job"
-        )
 
 
 def take_context(environment: MutableMapping[str, str]) -> LaunchContext:

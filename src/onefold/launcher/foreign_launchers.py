@@ -1,4 +1,4 @@
-"""The launchers that do not set PyTorch's variables: Slurm, and a table of those that are refused.
+"""Reads how other launchers started a process: by PyTorch's variables, by Slurm's, or refused.
 
 Each process of a launcher in the table would train a model of its own. Where such a launcher says
 that there are others, a Trainer is refused, with the command that makes one run of all of them.
@@ -35,12 +35,18 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from onefold.core.context import LaunchContext
+from onefold.core.options import RunOptions
 from onefold.errors import LaunchError
 
-__all__ = ["others_of", "slurm_task"]
+__all__ = ["others_of", "read_foreign", "slurm_task"]
+
+SECRET_VARIABLE = "ONEFOLD_SECRET"
+_SECRET_LENGTH = 16
+_TORCH = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class _Launcher(NamedTuple):
@@ -126,6 +132,125 @@ _LAUNCHERS = (
     _Launcher("a launcher of MPI", "PALS_RANKID", _HYDRA, of_nodes=False, least=1),
     _Launcher("a launcher of MPI", "PMIX_RANK", _HYDRA, of_nodes=False, least=1),
 )
+
+
+def read_foreign(environment: Mapping[str, str], options: RunOptions) -> LaunchContext:
+    """Read how another launcher started this process.
+
+    Args:
+        environment: variables of this process.
+        options: those of the run.
+
+    Raises:
+        LaunchError: a variable is missing or wrong.
+    """
+    others = others_of(environment)
+    # Before Slurm's: where srun has started torchrun, the devices are what torchrun starts.
+    environment = {**environment, **_of_pod(environment)}
+    if environment.keys() >= _TORCH:
+        context = _read_torch(environment, options)
+        # Processes of one node, where a launcher has started several nodes.
+        beside = others.of_nodes and context.one_host
+        return replace(context, others=others.words if beside else "")
+    task = slurm_task(environment)
+    # An mpirun inside of a job may start its helpers by srun, whose variables they hand on.
+    if task is not None and (others.of_nodes or others.number in (0, task.size)):
+        # A job script often names the address, as the one who wrote it knows the network.
+        host, _, port = task.address.rpartition(":")
+        host = environment.get("MASTER_ADDR") or host
+        number = _whole_number(environment, "MASTER_PORT", int(port), least=1)
+        return _joined(task, environment, options, host, number)
+    return LaunchContext(options=options, others=others.words, refusal=others.refusal)
+
+
+def _of_pod(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """PyTorch's variables for a pod with one process, to which only torchrun's were given."""
+    names = ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+    values = [environment.get(name, "") for name in names]
+    # torchrun sets RANK itself. The ranks of an elastic job, 1:4 nodes say, only torchrun knows.
+    if "RANK" in environment or not all(values) or not values[1].isdecimal() or values[1] == "1":
+        return {}
+    if environment.get("PET_NPROC_PER_NODE", "1") != "1" or "PET_RDZV_ENDPOINT" in environment:
+        return {}
+    known = zip(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), values, strict=True)
+    return {**dict(known), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+def _read_torch(environment: Mapping[str, str], options: RunOptions) -> LaunchContext:
+    _refuse_pod_of_several(environment)
+    size = _whole_number(environment, "WORLD_SIZE", least=1)
+    local_size = _whole_number(environment, "LOCAL_WORLD_SIZE", 1, least=1)
+    rank = _whole_number(environment, "RANK")
+    if rank >= size or local_size > size:
+        raise LaunchError(
+            f"RANK is {rank}, LOCAL_WORLD_SIZE {local_size} and WORLD_SIZE {size}: expected RANK "
+            f"below WORLD_SIZE, and no more processes on this machine than there are. torchrun "
+            f"sets all of them"
+        )
+    # The restart count is part of it: the store of the launcher outlives a failed attempt, and keys
+    # of that one must not be taken for ours.
+    parts = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    place = LaunchContext(
+        rank=rank,
+        size=size,
+        local_rank=_whole_number(environment, "LOCAL_RANK", 0),
+        local_size=local_size,
+        run_id="-".join(environment.get(name, "") for name in parts),
+        agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+    port = _whole_number(environment, "MASTER_PORT", least=1)
+    return _joined(place, environment, options, environment["MASTER_ADDR"], port)
+
+
+def _whole_number(
+    environment: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0
+) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise LaunchError(
+            f"the environment says {name}={text!r}: expected a whole number of {least} or more, as "
+            f"torchrun sets it. To use one device, unset RANK, WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT"
+        )
+    return int(text)
+
+
+def _joined(
+    place: LaunchContext,
+    environment: Mapping[str, str],
+    options: RunOptions,
+    host: str,
+    port: int,
+) -> LaunchContext:
+    """The context of a process that finds the others at an address."""
+    secret = environment.get(SECRET_VARIABLE, "")
+    if secret and len(secret) < _SECRET_LENGTH:
+        raise LaunchError(
+            f"{SECRET_VARIABLE} has {len(secret)} characters: expected {_SECRET_LENGTH} or more "
+            f"that nobody can guess, the same for every process of the run"
+        )
+    return replace(
+        place,
+        one_host=place.local_size == place.size,
+        launcher="torch",
+        secret=secret,
+        options=options,
+        address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+    )
+
+
+def _refuse_pod_of_several(environment: Mapping[str, str]) -> None:
+    """Refuse the one process of a Kubeflow pod in which torchrun is to start several."""
+    # The operator counts all of them in WORLD_SIZE, and RANK is the pod's: they would never meet.
+    count = environment.get("PET_NPROC_PER_NODE", "")
+    if count.isdecimal() and int(count) > 1 and "LOCAL_RANK" not in environment:
+        raise LaunchError(
+            f"PET_NPROC_PER_NODE says {count} processes for each pod of this PyTorchJob, and this "
+            f"one was started alone: expected torchrun to start them. Have the pod's command begin "
+            f"with torchrun in place of python, or leave nprocPerNode out of the job"
+        )
 
 
 def others_of(environment: Mapping[str, str]) -> Others:

@@ -27,7 +27,8 @@ from onefold.core.flat import FlatTensors
 from onefold.placement.context import StepContext
 from onefold.step.engine import Engine
 from onefold.system.compat import copy_each
-from onefold.update.state import Averages, SegmentState
+from onefold.update.averages import Averages
+from onefold.update.segment_state import SegmentState
 
 __all__ = ["Averaging"]
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.call_digest import Call, CallDigest, shares_checksum
 from onefold.core.fold import fold_rows
-from onefold.core.gathering import Refusing, gathering
+from onefold.core.gatherer import Refusing, gathering
 from onefold.core.mean import weigh
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.values import Column, Rows, StepValues, columns_of, names_of, values_by_name

@@ -27,9 +27,9 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.call_digest import Call
 from onefold.core.late import load
 from onefold.core.placements import implementation_of
+from onefold.core.results import Gradients, ShardResult
 from onefold.core.settings import Settings
 from onefold.core.storage import Storage
-from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Start
 from onefold.placement.context import StepContext

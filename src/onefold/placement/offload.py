@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from onefold.core.storage import Storage
 from onefold.placement.base import Estimates
 from onefold.placement.partitioned import Partitioned
-from onefold.system.allocator import MmapAllocator, TensorAllocator
+from onefold.system.allocator import TensorAllocator
+from onefold.system.file_memory import MmapAllocator
 
 if TYPE_CHECKING:
     from onefold.placement.footprint import Footprint

@@ -17,9 +17,9 @@ import torch
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import blocks_of
+from onefold.core.results import Gradients, ShardResult
 from onefold.core.settings import Settings
 from onefold.core.storage import Storage
-from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.joining import has_memory_in_common
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.stage_exchange import GradientSend

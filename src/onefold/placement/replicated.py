@@ -21,8 +21,8 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import Block, before_last, blocks_of, fold
+from onefold.core.results import Gradients, ShardResult
 from onefold.core.shard import Shares
-from onefold.core.values import Gradients, ShardResult
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import has_memory_in_common
 from onefold.exchange.stage_exchange import GradientSend

@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 
 from onefold.deferred.recording import Recording
 from onefold.launcher.environment import current_context
-from onefold.system.allocator import SparseAllocator, home_of
+from onefold.system.file_memory import SparseAllocator, home_of
 
 __all__ = ["LEAST_BYTES", "build"]
 

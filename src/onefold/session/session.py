@@ -36,7 +36,6 @@ from onefold.data_order.position import Position
 from onefold.data_order.reader import Collate, SizedDataset
 from onefold.errors import CheckpointError, DisagreementError
 from onefold.launcher.membership import RunStopped, at_good_end, is_failing, register
-from onefold.passes.collectives import gather_batch, written_shards
 from onefold.session.batches import Batches, Wait, read_now
 from onefold.session.forming import check_devices, choose_devices, settle_process, shares_of
 from onefold.session.run import RunSetup, RunTools, RunView
@@ -191,9 +190,12 @@ class Session:
         with self.telling_others():
             batch = read_now(batch)
             asked = ScriptCall("payloads", given=batch)
-            text = self.hooks.call(asked, lambda: written_shards(asked.given.shards))
+            collectives = load("passes.collectives")
+            text = self.hooks.call(asked, lambda: collectives.written_shards(asked.given.shards))
             self.engine.agree(digest_of(batch, self.position.step + 1, Call.GATHER, loss=0))
-            return gather_batch(self.engine.context.exchange, self.devices.own, text, batch)
+            return collectives.gather_batch(
+                self.engine.context.exchange, self.devices.own, text, batch
+            )
 
     def result(self, words: str, make: Callable[[], _Value]) -> _Value:
         """What a call gives to the script, which hooks may have answered."""

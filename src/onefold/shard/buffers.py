@@ -47,8 +47,8 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.flat import FlatTensors, Layout, as_words, lay_out, same_bits
 from onefold.core.fold import fold_rows
 from onefold.core.numbers import check_choice
+from onefold.core.results import ChangedBuffers
 from onefold.core.settings import BufferRule
-from onefold.core.values import ChangedBuffers
 from onefold.errors import StateError
 from onefold.exchange.shard_table import ShardTable
 from onefold.system.compat import multiply_each

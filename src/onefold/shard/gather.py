@@ -29,9 +29,9 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 
-from onefold.core.gathering import GATHERER, GatheredRows, Gatherer
+from onefold.core.gatherer import GATHERER, GatheredRows, Gatherer
 from onefold.core.randomness import GeneratorStates
-from onefold.core.values import ShardResult
+from onefold.core.results import ShardResult
 from onefold.errors import LossError
 from onefold.shard.gradients import gradients_of, put_gradients
 from onefold.shard.replica import Replica

@@ -23,8 +23,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onefold.core.flat import extent, laid_out
+from onefold.core.results import Gradients
 from onefold.core.settings import added_up_in
-from onefold.core.values import Gradients
 from onefold.errors import GradientError
 from onefold.system.compat import add_each
 

@@ -24,28 +24,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import FlatTensors
-from onefold.core.gathering import Gatherer, GatherRequest, Refusing, gathering
+from onefold.core.gatherer import Gatherer, GatherRequest, Refusing, gathering
 from onefold.core.late import load
 from onefold.core.mean import Contribution, LateWeight, known, seeing_whole_batch, weigh
 from onefold.core.randomness import derive_seed, seed_generators
+from onefold.core.results import GATHERS, LATE, Gradients, ShardResult, code_of, split
 from onefold.core.settings import AS_GIVEN, Precision, added_up_in
 from onefold.core.shard import microbatch_bounds, rows_of
-from onefold.core.values import (
-    GATHERS,
-    LATE,
-    Gradients,
-    ShardResult,
-    ShardValues,
-    code_of,
-    read_values,
-    split,
-)
 from onefold.errors import GradientError, LossError
 from onefold.exchange.stage_exchange import GradientSend
 from onefold.shard.buffers import BufferSet
@@ -70,6 +61,9 @@ from onefold.shard.task import (
 )
 from onefold.system.hooks import hooked
 from onefold.watch.timing import Stopwatch
+
+if TYPE_CHECKING:
+    from onefold.core.values import ShardValues
 
 __all__ = ["LossFunction", "Replica", "ShardTask", "Weighed"]
 
@@ -351,7 +345,10 @@ class Replica:
         if part.kind == "means":
             part = task.of_one_divisor(part, batch)
         # Before backward, which would keep waiting what only they have of the graph.
-        return part, read_values(values, outputs, microbatch.samples, where)
+        if not values and not outputs:
+            return part, None
+        read = load("core.values").read_values
+        return part, read(values, outputs, microbatch.samples, where)
 
     def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Weighed:
         """Compute the kind and weight of each term of the loss, for each of this device's shards.

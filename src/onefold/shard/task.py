@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.gathering import Gatherer, GatherRequest, Refusing
+from onefold.core.gatherer import Gatherer, GatherRequest, Refusing
 from onefold.core.mean import Contribution, LateWeight, known
-from onefold.core.values import LATE, Gradients, ShardResult, total_weight
+from onefold.core.results import LATE, Gradients, ShardResult, total_weight
 from onefold.errors import LossError
 from onefold.exchange.stage_exchange import GradientSend
 from onefold.shard.gradients import add_gradients

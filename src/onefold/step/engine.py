@@ -28,7 +28,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.call_digest import Agreed, Call, CallDigest
 from onefold.core.flat import names_with_nan, own_name
 from onefold.core.late import load
-from onefold.core.values import ShardResult, StepWeight, total_weight
+from onefold.core.results import ShardResult, StepWeight, total_weight
 from onefold.errors import DisagreementError
 from onefold.placement.base import Before, Placement, StepTotals
 from onefold.placement.context import StepContext

@@ -26,8 +26,8 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.flat import all_finite
 from onefold.core.late import load
+from onefold.core.results import ShardResult
 from onefold.core.settings import Settings
-from onefold.core.values import ShardResult
 from onefold.errors import GradientError, LossError
 from onefold.exchange.shard_table import ShardTable
 from onefold.placement.context import StepContext

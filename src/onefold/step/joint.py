@@ -35,8 +35,9 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.flat import all_finite
 from onefold.core.fold import fold_shards
-from onefold.core.gathering import GatheredRows, SyncBatchNorm
-from onefold.core.values import ShardResult
+from onefold.core.gatherer import GatheredRows
+from onefold.core.gathering import SyncBatchNorm
+from onefold.core.results import ShardResult
 from onefold.errors import LossError
 from onefold.placement.context import StepContext
 from onefold.shard.gather import GatherCall, GatherPosition, GatherReplay, JointShard

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.gathering import SyncBatchNorm
+from onefold.core.results import Gradients, total_weight
 from onefold.core.shard import Search
-from onefold.core.values import Gradients, total_weight
 from onefold.placement.context import StepContext
 from onefold.placement.replicated import partial_sums
 from onefold.shard.advice import is_shortage

@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from onefold.core.call_digest import Agreed
 from onefold.core.fold import fold_rows
-from onefold.core.values import StepValues, StepWeight
+from onefold.core.results import StepWeight
 from onefold.watch.timing import PhaseTime, Span
+
+if TYPE_CHECKING:
+    from onefold.core.values import StepValues
 
 __all__ = ["Step", "StepResult", "verdict_of"]
 

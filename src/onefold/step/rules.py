@@ -17,8 +17,8 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.flat import FlatTensors
+from onefold.core.results import StepWeight
 from onefold.core.settings import LossScale, Settings
-from onefold.core.values import StepWeight
 from onefold.errors import LossError
 from onefold.placement.base import StepTotals
 from onefold.placement.context import StepContext

@@ -25,35 +25,16 @@ import numpy as np
 import torch
 from msgspec import Meta, Struct
 
+from onefold.system.dtypes import DTYPES
 from onefold.system.safe_files import open_plain, write_all
 
-__all__ = ["DTYPES", "Seal", "TensorParts", "digest_file", "write_tensors"]
+__all__ = ["Seal", "TensorParts", "digest_file", "write_tensors"]
 
 # (n,) uint8, contiguous.
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 _CHUNK_BYTES = 4 << 20
 _ALIGNMENT_BYTES = 8
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-"""The dtypes that the format can hold, with its names for them."""
 
 
 class Seal(Struct, frozen=True, forbid_unknown_fields=True):

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-from onefold.core.gathering import GATHERER
+from onefold.core.gatherer import GATHERER
 from onefold.core.mean import PASS
 from onefold.core.randomness import COMMON, GeneratorStates, forget_numpy
 from onefold.launcher import membership

@@ -27,7 +27,7 @@ import torch
 
 from onefold.core.flat import storage_order
 from onefold.core.randomness import derive_seed
-from onefold.core.values import Gradients
+from onefold.core.results import Gradients
 from onefold.session.run import RunSetup, RunView
 from onefold.shard.task import Digest, GradientNotes, ShardTask, sum_of_digests
 from onefold.step.hook import Hook

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from onefold.step.hook import Hook
     from onefold.tools.step_calls import StepCalls
 
-__all__ = ["ORDER", "Tools", "prepare_process"]
+__all__ = ["TOOLS", "Tool", "Tools", "prepare_process"]
 
 
-class _Tool(NamedTuple):
+class Tool(NamedTuple):
+    """A line of the list."""
+
     name: str
     wanted: Callable[[LaunchContext], object]
     """Whether a run needs it."""
@@ -46,38 +48,37 @@ def _is_looked_at(context: LaunchContext) -> bool:
     return not context.options.tools.keys().isdisjoint(("verify", "inspection"))
 
 
-_TOOLS = (
+TOOLS = (
     # Outermost: it may end the script after a step, and every other hook must see that step first.
-    _Tool("verifying", _is_looked_at),
+    Tool("verifying", _is_looked_at),
     # Before all hooks that look at steps: an answered step is neither saved nor recorded again.
-    _Tool("answers", _saves),
+    Tool("answers", _saves),
     # Outside autosaving: the checkpoint of a step names the parameters that the step trains.
-    _Tool("checkpoints", lambda context: True),
+    Tool("checkpoints", lambda context: True),
     # Outside recording: a step that it refuses did not fail. Saves entries that are written.
-    _Tool("autosaving", _saves),
-    _Tool("verifying.probing", lambda context: "verify" in context.options.tools),
-    _Tool("profile", lambda context: context.timeline_parts),
+    Tool("autosaving", _saves),
+    Tool("verifying.probing", lambda context: "verify" in context.options.tools),
+    Tool("profile", lambda context: context.timeline_parts),
     # Inside autosaving: a checkpoint has what these functions write. Outside recording and places:
     # if one raises, its step is recorded, and the failure is reported as in the next step.
-    _Tool("step_calls", lambda context: True),
-    _Tool("recording", lambda context: context.options.recorded_in),
-    _Tool("digests", lambda context: context.options.recorded_in or _is_looked_at(context)),
-    _Tool("inspection", lambda context: "inspection" in context.options.tools),
-    _Tool("audit", lambda context: context.options.audit),
-    _Tool("stops", lambda context: context.options.may_stop),
+    Tool("step_calls", lambda context: True),
+    Tool("recording", lambda context: context.options.recorded_in),
+    Tool("digests", lambda context: context.options.recorded_in or _is_looked_at(context)),
+    Tool("inspection", lambda context: "inspection" in context.options.tools),
+    Tool("audit", lambda context: context.options.audit),
+    Tool("stops", lambda context: context.options.may_stop),
     # Innermost: the first to note that a step is done.
-    _Tool("places", lambda context: places_of(context) is not None),
+    Tool("places", lambda context: places_of(context) is not None),
     # Without a hook.
-    _Tool("host_watch", lambda context: context.launcher == "torch"),
-    _Tool("planning", lambda context: "plan" in context.options.tools),
+    Tool("host_watch", lambda context: context.launcher == "torch"),
+    Tool("planning", lambda context: "plan" in context.options.tools),
 )
-ORDER = tuple(tool.name for tool in _TOOLS)
-"""Names of all tools, outermost hook first. Before a step the outermost hook is called first, after
-a step last; see `onefold.step.hook`."""
+"""All tools, the outermost hook first. Before a step it is called first, after a step last; see
+`onefold.step.hook`."""
 
 
 def _wanted(context: LaunchContext) -> Iterator[tuple[str, Any]]:
-    for tool in _TOOLS:
+    for tool in TOOLS:
         if tool.wanted(context):
             yield tool.name, _module(tool.name)
 
@@ -130,7 +131,7 @@ class Tools:
         for name, begin in tools.items():
             if (hook := begin(self._run)) is not None:
                 self._hooks[name] = hook
-        hooks = [self._hooks[name] for name in ORDER if name in self._hooks]
+        hooks = [self._hooks[each.name] for each in TOOLS if each.name in self._hooks]
         self._run.engine.hooks.replace(hooks)
 
     def record(self, folder: Path) -> None:

@@ -17,9 +17,9 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.flat import all_finite
+from onefold.core.results import split
 from onefold.core.shard import rows_of
 from onefold.core.structure import parts_of, tensors_of
-from onefold.core.values import split
 from onefold.errors import OnefoldError
 from onefold.record.findings import SampleFinding
 from onefold.shard.operations import bits_digest

@@ -17,9 +17,9 @@ from itertools import groupby, islice
 import torch
 
 from onefold.core.flat import FlatTensors, storage_order
+from onefold.core.results import Gradients
 from onefold.core.shard import runs_of
 from onefold.core.storage import Storage
-from onefold.core.values import Gradients
 from onefold.system.compat import copy_each
 from onefold.update.staging import OwnedSegment
 

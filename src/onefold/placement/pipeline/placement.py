@@ -9,9 +9,9 @@ import torch
 
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
+from onefold.core.results import Gradients
 from onefold.core.settings import Settings
 from onefold.core.stages import ROOT, Stages, cut_pipeline, waiting
-from onefold.core.values import Gradients
 from onefold.placement.base import Before, Done, Estimates, Placement
 from onefold.placement.context import StepContext
 from onefold.placement.partitioned import Partitioned

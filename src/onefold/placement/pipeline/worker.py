@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.gathering import GatherRequest, gathering
+from onefold.core.gatherer import GatherRequest, gathering
+from onefold.core.results import Gradients, ShardResult, code_of
 from onefold.core.shard import microbatch_bounds
 from onefold.core.stages import ROOT, Move, in_groups, moves
-from onefold.core.values import Gradients, ShardResult, ShardValues, code_of
+from onefold.core.values import ShardValues
 from onefold.errors import PipelineError
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.shard_table import ShardTable

@@ -41,8 +41,8 @@ from onefold.core.flat import laid_out, storage_order
 from onefold.core.fold import fold_rows
 from onefold.core.mean import Contribution, weigh
 from onefold.core.randomness import derive_seed, kept_generators, seed_generators
+from onefold.core.results import split
 from onefold.core.shard import cut_bounds
-from onefold.core.values import split
 from onefold.shard.loss_watch import LossFinding, inspect_loss
 from onefold.shard.replica import LossFunction
 from onefold.step.engine import Engine
