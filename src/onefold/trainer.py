@@ -346,7 +346,8 @@ class Trainer:
         >>> with trainer.modifying(), torch.no_grad():
         ...     _ = model.weight.sub_(model.weight.grad)
         """
-        return self._session.gradient(batch, loss, dim)
+        step: Step = self._session.gradients.gradient(batch, loss, dim)
+        return step
 
     def on_step(self, observe: Callable[[Step], object]) -> None:
         """Have a function called with every finished step, on the lead alone: for logs.
@@ -405,7 +406,11 @@ class Trainer:
             dataset, names, batch_size=batch_size, workers=workers, collate=collate, in_order=True
         )
         evaluate = load("passes.evaluation").evaluate
-        return self._session.over_data(Call.EVALUATE, evaluate, score, model, chosen)
+        over_data = load("session.data_calls").over_data
+        found: dict[str, Any] = over_data(
+            self._session, Call.EVALUATE, evaluate, score, model, chosen
+        )
+        return found
 
     def predict(
         self,
@@ -444,7 +449,11 @@ class Trainer:
             dataset, names, batch_size=batch_size, workers=workers, collate=collate, in_order=True
         )
         predict = load("passes.evaluation").predict
-        return self._session.over_data(Call.PREDICT, predict, function, model, chosen)
+        over_data = load("session.data_calls").over_data
+        found: dict[str, Any] = over_data(
+            self._session, Call.PREDICT, predict, function, model, chosen
+        )
+        return found
 
     @property
     def model(self) -> torch.nn.Module:
@@ -642,7 +651,8 @@ class Trainer:
         session = self._session
         with session.telling_others():
             session.engine.check_last_step()
-            with session.averaged(update_bn, batch_size, workers=workers, collate=collate):
+            averaged = load("session.data_calls").averaged
+            with averaged(session, update_bn, batch_size, workers=workers, collate=collate):
                 yield
 
     def barrier(self) -> None:

@@ -20,7 +20,7 @@ REFUSED: tuple[str, ...] = (
     *("exchange.collective_memory", "launcher.devices", "launcher.launch", "launcher.worker"),
     *("launcher.workers", "placement.distribute", "placement.footprint", "placement.offload"),
     *("placement.parameters", "placement.partitioned", "placement.pipeline"),
-    *("placement.stage_buffers", "session.build", "session.gradient_steps"),
+    *("placement.stage_buffers", "session.build", "session.data_calls", "session.gradient_steps"),
     *("session.script_updates", "shard.advice", "shard.compiling", "shard.gather"),
     *("shard.operations", "step.joint", "step.microbatch", "step.rows", "system.background"),
     *("system.caches", "system.capacity", "system.child", "system.output", "system.tensor_file"),

@@ -32,6 +32,7 @@ LATE = {
     "passes.modifying": "the script changes the model",
     "passes.statistics": "batch-norm statistics of the averages are computed",
     "placement.distribute": "owners have no values of their segments, or rounded ones",
+    "session.data_calls": "the script evaluates, predicts or shows the averages",
     "session.gradient_steps": "the script asks for gradients",
     "shard.advice": "a step fails",
     "shard.compiling": "the loss is compiled",

@@ -10,9 +10,15 @@ given inside of `Trainer.modifying` ends with that block, so that a script may t
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from onefold.core.assignment import Devices
+from onefold.step.hook import ScriptCall
+from onefold.step.result import Step
+
+if TYPE_CHECKING:
+    from onefold.session.session import Session
 
 __all__ = ["GradientSteps", "Place"]
 
@@ -34,14 +40,14 @@ class Place(NamedTuple):
 
 
 class GradientSteps:
-    """Remembers the batch of the last gradient, and where it was given.
+    """Makes gradients; remembers the batch of the last one, and where it was given.
 
     Args:
-        devices: who takes part; the lead alone warns.
+        session: the Trainer's part in the run.
     """
 
-    def __init__(self, devices: Devices) -> None:
-        self._devices, self._warned = devices, False
+    def __init__(self, session: Session) -> None:
+        self._session, self._warned = session, False
         self.forget()
 
     def forget(self) -> None:
@@ -74,7 +80,7 @@ class GradientSteps:
         if (
             place.blocks - self._blocks_before > _MOST_BLOCKS
             and not self._warned
-            and self._devices.has_lead
+            and self._session.devices.has_lead
         ):
             self._warned = True
             _log.warning(
@@ -92,3 +98,34 @@ class GradientSteps:
             self._blocks_before = place.blocks
         self._batch, self._last = batch, place._replace(step=place.step + begins)
         self._loss = loss
+
+    def gradient(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
+        """Leave a batch's gradient in ``.grad``; see `Trainer.gradient`."""
+        session = self._session
+        name = session.parts.loss_name(loss)
+        session.engine.take_spans()
+        with session.telling_others():
+            place = Place(session.position.step, session.changes.number, session.changes.blocks)
+            begins = not self.goes_on(batch, place, name)
+        asked = ScriptCall("gradient", given=batch, name=name, dim=dim, begins=begins)
+        note = partial(self.note, batch, place, name, begins=begins)
+        step: Step = session.hooks.call(asked, partial(self._gradient, asked, place, note))
+        if not asked.computed:
+            note()
+        return step
+
+    def _gradient(self, asked: ScriptCall, place: Place, note: Callable[[], None]) -> Step:
+        session, name = self._session, asked.name
+        with session.telling_others():
+            cut, waited = session.batches.cut(asked.given, asked.dim)
+            with session.changes.closed(place.step + 1):
+                session.start_step(asked, cut)
+                with session.hooks.around(asked):
+                    assert asked.batch is not None
+                    outcome = session.engine.gradient(
+                        asked.batch, asked.number, name=name, asked_to_stop=asked.asked_to_stop
+                    )
+                note()
+                # Its update is the script's, and comes later.
+                session.note_done(cut if asked.begins else None, outcome)
+        return session.told(asked, outcome, waited)

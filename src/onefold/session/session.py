@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -31,9 +31,7 @@ from onefold.core.call_digest import Call
 from onefold.core.context import LaunchContext
 from onefold.core.late import load
 from onefold.core.settings import Settings
-from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position
-from onefold.data_order.reader import Collate, SizedDataset
 from onefold.errors import CheckpointError, DisagreementError
 from onefold.launcher.membership import RunStopped, at_good_end, is_failing, register
 from onefold.session.batches import Batches, Wait, read_now
@@ -42,7 +40,6 @@ from onefold.session.run import RunSetup, RunTools, RunView
 from onefold.session.user_parts import UserParts, keep_code_private
 from onefold.step.agreement import digest_of
 from onefold.step.assembly import assemble, hold, take_from_holders
-from onefold.step.engine import Engine
 from onefold.step.hook import ScriptCall
 from onefold.step.result import Step, StepResult
 from onefold.system.words import script_line
@@ -51,9 +48,7 @@ from onefold.watch.timing import Span
 
 if TYPE_CHECKING:
     from onefold.passes.averaged import Averaging
-    from onefold.passes.evaluation import DataCall, ScoreFunction
     from onefold.passes.modifying import Modifying
-    from onefold.session.gradient_steps import GradientSteps, Place
 
 __all__ = ["Session"]
 
@@ -170,11 +165,9 @@ class Session:
         return made
 
     @cached_property
-    def gradients(self) -> GradientSteps:
-        """Which calls of `gradient` belong to one step."""
-        made: GradientSteps
-        made = load("session.gradient_steps").GradientSteps(self.devices)
-        return made
+    def gradients(self) -> Any:
+        """The `GradientSteps` of this session; see `Trainer.gradient`."""
+        return load("session.gradient_steps").GradientSteps(self)
 
     def set_shares(self, counts: Sequence[int]) -> None:
         """Have each device run this many shards from the next batch on.
@@ -202,29 +195,6 @@ class Session:
         value: _Value = self.hooks.call(ScriptCall("result", words=words), make)
         return value
 
-    def over_data(
-        self,
-        call: Call,
-        compute: Callable[[Engine, ScoreFunction, Loader, DataCall], dict[str, Any]],
-        function: ScoreFunction,
-        model: str | None,
-        chosen: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        """Make a call over a data set, in its order, which all devices must make."""
-        part = self.parts.on_part(function, model)
-        batches = self.batches.loader(**chosen)
-        with self.telling_others():
-            self.engine.check_last_step()
-            size = batches.track.size
-            make = load("passes.evaluation").DataCall
-            made = make(call, self.position.step + 1, size.samples, size.batch_size, function)
-            key, data = (call, function, model), batches.dataset
-            asked = ScriptCall("result", words=call.words, key=key, data=data)
-            found: dict[str, Any] = self.hooks.call(
-                asked, partial(compute, self.engine, part, batches, made)
-            )
-            return found
-
     def save(self, directory: Path, **choices: Any) -> Path:
         """Write a checkpoint; see `Trainer.save`."""
         choices |= {"line": script_line()}
@@ -244,43 +214,13 @@ class Session:
                     asked, lambda: self.run.checkpoints.load(asked.given, **asked.choices)
                 )
         finally:
-            self.gradients.forget()
+            if "gradients" in vars(self):
+                self.gradients.forget()
 
     @property
     def replaying(self) -> bool:
         """Whether a resumed script runs through what is done."""
         return bool(self.hooks.call(ScriptCall("replaying"), lambda: False))
-
-    @contextmanager
-    def averaged(
-        self,
-        data: SizedDataset | None,
-        batch_size: int | None,
-        *,
-        workers: int,
-        collate: Collate | None,
-    ) -> Iterator[None]:
-        """Open the block in which the model holds its averages; see `Trainer.averaged`."""
-        step, asked = self.position.step + 1, ScriptCall("averaged")
-        if data is None:
-            with self.hooks.around(asked), self.averaging.block(step):
-                yield
-            return
-        if len(self.parts.losses) > 1:
-            raise ValueError(
-                "update_bn runs the model by the loss, and this Trainer has several: expected the "
-                "block without update_bn, where statistics are averaged like everything else"
-            )
-        # Before anything is shown: what is unusable is refused here.
-        batches = self.batches.loader(data, collate, batch_size=batch_size, workers=workers)
-        with self.hooks.around(asked), self.averaging.block(step, recomputes=True):
-            size = batches.track.size
-            make = load("passes.evaluation").DataCall
-            call = make(Call.UPDATE_BN, step, size.samples, size.batch_size, self.engine.loss)
-            recompute = load("passes.statistics").recompute_statistics
-            work = partial(recompute, self.engine, batches, call)
-            self.hooks.call(ScriptCall("statistics"), work)
-            yield
 
     def step(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
         """Make one update; see `Trainer.step`."""
@@ -297,7 +237,7 @@ class Session:
         engine.take_spans()
         cut, waited = self.batches.cut(asked.given, asked.dim)
         with self.telling_others():
-            self._start_step(asked, cut)
+            self.start_step(asked, cut)
             with self.hooks.around(asked):
                 assert asked.batch is not None
                 stop = asked.asked_to_stop
@@ -305,55 +245,24 @@ class Session:
             self._scheduler.note_step(self.position.here, name, updates=outcome.verdict.updates)
         # The step is done for everybody. The position follows before anything else can fail, or a
         # checkpoint might count the batch as unused.
-        self._note_done(cut, outcome)
+        self.note_done(cut, outcome)
         engine.end_step()
-        return self._told(asked, outcome, waited)
+        return self.told(asked, outcome, waited)
 
-    def gradient(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
-        """Leave a batch's gradient in ``.grad``; see `Trainer.gradient`."""
-        name = self.parts.loss_name(loss)
-        self.engine.take_spans()
-        with self.telling_others():
-            make = load("session.gradient_steps").Place
-            place = make(self.position.step, self.changes.number, self.changes.blocks)
-            begins = not self.gradients.goes_on(batch, place, name)
-        asked = ScriptCall("gradient", given=batch, name=name, dim=dim, begins=begins)
-        note = partial(self.gradients.note, batch, place, name, begins=begins)
-        step: Step = self.hooks.call(asked, partial(self._gradient, asked, place, note))
-        if not asked.computed:
-            note()
-        return step
-
-    def _gradient(self, asked: ScriptCall, place: Place, note: Callable[[], None]) -> Step:
-        name = asked.name
-        with self.telling_others():
-            cut, waited = self.batches.cut(asked.given, asked.dim)
-            with self.changes.closed(place.step + 1):
-                self._start_step(asked, cut)
-                with self.hooks.around(asked):
-                    assert asked.batch is not None
-                    outcome = self.engine.gradient(
-                        asked.batch, asked.number, name=name, asked_to_stop=asked.asked_to_stop
-                    )
-                note()
-                # Its update is the script's, and comes later.
-                self._note_done(cut if asked.begins else None, outcome)
-        return self._told(asked, outcome, waited)
-
-    def _start_step(self, asked: ScriptCall, cut: ShardedBatch) -> None:
+    def start_step(self, asked: ScriptCall, cut: ShardedBatch) -> None:
         """Check a step before all devices begin it."""
         asked.cut = asked.batch = cut
         asked.number = self.position.step + asked.begins
         if asked.begins:
             self._scheduler.check_step(self.position.here)
 
-    def _note_done(self, cut: ShardedBatch | None, outcome: StepResult) -> None:
+    def note_done(self, cut: ShardedBatch | None, outcome: StepResult) -> None:
         """Note that a step is done; None for one that was done before."""
         self.asked_to_stop |= outcome.verdict.stops and not self.hooks.saves_run
         if cut is not None:
             self.position.note_step(cut)
 
-    def _told(self, asked: ScriptCall, outcome: StepResult, waited: Wait) -> Step:
+    def told(self, asked: ScriptCall, outcome: StepResult, waited: Wait) -> Step:
         """A step that is made, of which all hooks are told."""
         cut = asked.cut
         assert cut is not None

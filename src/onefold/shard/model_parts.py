@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from onefold.core.call_digest import checksum
-from onefold.core.flat import bits_of, same_bits
+from onefold.core.flat import bits_of, names_with_nan, own_name, same_bits
 from onefold.core.stages import ROOT
 from onefold.deferred.access import ResidentError
 from onefold.errors import StateError
@@ -28,7 +28,14 @@ from onefold.shard.stages import StageModules
 from onefold.system.compat import version_of
 from onefold.system.hooks import buffers_of, children_of, parameters_of
 
-__all__ = ["ExternalModules", "ModelParts", "closed_over", "in_mode", "modules_of"]
+__all__ = [
+    "ExternalModules",
+    "ModelParts",
+    "buffers_with_nan",
+    "closed_over",
+    "in_mode",
+    "modules_of",
+]
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -367,3 +374,8 @@ def closed_over(function: object) -> Iterator[Any]:
         # A cell is empty where its variable is assigned only after Trainer is made.
         with suppress(ValueError):
             yield cell.cell_contents
+
+
+def buffers_with_nan(module: torch.nn.Module) -> set[str]:
+    """Return the names of a module's buffers that hold a NaN."""
+    return names_with_nan({own_name(name): buffer for name, buffer in module.named_buffers()})

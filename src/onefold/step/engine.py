@@ -26,14 +26,13 @@ import torch
 from onefold.core.assignment import Assignment
 from onefold.core.batch import ShardedBatch
 from onefold.core.call_digest import Agreed, Call, CallDigest
-from onefold.core.flat import names_with_nan, own_name
 from onefold.core.late import load
 from onefold.core.results import ShardResult, StepWeight, total_weight
 from onefold.errors import DisagreementError
 from onefold.placement.base import Before, Placement, StepTotals
 from onefold.placement.context import StepContext
 from onefold.shard.gradients import keeping_gradients
-from onefold.shard.model_parts import ExternalModules, in_mode
+from onefold.shard.model_parts import ExternalModules, buffers_with_nan, in_mode
 from onefold.shard.replica import LossFunction, Replica, ShardTask
 from onefold.step.agreement import Agreement, digest_of, refuse_unfrozen
 from onefold.step.finite import FiniteCheck, bad_gradient
@@ -113,7 +112,7 @@ class Engine:
             self._launches = load("watch.launches").LaunchWatch(last.number, last.watch)
         self._has_warned = False
         self._updating = self._interrupted = False
-        self._nan_before = _nan_buffers(context.module)
+        self._nan_before = buffers_with_nan(context.module)
         self.hooks = Hooks()
         """The tools around the steps of the run."""
 
@@ -511,11 +510,11 @@ class Engine:
         context.copy_first()
         context.guard.note()
         context.checks.restart()
-        self._nan_before = _nan_buffers(context.module)
+        self._nan_before = buffers_with_nan(context.module)
 
     def spoilt_buffers(self) -> set[str]:
         """Buffers that have become NaN; those that were as the run began are the model's affair."""
-        return _nan_buffers(self.context.module) - self._nan_before
+        return buffers_with_nan(self.context.module) - self._nan_before
 
     @contextmanager
     def gathered(self, step: int) -> Iterator[None]:
@@ -554,10 +553,6 @@ class Engine:
                 f"the gradient of step {task.step} is not finite (to name the shard takes room for "
                 f"all parameters on the device, which there is not)"
             )
-
-
-def _nan_buffers(module: torch.nn.Module) -> set[str]:
-    return names_with_nan({own_name(name): buffer for name, buffer in module.named_buffers()})
 
 
 def _nothing_before(replica: Replica) -> AbstractContextManager[None]:

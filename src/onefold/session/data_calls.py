@@ -1,0 +1,74 @@
+"""Calls of a script that go through data: evaluations, predictions, statistics of averages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from onefold.core.call_digest import Call
+from onefold.data_order.loader import Loader
+from onefold.data_order.reader import Collate, SizedDataset
+from onefold.passes.evaluation import DataCall, ScoreFunction
+from onefold.passes.statistics import recompute_statistics
+from onefold.step.engine import Engine
+from onefold.step.hook import ScriptCall
+
+if TYPE_CHECKING:
+    from onefold.session.session import Session
+
+__all__ = ["averaged", "over_data"]
+
+
+def over_data(
+    session: Session,
+    call: Call,
+    compute: Callable[[Engine, ScoreFunction, Loader, DataCall], dict[str, Any]],
+    function: ScoreFunction,
+    model: str | None,
+    chosen: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Make a call over a data set, in its order, which all devices must make."""
+    part = session.parts.on_part(function, model)
+    batches = session.batches.loader(**chosen)
+    with session.telling_others():
+        session.engine.check_last_step()
+        size = batches.track.size
+        made = DataCall(call, session.position.step + 1, size.samples, size.batch_size, function)
+        key, data = (call, function, model), batches.dataset
+        asked = ScriptCall("result", words=call.words, key=key, data=data)
+        found: dict[str, Any] = session.hooks.call(
+            asked, partial(compute, session.engine, part, batches, made)
+        )
+        return found
+
+
+@contextmanager
+def averaged(
+    session: Session,
+    data: SizedDataset | None,
+    batch_size: int | None,
+    *,
+    workers: int,
+    collate: Collate | None,
+) -> Iterator[None]:
+    """Open the block in which the model holds its averages; see `Trainer.averaged`."""
+    step, asked = session.position.step + 1, ScriptCall("averaged")
+    if data is None:
+        with session.hooks.around(asked), session.averaging.block(step):
+            yield
+        return
+    if len(session.parts.losses) > 1:
+        raise ValueError(
+            "update_bn runs the model by the loss, and this Trainer has several: expected the "
+            "block without update_bn, where statistics are averaged like everything else"
+        )
+    # Before anything is shown: what is unusable is refused here.
+    batches = session.batches.loader(data, collate, batch_size=batch_size, workers=workers)
+    with session.hooks.around(asked), session.averaging.block(step, recomputes=True):
+        size = batches.track.size
+        call = DataCall(Call.UPDATE_BN, step, size.samples, size.batch_size, session.engine.loss)
+        work = partial(recompute_statistics, session.engine, batches, call)
+        session.hooks.call(ScriptCall("statistics"), work)
+        yield
