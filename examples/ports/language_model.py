@@ -6,8 +6,8 @@ What changes against the plain loop:
   goes on with what it left, wherever it runs next, also after a checkpoint.
 - `trainer.batches` takes the function that cuts the next piece out of the text. Rows are the first
   dimension here, and not time.
-- The rate that is divided by four where the score does not improve is a scheduler that the script
-  steps; the trainer saves it.
+- The script steps the scheduler, which divides the rate by four if the score does not improve; the
+  trainer saves it.
 
     python examples/ports/language_model.py
     onefold run --devices 2 examples/ports/language_model.py
