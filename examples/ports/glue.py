@@ -4,7 +4,7 @@ What changes against the plain loop:
 
 - The DataLoader is handed over; it is made first, as the scheduler asks for its length. Its
   `collate` pads the texts of one shard.
-- The linear schedule is given to the trainer, which steps it once a step on any number of devices.
+- The trainer is given the scheduler, and steps it once a step on any number of devices.
 - `trainer.predict` returns the logits of the whole set in its order, so the metric needs no
   gathering, and no padded samples to cut off.
 
