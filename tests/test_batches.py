@@ -520,11 +520,11 @@ def test_what_cannot_be_cut_or_averaged_is_named(loss: Any, batch: Any, words: s
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"microbatch cuts shards.*Use more shards instead"):
+    with pytest.raises(ValueError, match=r"microbatch cuts each shard.*Use more shards instead"):
         make_trainer(microbatch=2).step((XS, onefold.Broadcast(XS)))
     trainer = trainer_of(2)
     few, many = two_loaders(trainer)
     labeled = next(iter(few))
     trainer.shares = (1, 2)
-    with pytest.raises(ValueError, match=r"several shares, \(2, 1\), \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"different shares, \(2, 1\), \(1, 2\)"):
         trainer.step({"labeled": labeled, "others": next(iter(many))})

@@ -269,8 +269,9 @@ class Autosave:
         self._put_off += 1
         between = self._position.is_between_batches(batch)
         self._at_next = between or self._put_off > _MOST_PUT_OFF
-        # Asked to stop at the end of an epoch: what the script does there may take longer than the
-        # grace, so save before it as well, unless it may change what is saved between two steps.
+        # A request to stop at the end of an epoch: the script's work there may take longer than the
+        # grace period, so save first as well, unless the script may change the saved state between
+        # two steps.
         plain = updated and not self._reuses and not self._scheduler.is_the_scripts
         plain = plain and self._blocks() == self._blocks_before
         if self._stop and plain and between and self._position.is_at_an_end():

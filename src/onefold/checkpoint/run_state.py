@@ -225,7 +225,7 @@ class RunState:
         return each
 
     def adopt(self, run: Mapping[str, Any], allow_changed: Collection[str]) -> None:
-        """Go on with what a saved run had found: the scale of its losses, and segments that fit."""
+        """Go on with what a saved run had found: the loss scale and the microbatch size."""
         if self._engine.rules.scale is not None and Precision(run["precision"]).is_scaled:
             self._engine.rules.scale = LossScale(run["loss_scale"], run["good_steps"])
         if self._settings.microbatch == "auto":

@@ -276,7 +276,7 @@ def _shares_of(parts: Sequence[ShardedBatch]) -> Shares:
     if any(part.shares != parts[0].shares for part in parts):
         shares = ", ".join(str(part.shares.counts) for part in parts)
         raise ValueError(
-            f"the loaders' batches of one step were cut for several shares, {shares}: set "
+            f"the loaders' batches of one step were cut for different shares, {shares}: set "
             f"trainer.shares before the first of them is read"
         )
     return parts[0].shares

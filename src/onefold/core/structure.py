@@ -144,7 +144,7 @@ def put_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 class Broadcast:
     """A part of a batch that every shard gets whole: times, a grid, a temperature.
 
-    In a batch of the script's own, for `Trainer.step`, `Trainer.gradient` or the rule of
+    In a batch of the script's own, for `Trainer.step`, `Trainer.gradient` or the function of
     `Trainer.batches`. The loss gets what is in it, with its tensors on the device.
 
     Args:

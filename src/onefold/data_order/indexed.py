@@ -1,9 +1,9 @@
 """Sources of a loader's batches: a data set with an index, and whole batches.
 
-`Indexed` is a data set with an index, of samples or of whole batches: items of a data set (`Items`)
-or by the script's own `FunctionBatches`. Of whole batches every process makes all and keeps its own
-shards, as `trainer.step` does with a batch of the script's own; so what it costs to make a batch is
-not divided between devices.
+`Indexed` is a data set with an index, of samples or of whole batches. Whole batches are items of a
+data set (`Items`), or a function of the script makes them (`FunctionBatches`). Every process makes
+all whole batches and keeps its own shards, as `trainer.step` does with a batch of the script's own,
+so the cost of making a batch is not divided between devices.
 
 Sources, `onefold.data_order.stream.Stream` among them, are alike: in each pass the loader calls
 ``order``, and then ``reader`` for what answers the requests, in this process or in a worker.

@@ -88,7 +88,7 @@ DONE = Header(_DONE, 0, True, ())
 
 @dataclass(frozen=True, slots=True)
 class GradientSend:
-    """The gradients of one stage, of a shard or of a segment of one."""
+    """Gradients of one stage, from a shard or from a microbatch of it."""
 
     shard: int
     stage: int

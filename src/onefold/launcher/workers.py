@@ -204,7 +204,7 @@ class WorkerGroup:
         """
         if self._signals.drain() > (1 if self._options.may_stop else 0):
             raise StoppedGroup
-        # The grace runs from the first request, even if a worker got it: then the table says so.
+        # The grace period starts with the first request. If a worker received it, the table has it.
         if self._is_requested() and not self._deadline_s:
             self._deadline_s = time.monotonic() + self._options.grace_period_s
             self._status.progress.request_stop()

@@ -108,7 +108,7 @@ class Batches:
             raise ValueError("the batch is empty: expected at least one sample")
         if cut.others and self._settings.microbatch is not None:
             raise ValueError(
-                "microbatch cuts shards into microbatches of samples, and this batch has parts of "
+                "microbatch cuts each shard by its samples, and this batch has parts of "
                 "other lengths (another loader's batch, onefold.Scatter or onefold.Broadcast): "
                 "expected microbatch=None. Use more shards instead: each is smaller"
             )

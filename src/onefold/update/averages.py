@@ -38,7 +38,7 @@ AVERAGE = "onefold.average"
 
 
 class Averages:
-    """The averages that this process keeps; none until `begin`.
+    """The averages that this process keeps; none until `start`.
 
     Args:
         allocator: where those of segments lie.

@@ -245,7 +245,7 @@ class TrainOptions:
     compile: bool = option(False, "Compile the model and its loss with torch.compile.")
     microbatch: str | None = option(
         None,
-        "Run each shard in pieces of so many samples; auto: as many as fit into memory.",
+        "Run each shard in microbatches of so many samples; auto: as many as fit into memory.",
         shown="whole shards",
     )
     log: LoggerName | None = option(
