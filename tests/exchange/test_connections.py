@@ -65,7 +65,7 @@ from torch.distributed import TCPStore
 from onefold.exchange.connections import Connections, LateWatch, PeerWatch
 
 class Slow(LateWatch):
-    def look(self):
+    def answer_peers(self):
         inside.set()
         limit = time.monotonic() + 1
         while time.monotonic() < limit:

@@ -33,7 +33,7 @@ DEMO = ("sklearn", "matplotlib", *COMMANDS)
 RUN_DEMO = """
 import sys
 from pathlib import Path
-from onefold_jobs.digits import demo
+from onefold.cli.demo import demo
 sys.exit(demo(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
 """
 """The command of that name, which has no choice of epochs."""
