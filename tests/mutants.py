@@ -262,7 +262,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "the warm-up of an average counts steps and not updates",
-        "update/state.py",
+        "update/averages.py",
         "self.rule.kept(self.steps // self.rule.every)",
         "self.rule.kept(self.steps)",
     ),
@@ -353,7 +353,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "a checkpoint forgets how long the loss scale was good",
         "checkpoint/run_state.py",
-        '"good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,',
+        '"good_steps": 0 if scale is None else scale.good_steps,',
         '"good_steps": 0,',
     ),
     Mutant(
@@ -383,7 +383,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "a run that torchrun starts again has its old name",
-        "launcher/environment.py",
+        "launcher/foreign_launchers.py",
         '("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")',
         '("TORCHELASTIC_RUN_ID", "MASTER_PORT")',
     ),
