@@ -106,8 +106,7 @@ class UserParts:
         if len(self.losses) > 1 and settings.microbatch == "auto":
             raise ValueError(
                 'microbatch="auto" looks for the largest microbatches of one loss, and this '
-                "Trainer has "
-                "several: expected a number of samples that fits for all of them"
+                "Trainer has several: expected a number of samples that fits for all of them"
             )
 
     def loss_name(self, name: str | None) -> str:

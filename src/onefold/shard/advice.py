@@ -43,8 +43,7 @@ def advice_on(error: Exception, *, samples: int, shards: int) -> str:
         return (
             f"a shard of {samples} sample{'' if samples == 1 else 's'} did not fit: run it in "
             'microbatches with Trainer(microbatch="auto") or a number of samples; or give Trainer '
-            "more "
-            f"than {shards} shards, a smaller batch_size or a lower precision. Each of these "
+            f"more than {shards} shards, a smaller batch_size or a lower precision. Each of these "
             f"changes the result. Or look for what else holds memory on this device"
         )
     if "CUBLAS_WORKSPACE_CONFIG" in text:

@@ -94,9 +94,8 @@ class MicrobatchSearch:
         if self.samples is not None and self._context.leads:
             _log.warning(
                 'microbatch="auto": shards of up to %d samples run in microbatches of %d, the '
-                "largest "
-                "that fit into the memory of every device. The number is part of the result: "
-                "to have the same elsewhere, write microbatch=%d",
+                "largest that fit into the memory of every device. The number is part of the "
+                "result: to have the same elsewhere, write microbatch=%d",
                 largest,
                 self.samples,
                 self.samples,

@@ -107,9 +107,8 @@ class RunScheduler:
         if self._every == "epoch" and epoch is None:
             raise ValueError(
                 'scheduler_every="epoch" steps the scheduler where an epoch of trainer.epochs '
-                "ends, "
-                "and this step is in none: loop with `for epoch in trainer.epochs(...)`, or use "
-                'scheduler_every="script" and call scheduler.step() where it is due'
+                "ends, and this step is in none: loop with `for epoch in trainer.epochs(...)`, or "
+                'use scheduler_every="script" and call scheduler.step() where it is due'
             )
         count = self._own_count
         if self._count is None:
