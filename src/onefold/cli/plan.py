@@ -117,7 +117,7 @@ def _print(console: Console, found: dict[str, Any], names: Sequence[str]) -> Non
         console.print(
             f"[bold red]Too large[/] for a device: {escape(largest['name'])} takes "
             f"{_mebibytes(least)} MiB at a time. Cut it with Trainer(stages=[...]), or "
-            f"cut its largest layer into modules of their own: docs/do/large-models.md."
+            f"cut its largest layer into modules of their own: docs/do/split-a-layer.md."
         )
 
 

@@ -198,7 +198,7 @@ def run(
 
     With --checkpoint, the first SIGTERM, SIGHUP or Ctrl-C has the run save itself at the end of its
     step and exit with code 75; the same command resumes it. The second one ends it at once. SIGUSR1
-    and SIGUSR2, by which schedulers give notice, have it save itself as well.
+    and SIGUSR2, by which cluster schedulers give notice, have it save itself as well.
     """
     # All that is wrong with the command is refused here, before any process is started.
     command = command_of(script, module, context.args)

@@ -74,7 +74,7 @@ class RunOptions:
     audit: float = 0.0
     """How large a share of all shards is computed once more, on another device, and compared."""
     on_corruption: OnCorruption = "heal"
-    """Whether a run stops at any wrong result, or continues with the right one if there is one."""
+    """What a run does after a wrong result: continue with the right one, if any, or stop."""
     program: tuple[str, ...] = ()
     """The program that has launched a function, with its arguments; empty of scripts."""
     stops_after: int = 0
