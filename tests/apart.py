@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from onefold.placement.offload import Offloaded
-from onefold.system import allocator
+from onefold.system import file_memory
 from onefold.system.allocator import TensorAllocator
 from onefold.system.file_memory import MmapAllocator
 
@@ -29,16 +29,16 @@ WITHOUT_VALUES = {
 @contextmanager
 def apart() -> Iterator[None]:
     """Have homes be made for devices with memory of their own, and take all tensors."""
-    least, made = allocator.LEAST_BYTES, Offloaded.allocator
+    least, made = file_memory.LEAST_BYTES, Offloaded.allocator
 
     def home(placement: Offloaded) -> TensorAllocator:
         return MmapAllocator.at(placement.devices.context.options.offload_dir, apart=True)
 
-    allocator.LEAST_BYTES, Offloaded.allocator = 1, home  # type: ignore[method-assign]
+    file_memory.LEAST_BYTES, Offloaded.allocator = 1, home  # type: ignore[method-assign]
     try:
         yield
     finally:
-        allocator.LEAST_BYTES, Offloaded.allocator = least, made  # type: ignore[method-assign]
+        file_memory.LEAST_BYTES, Offloaded.allocator = least, made  # type: ignore[method-assign]
 
 
 class _Moving(TorchFunctionMode):

@@ -187,13 +187,13 @@ def computed(number: int) -> tuple[str, Found, dict[str, Found]]:
     """A problem, by its number, on one device, and the ways that have other bits."""
     import torch
 
-    from onefold.system import allocator
+    from onefold.system import file_memory
     from onefold.testing import simulate
     from tests.apart import apart
 
     begun = time.monotonic()
     torch.set_num_threads(1)
-    allocator.LEAST_BYTES = 1  # the models are small, and the home is to have all of them
+    file_memory.LEAST_BYTES = 1  # the models are small, and the home is to have all of them
     problem = problems()[number]
     one = [str(value) for value in simulate(problem.compute, 1)[0]]
     wrong = {}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 import onefold
-from onefold.system import allocator
+from onefold.system import file_memory
 from onefold.testing import simulate
 from tests import golden
 from tests.bits import adapted
@@ -24,12 +24,12 @@ IN_PIPELINES = tuple(name for name in CASES if name.startswith("line"))
 def computed(names: Sequence[str]) -> list[list[str]]:
     """What a device has of some golden problems, one after the other."""
     known = {problem.name: problem for problem in golden.problems()}
-    least = allocator.LEAST_BYTES
-    allocator.LEAST_BYTES = 1  # the models are small, and the home is to have all of them
+    least = file_memory.LEAST_BYTES
+    file_memory.LEAST_BYTES = 1  # the models are small, and the home is to have all of them
     try:
         return [[str(value) for value in known[name].compute()] for name in names]
     finally:
-        allocator.LEAST_BYTES = least
+        file_memory.LEAST_BYTES = least
 
 
 @functools.cache
