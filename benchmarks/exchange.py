@@ -40,9 +40,8 @@ from onefold.core.shard import Shares
 from onefold.core.storage import Storage, cut_segments
 from onefold.exchange.collective import CollectiveTransport
 from onefold.exchange.connections import Connections, LateWatch, PeerWatch
-from onefold.exchange.exchange import Exchange
+from onefold.exchange.exchange import Exchange, exchange_over
 from onefold.exchange.group import JoinedGroup
-from onefold.exchange.joining import exchange_over
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Start
 from onefold.exchange.shared import SharedTransport

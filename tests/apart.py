@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onefold.placement.offload import Offloaded
+from onefold.placement.partitioned import Offloaded
 from onefold.system import file_memory
 from onefold.system.allocator import TensorAllocator
 from onefold.system.file_memory import MmapAllocator

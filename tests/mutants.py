@@ -172,7 +172,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "a sealed value may be moved to another key",
-        "exchange/sealing.py",
+        "exchange/connections.py",
         "parts = [self._run_id, key.encode(), value]",
         "parts = [self._run_id, value]",
     ),
@@ -226,7 +226,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "an infinite gradient counts as finite",
-        "step/finite.py",
+        "step/rules.py",
         "        if math.isfinite(value):",
         "        if not math.isnan(value):",
     ),
@@ -316,13 +316,13 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "random numbers begin anew on the next device of a pipeline",
-        "placement/pipeline/shard_state.py",
+        "placement/pipeline/boundary.py",
         "        put_generators(self.generators, replica.device)\n",
         "",
     ),
     Mutant(
         "of what a device gives for gathered rows its first block counts for all",
-        "step/rows.py",
+        "step/joint.py",
         "(unpacked_bytes(table[device], dtype, shapes)[slot],)",
         "(unpacked_bytes(table[device], dtype, shapes)[0],)",
     ),
@@ -346,7 +346,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "batches that were read ahead are lost with their shares",
-        "data_order/workers.py",
+        "data_order/order.py",
         "self.shares, self.own, self.start = shares, own, start",
         "self.shares, self.own = shares, own",
     ),

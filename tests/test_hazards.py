@@ -155,7 +155,7 @@ WAITS = """
     system/child.py self._reader.poll: for the limit that the caller names
     system/child.py os.waitpid: for a child that was killed
     system/folder_lock.py time.sleep: in a loop with a limit
-    exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
+    exchange/connections.py self._store.wait: as the caller says, or for the limit of the store
     exchange/mailbox.py poller.poll: for part of the limit
     data_order/worker_processes.py time.sleep: twenty milliseconds at a time, as the limit says
     launcher/workers.py connection.wait: for part of a limit, or while workers run, signals noticed

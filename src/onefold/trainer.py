@@ -26,9 +26,8 @@ from onefold.core.settings import (
     SchedulerEvery,
     Settings,
 )
-from onefold.data_order.arguments import DataSource, TorchNames, choose
 from onefold.data_order.indexed import BatchFunction, FunctionBatches
-from onefold.data_order.loader import Loader
+from onefold.data_order.loader import DataSource, Loader, TorchNames, choose
 from onefold.data_order.reader import Collate, SizedDataset, as_it_is
 from onefold.exchange.memory import Memory
 from onefold.launcher.environment import current_context

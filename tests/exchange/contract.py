@@ -20,9 +20,8 @@ from onefold.core.stages import Stages
 from onefold.core.storage import Storage, cut_segments
 from onefold.errors import DisagreementError
 from onefold.exchange.collective import CollectiveTransport
-from onefold.exchange.exchange import Exchange
+from onefold.exchange.exchange import Exchange, exchange_over
 from onefold.exchange.group import Rendezvous, join_group
-from onefold.exchange.joining import exchange_over
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Start, write_first
 from onefold.exchange.reduction import StageReduction

@@ -7,7 +7,7 @@ import pytest
 
 import onefold
 from onefold.errors import RunFailed
-from onefold.exchange.joining import exchange_over
+from onefold.exchange.exchange import exchange_over
 from onefold.exchange.transport import LocalTransport
 from onefold.system.allocator import DEFAULT_ALLOCATOR
 from onefold.system.file_memory import MmapAllocator

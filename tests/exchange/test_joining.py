@@ -13,8 +13,7 @@ from onefold.core.context import LaunchContext
 from onefold.core.options import RunOptions
 from onefold.errors import DisagreementError, PeerFailed
 from onefold.exchange import others
-from onefold.exchange.exchange import Exchange
-from onefold.exchange.joining import join
+from onefold.exchange.exchange import Exchange, join
 from onefold.exchange.shared import SharedMemory, SharedTransport
 from onefold.system import accelerator
 from tests.exchange.contract import assignment, start, storage

@@ -7,7 +7,7 @@ from threading import Barrier
 import pytest
 
 from onefold.errors import DisagreementError
-from onefold.exchange.sealing import prove
+from onefold.exchange.connections import prove
 from tests.exchange.together import LIMIT_S, endings
 from tests.tables import for_each
 

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from onefold.errors import DisagreementError
-from onefold.exchange.sealing import SealedStore, refuse_sealed
+from onefold.exchange.connections import SealedStore, refuse_sealed
 from tests.tables import for_each
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "relayed.py"

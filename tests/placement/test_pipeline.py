@@ -21,7 +21,7 @@ import onefold
 from onefold.core.context import LaunchContext
 from onefold.core.options import ExchangeName, RunOptions
 from onefold.errors import PeerFailed, PipelineError
-from onefold.placement.pipeline import shape_tensor
+from onefold.placement.pipeline import shape_stages as shape_tensor
 from onefold.testing import outcomes
 from tests import simulated
 from tests.tables import for_each

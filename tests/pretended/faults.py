@@ -140,7 +140,7 @@ FAULTS: list[Mutant] = [
     ),
     Mutant(
         "the norm of the gradient is read in every step",
-        "step/finite.py",
+        "step/rules.py",
         "        copied = HostCopy(norm)\n",
         "        copied = HostCopy(norm.cpu())\n",
         (WAITING,),

@@ -16,11 +16,11 @@ REFUSED: tuple[str, ...] = (
     *("data_order.from_dataloader", "data_order.stream", "data_order.worker_processes"),
     *("deferred.recipe", "deferred.recording", "deferred.values", "exchange.collective"),
     *("exchange.collective_memory", "launcher.devices", "launcher.launch", "launcher.worker"),
-    *("launcher.workers", "placement.distribute", "placement.footprint", "placement.offload"),
+    *("launcher.workers", "placement.distribute", "placement.footprint"),
     *("placement.parameters", "placement.partitioned", "placement.pipeline"),
     *("placement.stage_buffers", "session.build", "session.data_calls", "session.gradient_steps"),
     *("session.script_updates", "shard.advice", "shard.compiling", "shard.gather"),
-    *("shard.operations", "step.joint", "step.microbatch", "step.rows", "system.background"),
+    *("shard.operations", "step.joint", "step.microbatch", "system.background"),
     *("system.caches", "system.capacity", "system.child", "system.output", "system.tensor_file"),
     *("tools", "update.state", "watch.launches", "watch.timeline"),
 )
@@ -29,7 +29,7 @@ NEEDED: tuple[str, ...] = ("tools", "tools.registry", "tools.step_calls", "tools
 """Those of them that every run has: the list of tools, and two of them."""
 WITH_OTHERS = (
     *("exchange.connections", "exchange.group", "exchange.mailbox", "exchange.others"),
-    *("exchange.sealing", "exchange.shared", "launcher.foreign_launchers"),
+    *("exchange.shared", "launcher.foreign_launchers"),
 )
 """What several processes need in addition."""
 FOR_HANGS = ("launcher.hang", "launcher.stacks", "tools.host_watch", "tools.places")

@@ -11,8 +11,7 @@ from onefold.core.storage import cut_segments
 from onefold.system.allocator import DEFAULT_ALLOCATOR
 from onefold.system.dtypes import DTYPES
 from onefold.update.averages import Averages
-from onefold.update.segment_state import SegmentState
-from onefold.update.staging import Staging
+from onefold.update.staging import SegmentState, Staging
 from onefold.update.state import check_saved, pack, packed, take_apart, unpack
 from tests.step.assembled import bytes_of
 from tests.tables import for_each

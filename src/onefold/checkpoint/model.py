@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from onefold.checkpoint.folder import StoredCheckpoint
-from onefold.checks.savable import sorted_values, state_of
+from onefold.checks.model import sorted_values, state_of
 from onefold.core.averaging import AverageRule
 from onefold.core.flat import (
     aligned,
@@ -33,7 +33,7 @@ from onefold.system.dtypes import DTYPES
 from onefold.system.tensor_file import TensorParts
 from onefold.update.averages import AVERAGE
 from onefold.update.optimizer import MASTER
-from onefold.update.segment_state import SegmentState
+from onefold.update.staging import SegmentState
 from onefold.update.state import check_saved, packed, take_apart
 
 __all__ = [

@@ -41,7 +41,7 @@ from onefold.checkpoint.manifest import Place, check_run
 from onefold.checkpoint.model import StoredStates, left_by_shard, saved_rule
 from onefold.checkpoint.run_state import RunState
 from onefold.checkpoint.saving import LeadWork, Saving
-from onefold.checks.savable import readable
+from onefold.checks.model import readable
 from onefold.core.assignment import Devices
 from onefold.core.call_digest import Call, CallDigest, digest
 from onefold.core.flat import fingerprint_of

@@ -54,7 +54,7 @@ from onefold.placement.context import StepContext
 from onefold.step.engine import Engine
 from onefold.system.background import Background
 from onefold.system.tensor_file import Bytes, TensorParts
-from onefold.update.segment_state import SegmentState
+from onefold.update.staging import SegmentState
 from onefold.update.state import JoinedState, described, join, pack, read_described, unpack
 
 __all__ = ["LeadWork", "Saving"]

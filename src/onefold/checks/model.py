@@ -1,26 +1,36 @@
 """Refuses models that cannot be trained alike on any number of devices, before any work.
 
 Low precision needs more of a model and its devices, which `check_precision` and `check_device`
-check.
+check. `sorted_values` finds what a checkpoint holds of a model, as a run begins and at each save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from onefold.core.flat import extent, is_dense
+from onefold.core.flat import extent, is_dense, named_tensors, own_name
 from onefold.core.settings import Precision
 from onefold.deferred.access import ResidentError, deferred_of
 from onefold.shard.model_parts import ModelParts
 from onefold.system.accelerator import name_of
-from onefold.system.compat import BatchNorm
+from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX, BatchNorm
 from onefold.system.cuda import has_bfloat16
+from onefold.system.dtypes import DTYPES
 
-__all__ = ["check_device", "check_model", "check_precision", "held_in"]
+__all__ = [
+    "check_device",
+    "check_model",
+    "check_precision",
+    "held_in",
+    "is_saved_as_it_is",
+    "readable",
+    "sorted_values",
+    "state_of",
+]
 
 
 _NORMALIZING = (BatchNorm, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
@@ -175,3 +185,62 @@ def _places_of(tensor: torch.Tensor) -> torch.Tensor:
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         place = (place[:, None] + torch.arange(length) * stride * size).flatten()
     return (place[:, None] + torch.arange(size)).flatten()
+
+
+def readable(
+    module: torch.nn.Module, gathered: Callable[[], AbstractContextManager[None]]
+) -> AbstractContextManager[None]:
+    """Gather all parameters if the model itself computes what is saved of them.
+
+    Args:
+        module: the user's own model.
+        gathered: opens a block in which this process has all parameters.
+    """
+    return nullcontext() if is_saved_as_it_is(module) else gathered()
+
+
+def is_saved_as_it_is(module: torch.nn.Module) -> bool:
+    """Whether ``state_dict`` merely names parameters, and does not compute with their values.
+
+    Asked where some are elsewhere; where all are here it makes no difference.
+    """
+    try:
+        state_of(module)
+    except ResidentError:
+        return False
+    return True
+
+
+def sorted_values(
+    module: torch.nn.Module,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
+    """Check and return what ``state_dict`` names, what it leaves out, and the names of all.
+
+    Raises:
+        TypeError: the model holds something that is no tensor, or of a type that no file can hold.
+    """
+    model = state_of(module)
+    named = named_tensors(module)
+    rest = {name: tensor for name, tensor in named.items() if name not in model}
+    for name, value in (*model.items(), *rest.items()):
+        _check_value(name, value)
+    return model, rest, tuple(named)
+
+
+def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What ``state_dict`` names: the tensors themselves, under the user's own names."""
+    # Not detached: to detach those whose values are elsewhere would mean to read them.
+    with torch.no_grad():
+        state = module.state_dict(keep_vars=True)
+    return {own_name(name): value for name, value in state.items()}
+
+
+def _check_value(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor) or name.endswith(EXTRA_STATE_KEY_SUFFIX):
+        raise TypeError(
+            f"the model's state_dict holds {name}, which is no parameter and no buffer: a "
+            f"checkpoint cannot hold what get_extra_state() returns. Keep it in a buffer, or save "
+            f"it with save(..., extra=...)"
+        )
+    if value.dtype not in DTYPES:
+        raise TypeError(f"{name} is of {value.dtype}, which no safetensors file can hold")

@@ -73,7 +73,7 @@ PLACEMENTS: dict[str, PlacementKind] = {
         },
     ),
     "offload": PlacementKind(
-        implementation="onefold.placement.offload:Offloaded",
+        implementation="onefold.placement.partitioned:Offloaded",
         forms={"offload": ""},
         returns_memory=True,
     ),

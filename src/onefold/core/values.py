@@ -14,7 +14,7 @@ Note: how values travel
 A step must not wait for one more message because a loss is logged. So values have room on the table
 for `MOST` numbers a shard, and go where totals go: a row of the table grows by the numbers that
 there are, and by nothing where there are none. Which names they belong to is agreed on once, in the
-first step that has them (see `onefold.step.rows`); from then on a shard reports one
+first step that has them (see `onefold.step.joint`); from then on a shard reports one
 checksum of its names. Without values a shard's row has eight bytes for it, which are 0.
 
 Note: outputs

@@ -26,9 +26,8 @@ from torch.utils.data import (
 )
 
 from onefold.data_order.indexed import Items
-from onefold.data_order.order import check_sampler
+from onefold.data_order.order import Workers, check_sampler
 from onefold.data_order.reader import is_stream
-from onefold.data_order.workers import Workers
 
 __all__ = ["arguments_of"]
 

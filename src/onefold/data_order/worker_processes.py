@@ -35,19 +35,12 @@ import torch
 from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from onefold.data_order.order import Requests, Workers
 from onefold.data_order.reader import Answer, BadSample
-from onefold.data_order.workers import Requests, Workers
 from onefold.system.process import ctrl_c_as_before, die_with_parent
 from onefold.system.safe_files import LONGEST_TEMPORARY_PATH
 
-__all__ = [
-    "Sending",
-    "allow_open_files",
-    "check_temporary_path",
-    "count_tensors",
-    "sends_by_socket",
-    "start_workers",
-]
+__all__ = ["Sending", "check_temporary_path", "start_workers"]
 
 
 @contextmanager

@@ -46,12 +46,14 @@ from onefold.exchange.connections import (
     Connections,
     LateWatch,
     PeerWatch,
+    SealedStore,
     close_watches,
     host_identity,
     noted_connections,
+    prove,
+    refuse_sealed,
 )
 from onefold.exchange.progress import Waiting, progress_of
-from onefold.exchange.sealing import SealedStore, prove, refuse_sealed
 from onefold.system.accelerator import collective_backend
 from onefold.system.compat import Groups
 
@@ -64,7 +66,6 @@ __all__ = [
     "break_off",
     "join_group",
     "tell_end",
-    "who_left",
 ]
 
 

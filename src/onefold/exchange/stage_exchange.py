@@ -30,7 +30,6 @@ __all__ = [
     "DONE",
     "Delivery",
     "GradientSend",
-    "Header",
     "LocalStageExchange",
     "ParameterRequest",
     "StageExchange",

@@ -28,7 +28,7 @@ from onefold.placement.context import StepContext
 from onefold.step.engine import Engine
 from onefold.system.compat import copy_each
 from onefold.update.averages import Averages
-from onefold.update.segment_state import SegmentState
+from onefold.update.staging import SegmentState
 
 __all__ = ["Averaging"]
 

@@ -36,7 +36,7 @@ from onefold.shard.gradients import keeping_gradients
 from onefold.step.engine import Engine
 from onefold.update.optimizer import PartitionedOptimizer
 from onefold.update.optimizers import Optimizers, optimizers_in
-from onefold.update.segment_state import SegmentState
+from onefold.update.staging import SegmentState
 from onefold.update.state import packed, unpack
 
 __all__ = ["Modifying"]

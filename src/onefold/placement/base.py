@@ -42,7 +42,7 @@ from onefold.update.optimizer import PartitionedOptimizer
 
 if TYPE_CHECKING:
     from onefold.placement.footprint import Footprint
-    from onefold.placement.pipeline.shape_tensor import LossProgress
+    from onefold.placement.pipeline.shape_stages import LossProgress
 
 __all__ = [
     "Before",

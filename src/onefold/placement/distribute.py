@@ -13,7 +13,7 @@ from onefold.deferred.recipe import short_lived
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import FirstValues, Start
 from onefold.update.optimizer import MASTER, PartitionedOptimizer
-from onefold.update.segment_state import SegmentState
+from onefold.update.staging import SegmentState
 from onefold.update.state import packed, unpack
 
 __all__ = ["distribute_entries", "distribute_masters", "values_of_entry"]

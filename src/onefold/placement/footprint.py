@@ -16,7 +16,7 @@ __all__ = ["Footprint"]
 class Footprint:
     """Sizes of a model, in bytes.
 
-    >>> from onefold.placement.offload import Offloaded
+    >>> from onefold.placement.partitioned import Offloaded
     >>> from onefold.placement.partitioned import Partitioned
     >>> from onefold.placement.pipeline.placement import Pipelined
     >>> from onefold.placement.replicated import Replicated

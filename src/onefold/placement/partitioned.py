@@ -2,7 +2,7 @@
 
 Where devices share no memory, the parameters of a stage are gathered while they are needed (see
 `onefold.placement.parameters`). Where they do, all parameters are in that memory, and gradients
-alone are partitioned.
+alone are partitioned. With `Offloaded` the model is stored on the host, in a file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onefold.core.fold import blocks_of
 from onefold.core.results import Gradients, ShardResult
 from onefold.core.settings import Settings
 from onefold.core.storage import Storage
-from onefold.exchange.joining import has_memory_in_common
+from onefold.exchange.exchange import has_memory_in_common
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.stage_exchange import GradientSend
 from onefold.placement.base import Before, Done, Estimates, Placement, PlacementLayout
@@ -32,11 +32,14 @@ from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.capacity import capacity_bytes
+from onefold.system.file_memory import MmapAllocator
 
 if TYPE_CHECKING:
     from onefold.placement.footprint import Footprint
+if TYPE_CHECKING:
+    from onefold.placement.footprint import Footprint
 
-__all__ = ["Partitioned"]
+__all__ = ["Offloaded", "Partitioned"]
 
 
 class Partitioned(Placement):
@@ -158,3 +161,49 @@ def _give_all(reduction: StageReduction, shard: int, result: ShardResult) -> Non
     for stage, numbers in reversed(list(enumerate(reduction.stages.entries))):
         gradients = [result.gradients[number] for number in numbers]
         reduction.give(GradientSend(shard, stage, True, gradients))
+
+
+class Offloaded(Partitioned):
+    """Parameters, gradients and optimizer state lie in a file of which memory holds what it can.
+
+    A processor computes with what is in the file. A GPU has the parameters of a stage gathered from
+    there, as from another device, and the optimizer's state comes to it segment by segment.
+    """
+
+    @classmethod
+    def estimate(cls, sizes: Footprint, devices: int, *, together: bool) -> Estimates:
+        if together:
+            held = sizes.EXCHANGED * sizes.stage
+        else:
+            # What it sends of a stage it must have there, as well.
+            sent = sizes.stage // devices if devices > 1 else 0
+            held = sizes.other + sizes.in_transit(devices, begun=True) + sent
+        sums = sizes.gradients * (1 + sizes.levels())
+        file = sizes.parameters + sizes.frozen + sizes.other + sizes.state + sums
+        return {"offload": held, "offload:file": file}
+
+    def allocator(self) -> TensorAllocator:
+        devices = self.devices
+        kind = devices.all[devices.own[0]].type
+        if kind != "cpu" and len(devices.own) > 1:
+            raise ValueError(
+                f"expected one {kind} device in each process for placement=offload, got "
+                f"{len(devices.own)} of Trainer(devices=...): leave them out, and start the script "
+                f"by onefold run --devices"
+            )
+        return MmapAllocator.at(devices.context.options.offload_dir, apart=kind != "cpu")
+
+    def shards_frozen(self, allocator: TensorAllocator) -> bool:
+        return allocator.apart
+
+    def check(self, storage: Storage) -> None:
+        if self.chosen.allocator.apart:
+            super().check(storage)
+        else:
+            # Parameters stay in the file, so that the gradient alone must fit.
+            self._check(storage, [0] * len(storage.stage_layout().stage_bytes), "gradient")
+
+    def leave(self, *, together: bool) -> None:
+        # What is kept apart from a device has no room there as a whole.
+        if not self.chosen.allocator.apart:
+            super().leave(together=together)

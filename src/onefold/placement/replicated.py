@@ -23,8 +23,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.fold import Block, before_last, blocks_of, fold
 from onefold.core.results import Gradients, ShardResult
 from onefold.core.shard import Shares
-from onefold.exchange.exchange import Exchange
-from onefold.exchange.joining import has_memory_in_common
+from onefold.exchange.exchange import Exchange, has_memory_in_common
 from onefold.exchange.stage_exchange import GradientSend
 from onefold.placement.base import Before, Done, Estimates, Placement, PlacementLayout
 from onefold.shard.gradients import add_gradients

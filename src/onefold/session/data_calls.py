@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from onefold.core.call_digest import Call
 from onefold.data_order.loader import Loader
 from onefold.data_order.reader import Collate, SizedDataset
-from onefold.passes.evaluation import DataCall, ScoreFunction
-from onefold.passes.statistics import recompute_statistics
+from onefold.passes.evaluation import DataCall, ScoreFunction, recompute_statistics
 from onefold.step.engine import Engine
 from onefold.step.hook import ScriptCall
 

@@ -34,8 +34,7 @@ from onefold.core.settings import Settings
 from onefold.core.shard import Shares
 from onefold.core.storage import Storage, cut_segments, divides_evenly
 from onefold.deferred.access import deferred_of
-from onefold.exchange.exchange import Exchange
-from onefold.exchange.joining import join
+from onefold.exchange.exchange import Exchange, join
 from onefold.exchange.memory import Start
 from onefold.placement.base import PlacementLayout, placement_of
 from onefold.placement.context import StepContext
@@ -45,7 +44,7 @@ from onefold.shard.model_parts import ModelParts
 from onefold.shard.replica import LossFunction, Replica
 from onefold.shard.stages import frozen_of
 from onefold.step.engine import Engine
-from onefold.update.clipping import refuse_clipping
+from onefold.update.norms import refuse_clipping
 from onefold.update.optimizer import PartitionedOptimizer
 from onefold.update.optimizers import optimizers_in, steps_by_parameter
 

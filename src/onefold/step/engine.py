@@ -35,20 +35,23 @@ from onefold.shard.gradients import keeping_gradients
 from onefold.shard.model_parts import ExternalModules, buffers_with_nan, in_mode
 from onefold.shard.replica import LossFunction, Replica, ShardTask
 from onefold.step.agreement import Agreement, digest_of, refuse_unfrozen
-from onefold.step.finite import FiniteCheck, bad_gradient
 from onefold.step.hook import Attempt, Hooks
-from onefold.step.objective import objectives_of
-from onefold.step.result import StepResult, verdict_of
-from onefold.step.rules import GradientRules, check_gradient, write_gradient
-from onefold.update.clipping import allow_clipping
+from onefold.step.result import StepResult, objectives_of, verdict_of
+from onefold.step.rules import (
+    FiniteCheck,
+    GradientRules,
+    bad_gradient,
+    check_gradient,
+    write_gradient,
+)
+from onefold.update.norms import allow_clipping
 from onefold.update.optimizers import Optimizers
 from onefold.watch.timing import Span
 
 if TYPE_CHECKING:
     from onefold.shard.compiling import EagerComparison
-    from onefold.step.joint import JointShards
+    from onefold.step.joint import JointShards, ValueExchange
     from onefold.step.microbatch import MicrobatchSearch
-    from onefold.step.rows import ValueExchange
     from onefold.watch.launches import LaunchWatch
 
 __all__ = ["Engine", "StepResult"]
@@ -337,7 +340,7 @@ class Engine:
     @cached_property
     def _values(self) -> ValueExchange:
         """Knows what losses return beside themselves."""
-        made: ValueExchange = load("step.rows").ValueExchange(self.context)
+        made: ValueExchange = load("step.joint").ValueExchange(self.context)
         return made
 
     def _around_update(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from onefold.checks.savable import readable, sorted_values
+from onefold.checks.model import readable, sorted_values
 from onefold.session.run import RunSetup, RunView
 from onefold.step.engine import Engine
 from onefold.step.hook import Hook, Make, ScriptCall, Surrounds

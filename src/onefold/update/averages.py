@@ -24,8 +24,7 @@ from onefold.core.flat import (
 )
 from onefold.core.settings import added_up_in
 from onefold.system.allocator import TensorAllocator
-from onefold.update.segment_state import SegmentState
-from onefold.update.staging import Staging
+from onefold.update.staging import SegmentState, Staging
 
 if TYPE_CHECKING:
     from onefold.core.averaging import AverageRule

@@ -31,8 +31,7 @@ from onefold.core.storage import Storage
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.compat import copy_each, limit_each, multiply_each
 from onefold.update.averages import AVERAGE, Averages
-from onefold.update.clipping import clipping_each
-from onefold.update.norms import SegmentNorms
+from onefold.update.norms import SegmentNorms, clipping_each
 from onefold.update.optimizers import (
     TAKEN,
     StateView,
@@ -44,8 +43,7 @@ from onefold.update.optimizers import (
     refuse_own_steps,
     steps_by_parameter,
 )
-from onefold.update.segment_state import SegmentState, is_by_element
-from onefold.update.staging import DeviceStaging, OwnedSegment, Staging
+from onefold.update.staging import DeviceStaging, OwnedSegment, SegmentState, Staging, is_by_element
 
 __all__ = ["MASTER", "PartitionedOptimizer"]
 

@@ -1,7 +1,8 @@
 """The segments that this process updates, and how they come to the device that computes with them.
 
-`OwnedSegment` is a segment of the model that a device of this process updates. `Staging` brings
-segments that are kept in other memory to the device while they are updated.
+`OwnedSegment` is a segment of the model that a device of this process updates, `SegmentState` one
+value of its optimizer state. `Staging` brings segments that are kept in other memory to the device
+while they are updated.
 
 Note: what is computed where
 ----------------------------
@@ -19,14 +20,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from onefold.core.flat import FlatTensors, Segment
 from onefold.system.allocator import TensorAllocator
 
-__all__ = ["DeviceStaging", "OwnedSegment", "Staging"]
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["DeviceStaging", "OwnedSegment", "SegmentState", "Staging", "is_by_element"]
 
 
 Change = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
@@ -189,3 +193,37 @@ class OwnedSegment:
     def shown(self) -> torch.Tensor | None:
         """Where models see the values, if that is elsewhere; there must be memory for it."""
         return None if self.home is None else self.home.segment(self.segment)
+
+
+def is_by_element(
+    key: str, value: object, shape: Sequence[int], stride: Sequence[int] | None = None
+) -> bool:
+    """Whether a value of an optimizer's state has one number for each element of its parameter.
+
+    A count of steps does not, even where the parameter is a single number as well.
+
+    Args:
+        key: the optimizer's name of the value.
+        value: any value of a state.
+        shape: the shape of the parameter.
+        stride: the parameter's, if it is never cut. A value that lies otherwise then stays as it
+            is: it may be a matrix to multiply with, whose bits depend on how it lies.
+    """
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):
+        return False
+    if stride is not None and value.stride() != tuple(stride):
+        return False
+    return value.dim() > 0 or key != "step"
+
+
+class SegmentState(NamedTuple):
+    """One value of the state of one segment."""
+
+    segment: int
+    """Number of the segment, among those of the model."""
+    key: str
+    """The optimizer's name of the value."""
+    value: Any
+    """A tensor of any shape and dtype, or what JSON can hold."""
+    by_element: bool
+    """Whether it is a tensor with one number for each element of the segment, in storage order."""

@@ -38,7 +38,7 @@ from onefold.exchange.transport import Message, head_of, read_message, write_mes
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.dtypes import DTYPES
 from onefold.system.tensor_file import Bytes, TensorParts
-from onefold.update.segment_state import SegmentState, is_by_element
+from onefold.update.staging import SegmentState, is_by_element
 
 if TYPE_CHECKING:
     pass

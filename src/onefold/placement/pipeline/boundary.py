@@ -1,7 +1,7 @@
 """Has a model begin and end in its midst, where a pipeline cuts it.
 
 Every device of a pipeline runs the script's loss. What the stages before its own give is without
-values (see `onefold.placement.pipeline.shape_tensor`). When its first stage is called, what that is
+values (see `onefold.placement.pipeline.shape_stages`). When its first stage is called, what that is
 called with is replaced by what the device before has sent. When a stage of the next device is
 called, what that is called with is sent on, and the loss is left. So whatever lies between two
 stages is computed, by the device that has the first of them; what a script carries past a cut is
@@ -30,27 +30,37 @@ from typing import Any
 
 import torch
 
+from onefold.core.flat import same_bits, storage_order
 from onefold.core.mean import Contribution
-from onefold.core.randomness import packed_generators, redo_generators
+from onefold.core.randomness import packed_generators, put_generators, redo_generators
 from onefold.core.stages import ROOT
 from onefold.core.structure import put_tensors, tensors_of
 from onefold.core.values import ShardValues
 from onefold.errors import PipelineError
 from onefold.placement.base import ResidentParameters
-from onefold.placement.pipeline.shape_stages import ShapeStages, call_in_words, unlike
-from onefold.placement.pipeline.shape_tensor import (
+from onefold.placement.pipeline.shape_stages import (
     LossProgress,
+    ShapeStages,
     ShapeTensor,
+    call_in_words,
     in_common,
     times_written,
+    unlike,
 )
-from onefold.placement.pipeline.shard_state import ShardState
+from onefold.shard.buffers import BufferSet
 from onefold.shard.replica import Replica
 from onefold.shard.stages import StageModules
 from onefold.system.compat import is_in_function, is_transformed
 from onefold.system.hooks import has_backward_hooks, hide_backward_hooks, watch_differentiation
 
-__all__ = ["PipelineContext", "StageBoundary", "StageHandover", "StageInputs", "StageOutputs"]
+__all__ = [
+    "PipelineContext",
+    "ShardState",
+    "StageBoundary",
+    "StageHandover",
+    "StageInputs",
+    "StageOutputs",
+]
 
 
 _OF_PYTORCH = {"_is_buffer", "_is_param"}
@@ -493,4 +503,53 @@ def _refuse_shapes(
             f"called with what a stage on another device gives: expected backward hooks on "
             f"stages, or on parts of them. Name it as a stage (Trainer(stages=[...])), or use "
             f"--placement partition"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """Where the generators stand, and the buffers that are no longer as the step began."""
+
+    generators: torch.Tensor  # (n,) uint8
+    indices: Sequence[int] = ()
+    """Numbers of the changed buffers."""
+    values: Sequence[torch.Tensor] = ()
+    """The buffers left by the shard, each (numel,)."""
+
+    @classmethod
+    def of(cls, replica: Replica) -> ShardState:
+        """Copy the state that a device is in.
+
+        Raises:
+            StateError: a buffer has been resized, or is new.
+        """
+        generators = packed_generators(replica.device)
+        changed = replica.buffers.changed(exactly=True)
+        if changed is None:
+            return cls(generators)
+        views = [storage_order(changed.flat.views[number]) for number in changed.indices]
+        return cls(generators, changed.indices, views)
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """What another device makes it of, as `onefold.core.wire` knows it."""
+        return self.generators, list(self.indices), list(self.values)
+
+    def put(self, replica: Replica, shard: int) -> None:
+        """Have a device go on in this state, whatever it has changed itself."""
+        put_generators(self.generators, replica.device)
+        buffers = replica.buffers
+        # What a stage of another device gives may have taken their places.
+        buffers.discard(ShapeTensor)
+        buffers.restore(shard)
+        for number, values in zip(self.indices, self.values, strict=True):
+            storage_order(buffers.flat.views[number]).copy_(values)
+
+    def differing(self, buffers: BufferSet, numbers: Sequence[int]) -> bool:
+        """Whether some of these buffers have other values by now."""
+        here = dict(zip(self.indices, self.values, strict=True))
+        views = {number: storage_order(buffers.flat.views[number]) for number in numbers}
+        return any(
+            number not in here or not same_bits(here[number].to(view.device), view)
+            for number, view in views.items()
         )

@@ -24,14 +24,13 @@ from onefold.exchange.transport import Message, Transport
 from onefold.placement.context import StepContext
 from onefold.placement.pipeline.boundary import (
     PipelineContext,
+    ShardState,
     StageBoundary,
     StageHandover,
     StageInputs,
     StageOutputs,
 )
-from onefold.placement.pipeline.shape_stages import are_left, marks_of
-from onefold.placement.pipeline.shape_tensor import LossProgress, ShapeTensor
-from onefold.placement.pipeline.shard_state import ShardState
+from onefold.placement.pipeline.shape_stages import LossProgress, ShapeTensor, are_left, marks_of
 from onefold.shard.replica import Replica
 from onefold.shard.task import (
     Microbatch,
