@@ -32,11 +32,11 @@ RUNS_CODE = """
     launcher/launch.py cloudpickle.loads: what our own worker wrote into a file without a name
     launcher/launch.py subprocess.Popen: this Python, with -P, on our own module; no shell
     weights/file.py torch.load: with weights_only
-    launcher/worker.py cloudpickle.loads: the launcher's function, from a file without a name
-    launcher/worker.py importlib.import_module: the compiler, part of PyTorch
-    launcher/worker.py pickle.loads: as above, to have the path of imports first
-    launcher/worker.py runpy.run_module: the user's own, as asked
-    launcher/worker.py runpy.run_path: the user's own script
+    worker.py cloudpickle.loads: the launcher's function, from a file without a name
+    worker.py importlib.import_module: the compiler, part of PyTorch
+    worker.py pickle.loads: as above, to have the path of imports first
+    worker.py runpy.run_module: the user's own, as asked
+    worker.py runpy.run_path: the user's own script
     core/late.py import_module: our own modules, by the names in its table
     tools/registry.py import_module: our own tools, by the names in its list
     tools/inspection.py runpy.run_path: the user's own function, as asked by --call
@@ -46,10 +46,10 @@ RUNS_CODE = """
 """
 
 WRITES_OR_REMOVES = """
-    checkpoint/aside.py lock.unlink: while it is held, and is still that file
-    checkpoint/aside.py os.open: the lock, for its owner alone, through no link; and a folder
-    checkpoint/aside.py os.rename: of a checkpoint of ours, to and from a name beside it
-    checkpoint/aside.py shutil.rmtree: leftovers of this user, with parts of a checkpoint alone
+    checkpoint/folder.py lock.unlink: while it is held, and is still that file
+    checkpoint/folder.py os.open: the lock, for its owner alone, through no link; and a folder
+    checkpoint/folder.py os.rename: of a checkpoint of ours, to and from a name beside it
+    checkpoint/folder.py shutil.rmtree: leftovers of this user, with parts of a checkpoint alone
     checkpoint/folder.py os.rename: folders of this name and form, whose record says they are ours
     checkpoint/folder.py path.open: a new file in the folder that is being written
     checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
@@ -71,22 +71,22 @@ WRITES_OR_REMOVES = """
     cli/replay.py log.open: as above
     tools/inspection.py Path(self._asked.findings).write_bytes: in the caller's private folder
     tools/inspection.py open: a new file for a bundle, or the terminal of whoever asks
-    record/frames.py os.ftruncate: a record that begins as ours do, after its last whole frame
+    record/entries.py os.ftruncate: a record that begins as ours do, after its last whole frame
     launcher/launch.py tempfile.TemporaryFile: without a name
     system/file_memory.py os.ftruncate: memory without a name
     system/folder_lock.py self._path.unlink: our lock, while it is held, and is still that file
     system/file_memory.py os.ftruncate: longer, of our own file without a name
     system/file_memory.py tempfile.TemporaryFile: without a name, in the home that was named
     launcher/membership.py os.fdopen: a copy of stderr
-    launcher/run_status.py os.ftruncate: memory without a name
+    launcher/workers.py os.ftruncate: memory without a name
     exchange/progress.py os.ftruncate: memory without a name
     tools/host_watch.py os.open: for reading, memory without a name of a process of this user
     tools/verifying/__init__.py self._mark('done').touch: in the comparison's own folder
     tools/verifying/__init__.py self._mark('done').unlink: as above
     tools/verifying/__init__.py self._mark('cut').write_text: as above
-    launcher/run_status.py self._path(rank).unlink: a log just made; another one was in use
+    launcher/workers.py self._path(rank).unlink: a log just made; another one was in use
     launcher/foreign_launchers.py os.open: the terminal, only to learn whether there is one
-    launcher/worker.py os.fdopen: the function's result, into the launcher's unnamed file
+    worker.py os.fdopen: the function's result, into the launcher's unnamed file
     system/safe_files.py aside.unlink: the file that was just made
     data_order/worker_processes.py os.open: the null device, to learn its number
     system/child.py open: the null device, in the place of a child's output
@@ -106,7 +106,7 @@ WRITES_OR_REMOVES = """
 
 ENDS = """
     exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
-    launcher/stacks.py os.kill: with a signal that writes stacks, if a handler is installed
+    launcher/hang.py os.kill: with a signal that writes stacks, if a handler is installed
     launcher/workers.py os.killpg: a worker that was not reaped, so its id is not reused
     launcher/workers.py os.pidfd_open: of a child that was just started
     launcher/workers.py os.kill: a worker whose end was not collected, where there are no pidfds
@@ -117,19 +117,19 @@ ENDS = """
     system/child.py os.kill: a child whose end was not collected
     system/process.py os._exit: itself, where its parent is gone
     system/process.py os.kill: itself, by a second signal, as without the run
-    launcher/worker.py os._exit: itself
+    worker.py os._exit: itself
 """
 
 LOCKS = """
-    checkpoint/aside.py fcntl.flock: on a file of its owner alone; never waits
-    record/frames.py fcntl.lockf: on the record that is written; never waits
+    checkpoint/folder.py fcntl.flock: on a file of its owner alone; never waits
+    record/entries.py fcntl.lockf: on the record that is written; never waits
     system/folder_lock.py fcntl.lockf: on a file of its owner alone; never waits
     system/safe_files.py fcntl.flock: on the private folder, so that others leave it; never waits
     testing/scheduler.py threading.Semaphore: of simulated devices, one of which always goes on
 """
 
 WAITS = """
-    launcher/stacks.py time.sleep: for a process that is to write its stacks, seconds at most
+    launcher/hang.py time.sleep: for a process that is to write its stacks, seconds at most
     tools/host_watch.py self._end.wait: the pause of a thread; those with a limit, in a loop
     tools/verifying/__init__.py signature.bind: of arguments, not of a socket
     system/background.py background.wait: for a file that is being written by this process

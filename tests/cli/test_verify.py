@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from onefold import RunOptions
-from onefold.cli.verify import Difference, State, first_difference, hints_of, verify_script
+from onefold.cli.verdicts import State, hints_of
+from onefold.cli.verify import Difference, first_difference, verify_script
 from onefold.core.placements import described
 from tests.tables import for_each
 

@@ -14,15 +14,14 @@ from onefold.core.call_digest import Call
 from onefold.exchange.progress import DevicePlace
 from onefold.launcher import hang
 from onefold.launcher.hang import DeviceReport, HangWatch, HostDevice, late_of, report_of
-from onefold.launcher.run_status import RunStatus
+from onefold.launcher.workers import RunStatus
 from onefold.record import FILE
-from onefold.record.entries import FailureEntry, StepEntry, encode
-from onefold.record.frames import FrameWriter
+from onefold.record.entries import FailureEntry, FrameWriter, StepEntry, encode
 from tests.tables import for_each
 
 PROGRAM = """
 import sys, threading, time
-from onefold.launcher.stacks import answer_with_stacks
+from onefold.launcher.hang import answer_with_stacks
 
 exec(compile("def send(): time.sleep(600)", "/env/site-packages/tracker.py", "exec"))
 threading.Thread(target=send, daemon=True).start()

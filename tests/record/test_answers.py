@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 import onefold
 from onefold.errors import CheckpointError, LossError, RecordError, StateError
 from onefold.record import FILE
-from onefold.record.frames import FrameWriter
+from onefold.record.entries import FrameWriter
 from tests.checkpoint.inprocess import Life, Runs, Script
 from tests.small import points, sgd
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onefold.errors import RecordError
-from onefold.record.frames import HEAD, FrameWriter, read_frames
+from onefold.record.entries import HEAD, FrameWriter, read_frames
 
 BODIES = [b"one", b"two" * 100, b"\0\0\0\0", b"four"]
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from onefold.record import FILE, Record
-from onefold.record.entries import FailureEntry, StepEntry, encode
-from onefold.record.frames import FrameWriter
-from onefold.record.history import Departure, first_departure
+from onefold.record.entries import FailureEntry, FrameWriter, StepEntry, encode
+from onefold.record.findings import Departure, first_departure
 
 STEPS, SHARDS = 80, 4
 

@@ -15,13 +15,11 @@ from msgspec import structs
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.cli.comparing import first_difference
-from onefold.cli.record import show_record
+from onefold.cli.records import first_difference, show_record
 from onefold.core.options import RunOptions
 from onefold.errors import RecordError
 from onefold.record import FILE, Record
-from onefold.record.entries import BlockEntry, Result, StartEntry, StepEntry
-from onefold.record.frames import read_frames
+from onefold.record.entries import BlockEntry, Result, StartEntry, StepEntry, read_frames
 from onefold.testing import simulate
 from tests.checkpoint.inprocess import Life, Runs
 from tests.small import points, sgd

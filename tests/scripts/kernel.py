@@ -15,8 +15,8 @@ REFUSED: tuple[str, ...] = (
     *("checkpoint", "passes", "worker", "core.averaging", "core.gathering", "core.values"),
     *("data_order.from_dataloader", "data_order.stream", "data_order.worker_processes"),
     *("deferred.recipe", "deferred.recording", "deferred.values", "exchange.collective"),
-    *("exchange.collective_memory", "launcher.devices", "launcher.launch", "launcher.worker"),
-    *("launcher.workers", "placement.distribute", "placement.footprint"),
+    *("exchange.collective_memory", "launcher.devices", "launcher.launch", "launcher.workers"),
+    *("placement.distribute", "placement.footprint"),
     *("placement.parameters", "placement.partitioned", "placement.pipeline"),
     *("placement.stage_buffers", "session.build", "session.data_calls", "session.gradient_steps"),
     *("session.script_updates", "shard.advice", "shard.compiling", "shard.gather"),
@@ -32,7 +32,7 @@ WITH_OTHERS = (
     *("exchange.shared", "launcher.foreign_launchers"),
 )
 """What several processes need in addition."""
-FOR_HANGS = ("launcher.hang", "launcher.stacks", "tools.host_watch", "tools.places")
+FOR_HANGS = ("launcher.hang", "tools.host_watch", "tools.places")
 """Hang reports, which every run of several processes makes."""
 
 

@@ -18,8 +18,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress
 from onefold.launcher import hang
-from onefold.launcher.hang import HostDevice
-from onefold.launcher.stacks import STACKS_LABEL
+from onefold.launcher.hang import STACKS_LABEL, HostDevice
 from onefold.system.safe_files import memory_file
 from onefold.tools import host_watch
 from onefold.tools.host_watch import HostWatch

@@ -12,7 +12,7 @@ import torch
 
 import onefold
 from onefold import RunOptions
-from onefold.cli.comparing import first_difference
+from onefold.cli.records import first_difference
 from onefold.record import FILE
 from onefold.record.findings import Findings, Inspection
 from onefold.testing import simulate

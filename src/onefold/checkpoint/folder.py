@@ -24,11 +24,20 @@ locks it; it removes the file last. The kernel drops the lock with the process, 
 locked is swept up at the next save, if it is this user's and holds only parts of a checkpoint. The
 file is new, its name is random and only its owner can open it, so nobody waits for such a lock.
 Readers need none.
+
+Note: a lock file that is removed
+---------------------------------
+A lock lies on the inode, not on the name. Between opening a lock file and locking it, its owner may
+have removed it, and another process may have made a new one under the same name: then two processes
+hold locks on two inodes, and each takes the name for its own. So after locking, the inode of the
+descriptor is compared with that of the name (`_locked`), and the owner removes the name *before* it
+unlocks: the next to get the lock finds nothing there, or another inode.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -36,6 +45,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,12 +56,11 @@ from typing import Any
 
 import msgspec
 
-from onefold.checkpoint.aside import BESIDE, check_ours, delete, names_beside, sweep, sync
-from onefold.checkpoint.manifest import RUN, check_stored, next_serial
+from onefold.checkpoint.manifest import RUN, TENSOR_FILES, check_stored, next_serial
 from onefold.core.json_value import from_json
 from onefold.core.numbers import check_whole
 from onefold.errors import CheckpointError
-from onefold.system.safe_files import RECORD_BYTES, parse_json, read_plain, write_whole
+from onefold.system.safe_files import NO_LOCKS, RECORD_BYTES, parse_json, read_plain, write_whole
 from onefold.system.tensor_file import Seal, TensorParts, digest_file, write_tensors
 from onefold.system.words import listed
 
@@ -135,11 +144,11 @@ def write_checkpoint(
         OSError: the checkpoint could not be written; what was there before still is.
     """
     directory = folder.parent
-    check_ours(folder)
+    _check_ours(folder)
     directory.mkdir(parents=True, exist_ok=True)
-    sweep(directory)
+    _sweep(directory)
     serial = next_serial(readable_records(directory).values())
-    with names_beside(folder) as beside:
+    with _names_beside(folder) as beside:
         aside = beside("part")
         aside.mkdir()
         try:
@@ -147,12 +156,12 @@ def write_checkpoint(
             when = {"serial": serial, "time": datetime.now(UTC).isoformat(timespec="seconds")}
             record = {**run, **when, "files": msgspec.to_builtins(seals)}
             _write_record(aside / RUN, record, folder, check)
-            sync(aside)
+            _sync(aside)
             _put_in_place(aside, folder, run.get("run"), beside("old"))
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-    sync(directory)
+    _sync(directory)
 
 
 def try_directory(directory: Path) -> None:
@@ -264,7 +273,7 @@ def prune(directory: Path, *, run: str, keep: int) -> None:
         kept |= best_of(records, rule)
     for folder in ordered:
         if folder not in kept:
-            delete(folder)
+            _delete(folder)
 
 
 def readable_records(directory: Path) -> dict[Path, dict[str, Any]]:
@@ -290,7 +299,7 @@ def _places(directory: Path) -> list[Path]:
         return []
     found = []
     for path in directory.iterdir():
-        match = BESIDE.fullmatch(path.name)
+        match = _BESIDE.fullmatch(path.name)
         is_alone = match and match[3] == "old" and not (directory / match[1]).exists()
         if is_alone or _is_named(path):
             found.append(path)
@@ -302,7 +311,7 @@ def _is_named(path: Path) -> bool:
 
 
 def _name_of(folder: Path) -> str:
-    match = BESIDE.fullmatch(folder.name)
+    match = _BESIDE.fullmatch(folder.name)
     return match[1] if match else folder.name
 
 
@@ -501,3 +510,140 @@ class Keeping:
                 f"{list(scores)}"
             )
         return cls(newest, best, {name: float(value) for name, value in scores.items()})
+
+
+_BESIDE = re.compile(r"\.(step-[0-9]{8,})\.([0-9a-f]{8})\.(part|old|gone|lock)")
+
+
+def _delete(folder: Path) -> None:
+    """Remove a checkpoint, unless its folder holds anything else."""
+    if folder.is_symlink() or _strange_files(folder):
+        return
+    # Renamed first, so that no half of it is ever found under a checkpoint's name. Another process
+    # may be deleting it as well: one rename succeeds.
+    with contextlib.suppress(FileNotFoundError), _names_beside(folder) as beside:
+        os.rename(folder, beside("gone"))
+        shutil.rmtree(beside("gone"))
+
+
+def _sweep(directory: Path) -> None:
+    """Tidy up after processes that were killed while writing; what cannot be tidied up stays."""
+    left: dict[tuple[str, str], list[Path]] = {}
+    for path in directory.iterdir():
+        match = _BESIDE.fullmatch(path.name)
+        if match is not None:
+            folders = left.setdefault((match[1], match[2]), [])
+            if match[3] != "lock":
+                folders.append(path)
+    for (name, word), folders in left.items():
+        lock = _lock_of(directory / name, word)
+        # Under the lock, so that a folder of a living process is never touched.
+        with contextlib.suppress(OSError):
+            if (descriptor := _locked(lock, is_new=False)) is None:
+                continue
+            try:
+                for folder in filter(_is_our_leftover, folders):
+                    # Killed between the two renames of a replacement: the old checkpoint is the
+                    # only one there is.
+                    if folder.suffix == ".old" and not (directory / name).exists():
+                        os.rename(folder, directory / name)
+                    else:
+                        shutil.rmtree(folder)
+            finally:
+                _let_go(descriptor, lock)
+
+
+def _is_our_leftover(folder: Path) -> bool:
+    """Whether it is a folder of this user that holds nothing but parts of a checkpoint."""
+    # Not `stat`, which would follow a link to a folder that was never ours.
+    there = folder.lstat()
+    ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
+    return ours and not _strange_files(folder)
+
+
+def _lock_of(folder: Path, word: str) -> Path:
+    return folder.with_name(f".{folder.name}.{word}.lock")
+
+
+@contextlib.contextmanager
+def _names_beside(folder: Path) -> Iterator[Callable[[str], Path]]:
+    """Yield a function from endings to names beside a folder that are this process's alone."""
+    descriptor = None
+    # Between making the file and locking it, a sweep may have taken it for abandoned.
+    while descriptor is None:
+        word = uuid.uuid4().hex[:8]
+        lock = _lock_of(folder, word)
+        descriptor = _locked(lock, is_new=True)
+    try:
+        yield lambda ending: folder.with_name(f".{folder.name}.{word}.{ending}")
+    finally:
+        _let_go(descriptor, lock)
+
+
+def _locked(lock: Path, *, is_new: bool) -> int | None:
+    """Open and lock a lock file, of a new name or of one that somebody may have left behind.
+
+    Returns:
+        Its descriptor; None if the file is another process's, or no longer under its name.
+
+    Raises:
+        OSError: it cannot be opened, or whether somebody holds it cannot be found out.
+    """
+    # O_CREAT, as an abandoned lock may be gone already; O_NOFOLLOW and O_NONBLOCK, as anyone may
+    # have put a link or a pipe under this name.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(lock, flags | (os.O_EXCL if is_new else 0), 0o600)
+    with contextlib.ExitStack() as leaving:
+        leaving.callback(os.close, descriptor)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                # Some file systems have no locks: what is new there is written all the same.
+                if not is_new or error.errno not in NO_LOCKS:
+                    raise
+            there = os.fstat(descriptor)
+            # A file server may give a new file to another user.
+            is_ours = is_new or there.st_uid == os.geteuid()
+            if is_ours and os.path.samestat(there, lock.lstat()):
+                leaving.pop_all()
+                return descriptor
+    return None
+
+
+def _let_go(descriptor: int, lock: Path) -> None:
+    # The name goes before the lock; see the note at the head. The folder may be gone by now.
+    with contextlib.suppress(OSError):
+        lock.unlink()
+    # Closing is not enough: a process forked meanwhile shares the open file, and so the lock.
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _check_ours(folder: Path) -> None:
+    """Refuse to write a checkpoint in place of anything else.
+
+    Raises:
+        FileExistsError: the folder is a link, or holds files that are no part of a checkpoint.
+    """
+    if folder.is_symlink():
+        raise FileExistsError(f"{folder} is a link: expected a folder of its own. Save elsewhere")
+    if folder.exists() and (strange := _strange_files(folder)):
+        raise FileExistsError(
+            f"{folder} holds {', '.join(strange)}, which is no part of a checkpoint: expected a "
+            f"folder of its own. Save elsewhere, or move these away"
+        )
+
+
+def _strange_files(folder: Path) -> list[str]:
+    return sorted({path.name for path in folder.iterdir()} - {RUN, *TENSOR_FILES})
+
+
+def _sync(directory: Path) -> None:
+    """Bring the names in a directory to the disk: a file's own sync does not include its name."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -233,8 +233,7 @@ class Checkpoints:
             RecordError: the record is damaged; raised on the lead alone.
         """
         from onefold.record import whole_run
-        from onefold.record.entries import Entry, encode
-        from onefold.record.frames import read_frames
+        from onefold.record.entries import Entry, encode, read_frames
 
         entries: list[tuple[int, Entry]] = []
         if self._lead.is_here:

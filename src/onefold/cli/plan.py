@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from onefold import RunOptions, list_devices, select_devices, supervise
-from onefold.cli.running import print_json
+from onefold.cli import print_json
 from onefold.system.safe_files import PrivateFolder
 from onefold.system.words import counted, tell
 

@@ -39,13 +39,20 @@ from rich.console import Console
 from rich.table import Table
 
 import onefold
-from onefold.cli.running import DEFAULT_PLACEMENT, print_json, screen
+from onefold.cli import print_json
+from onefold.cli.running import DEFAULT_PLACEMENT, screen
 from onefold.errors import DataError, RecordError, RunFailed
 from onefold.record import FILE, Record
-from onefold.record.entries import FailureEntry, StartEntry
-from onefold.record.findings import Findings, Inspection, SampleFinding, ShardFinding
-from onefold.record.frames import FrameWriter
-from onefold.record.history import RULE, Departure, first_departure
+from onefold.record.entries import FailureEntry, FrameWriter, StartEntry
+from onefold.record.findings import (
+    RULE,
+    Departure,
+    Findings,
+    Inspection,
+    SampleFinding,
+    ShardFinding,
+    first_departure,
+)
 from onefold.system.process import STOPPED_CODE, TOOLS_VARIABLE
 from onefold.system.safe_files import PrivateFolder
 from onefold.system.words import in_shell, listed, tell

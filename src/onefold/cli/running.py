@@ -19,9 +19,9 @@ from rich.console import Console
 from typer import Argument, Option
 
 from onefold import Outcome, RunOptions, Selection, select_devices, supervise
+from onefold.cli import print_json, tell_next
 from onefold.errors import LaunchError
 from onefold.system.process import STOPPED_CODE
-from onefold.system.safe_files import json_text
 from onefold.system.words import in_shell, seconds_of, tell
 
 __all__ = [
@@ -38,10 +38,8 @@ __all__ = [
     "absolute_dir",
     "come_too_late",
     "command_of",
-    "print_json",
     "run",
     "screen",
-    "tell_next",
 ]
 
 SCRIPT = {"allow_extra_args": True, "allow_interspersed_args": False}
@@ -285,17 +283,6 @@ def absolute_dir(offload_dir: Path | None, placement: str) -> str:
 def screen(*, as_json: bool, **settings: Any) -> Console:
     """Where the text of a command goes: stdout, or stderr if stdout has a JSON object."""
     return Console(stderr=as_json, highlight=False, **settings)
-
-
-def print_json(value: Any) -> None:
-    """Print a value as one line of JSON."""
-    print(json_text(value))
-
-
-def tell_next(command: str) -> None:
-    """Name the command that usually comes next, in the last line; on terminals alone."""
-    if sys.stderr.isatty():
-        tell(f"next: {command}")
 
 
 def _absolute(path: Path | None) -> str:

@@ -17,16 +17,25 @@ With the same bits on any number of devices, a shard's result cannot depend on w
 breaks this is nearly always something that outlives a shard: a generator, an attribute, a clock.
 One device runs all shards in a row, several run some of them each, so whatever one shard leaves for
 the next differs from there on.
+
+Note: how resuming is verified
+------------------------------
+`verify_resume` stops a script at random steps and resumes it on other device counts. Each run ends
+with a checkpoint and a record. Two are equal if the models have the same bits, and if all recorded
+steps and results are the same: losses, norms, digests of gradients, scores, predictions. What
+`Trainer.gather` returns has an entry for each device, and is left out.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import compress, pairwise, product
+from itertools import compress, product
 from pathlib import Path
 from typing import Any
 
@@ -36,95 +45,25 @@ from rich.markup import escape
 from rich.table import Table
 
 from onefold import Outcome, RunOptions, select_devices, supervise
-from onefold.cli.mathematics import report_mathematics
+from onefold.cli import print_json
 from onefold.cli.plan import read_counts
-from onefold.cli.running import DEFAULT_PLACEMENT, print_json, screen
+from onefold.cli.running import DEFAULT_PLACEMENT, screen
+from onefold.cli.verdicts import State, hints_of, report_mathematics
+from onefold.record import Record, alike
+from onefold.record.entries import BlockEntry, Result, StepEntry
 from onefold.system.jsonlines import read_record
+from onefold.system.process import STOPPED_CODE
 from onefold.system.safe_files import PrivateFolder
-from onefold.system.words import counted, listed, tell
+from onefold.system.words import counted, tell
 
-__all__ = ["Difference", "RunSettings", "first_difference", "read_ways", "verify_script"]
-
-
-_UNSEEDED_START = (
-    "the models differ before the first step: seed the initial values, for instance with "
-    "torch.manual_seed(0) before the model is built"
-)
-_GLOBAL_ONES = (
-    "the global generators of torch, random and NumPy: they are seeded for every shard and every "
-    "sample"
-)
-_HINTS = {
-    "unseeded": "seeded by the system, so that it gives other numbers in every process. Give it a "
-    f"seed. Inside the loss and the data set, use {_GLOBAL_ONES}",
-    "generators": "a generator of its own, which goes on from one shard or sample to the next and "
-    f"so depends on what else this device computed. Use {_GLOBAL_ONES}",
-    "attributes": "changed while the shards were computed, and no buffer, so that a shard sees how "
-    "many this device computed before it. Register it as a buffer, or set it between steps",
-}
-"""What to do about the findings of `State`, by the names of its fields."""
-_UNEVEN = (
-    "it was drawn from between steps on some devices and not on others (under trainer.is_lead?), "
-    "so that from there on every device has other random numbers. Draw on all devices, or from a "
-    "generator that nothing else uses"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What a device saw in one step of a trainer."""
-
-    step: int
-    states: Mapping[str, str]
-    """Digests of the global generators' states before the step, by name."""
-    unseeded: Sequence[str]
-    """The calls so far that seeded a generator from the system's entropy."""
-    attributes: Sequence[str]
-    """The attributes of modules that the step changed."""
-    generators: Sequence[str]
-    """The script's own generators that the step changed."""
-
-
-_States = Mapping[int, Sequence[State]]
-
-
-def hints_of(step: int, reference: _States, other: _States) -> list[str]:
-    """Return sentences about likely causes, the most telling first.
-
-    Args:
-        step: the step after which the bits differ; 0 for before the first.
-        reference: what each device of the one run recorded.
-        other: what each device of the other run recorded.
-    """
-    everyone = [s for run in (reference, other) for lines in run.values() for s in lines]
-    hints = [_UNSEEDED_START] if step == 0 else []
-    for name, advice in _HINTS.items():
-        found = listed(dict.fromkeys(each for s in everyone for each in getattr(s, name)))
-        if found:
-            hints.append(f"{found}: {advice}")
-        # Before the first step nothing was computed: only initial values can differ.
-        if step == 0:
-            return hints
-    # Reversed, so that of each generator the first step stays: from there on all steps differ.
-    uneven = dict(reversed([*_uneven(reference), *_uneven(other)]))
-    if uneven:
-        names = listed(f"{name} before step {first}" for name, first in uneven.items())
-        hints.append(f"{names}: {_UNEVEN}")
-    return hints
-
-
-def _uneven(run: _States) -> Iterator[tuple[str, int]]:
-    """Find the global generators that were drawn from between steps on some devices only."""
-    for before, rows in pairwise([(), *zip(*run.values(), strict=False)]):
-        for name in rows[0].states:
-            # Only torch's begin alike in all processes. Those of random and NumPy are seeded by the
-            # system until a script does it, so that of them only changes can be compared.
-            seen: set[object] = {row.states[name] for row in rows}
-            if not name.startswith("torch"):
-                pairs = zip(before, rows, strict=False)  # nothing is before the first step
-                seen = {b.states[name] != a.states[name] for b, a in pairs}
-            if len(seen) > 1:
-                yield name, rows[0].step
+__all__ = [
+    "Difference",
+    "RunSettings",
+    "first_difference",
+    "read_ways",
+    "verify_resume",
+    "verify_script",
+]
 
 
 _AGREE, _DIFFER, _FAILED = 0, 1, 2
@@ -330,10 +269,10 @@ class _Comparison:
         if not any(len(lines) > 1 for lines in trainers):
             tell("the script made no step of a Trainer")
             raise typer.Exit(_FAILED)
-        states = [
-            {number: self._states(f"{name}-{trainer}", number) for number in range(way.devices)}
-            for trainer in range(len(trainers))
-        ]
+        states: list[dict[int, list[State]]] = [{} for _ in trainers]
+        for trainer, device in product(range(len(trainers)), range(way.devices)):
+            rows = read_record(self.folder, f"{name}-{trainer}-state-{device}")
+            states[trainer][device] = [State(**row) for row in rows]
         return _Recorded(way, trainers, states)
 
     def _run(self, title: str, way: RunSettings, mathematics: str) -> tuple[str, Outcome]:
@@ -376,9 +315,7 @@ class _Comparison:
             self.console.print(f"[bold red]onefold refuses the script[/] {where}:", end=" ")
             self.console.print(f"{refusal[1]}: {refusal[2]}", markup=False)
             return typer.Exit(_DIFFER)
-        print(outcome.traceback, file=sys.stderr, end="")
-        tell(f"{where}: {outcome.message}")
-        return typer.Exit(_FAILED)
+        return _failed(outcome, where)
 
     def _lines(self, name: str, what: str) -> list[list[dict[str, Any]]]:
         # Numbered without gaps, so the first number that is missing is the number of Trainers.
@@ -386,9 +323,6 @@ class _Comparison:
         while lines := read_record(self.folder, f"{name}-{len(found)}{what}"):
             found.append(lines)
         return found
-
-    def _states(self, name: str, device: int) -> list[State]:
-        return [State(**line) for line in read_record(self.folder, f"{name}-state-{device}")]
 
     def _judge(
         self,
@@ -536,3 +470,121 @@ def read_ways(devices: str, placement: str) -> list[RunSettings]:
         )
     select_devices(f"{on}{max(way.devices for way in ways)}")
     return ways
+
+
+_NEVER = 1 << 30
+"""From one checkpoint to the next, so that there are those of stops and ends alone."""
+_ENTRIES = StepEntry | Result | BlockEntry
+
+
+def verify_resume(
+    command: Sequence[str],
+    ways: Sequence[RunSettings],
+    *,
+    options: RunOptions,
+    stops: int,
+    as_json: bool,
+) -> int:
+    """Run a script as a whole, and again with a stop; print whether all ends are equal.
+
+    Args:
+        command: the script and its arguments.
+        ways: how to run it: as a whole in the first way, and with stops in each in turn.
+        options: of every run.
+        stops: how many stops are tried, at most.
+        as_json: print one JSON object; the text goes to stderr.
+
+    Returns:
+        0 if all ends are equal, 1 if not.
+
+    Raises:
+        typer.Exit: a run failed, which was reported; carries the exit code.
+    """
+    console, rows = screen(as_json=as_json), []
+    with PrivateFolder("onefold-verify-") as private:
+        runs = _Runs(command, private.path, options)
+        whole = runs.end("whole", ways[0])
+        steps = [entry.step for entry in whole[1] if isinstance(entry, StepEntry)]
+        if len(steps) < 2:
+            tell("expected a script of at least two steps, which can be stopped between them")
+            raise typer.Exit(_FAILED)
+        chosen = random.Random(0).sample(steps[:-1], min(stops, len(steps) - 1))
+        table = Table("stopped after", "on", "resumed on", "model", "steps and results")
+        differ = False
+        for number, step in enumerate(sorted(chosen)):
+            before, after = (ways[(number + n) % len(ways)] for n in (0, 1))
+            runs.stop(f"stop-{step}", before, step)
+            fingerprint, entries = runs.end(f"stop-{step}", after)
+            first = _words_of_difference(whole[1], entries)
+            same = fingerprint == whole[0]
+            differ |= not same or bool(first)
+            shown = "equal" if same else "[bold red]differs[/]"
+            ended = first or f"{len(entries)} equal"
+            table.add_row(f"step {step}", str(before), str(after), shown, ended)
+            row = {"step": step, "stopped_on": str(before), "resumed_on": str(after)}
+            rows.append({**row, "fingerprint": fingerprint, "difference": first or None})
+        console.print(table)
+    words = "[bold red]The ends differ.[/]" if differ else "[bold green]All ends are equal.[/]"
+    console.print(words)
+    if as_json:
+        print_json({"agree": not differ, "fingerprint": whole[0], "stops": rows})
+    return _DIFFER if differ else _AGREE
+
+
+class _Runs:
+    """Runs of a script, each with its checkpoints and its record in a folder.
+
+    Args:
+        command: the script and its arguments.
+        folder: of all of them.
+        options: of every run.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, options: RunOptions) -> None:
+        self._command, self._folder, self._options = command, folder, options
+
+    def stop(self, name: str, way: RunSettings, step: int) -> None:
+        """Run the script up to a step, and save it there."""
+        outcome = self._run(name, way, stops_after=step)
+        if outcome.exit_code != STOPPED_CODE:
+            raise _failed(outcome, f"stopped after step {step} on {way}")
+
+    def end(self, name: str, way: RunSettings) -> tuple[str, list[_ENTRIES]]:
+        """Run the script to its end; return the model's fingerprint, and what was recorded."""
+        outcome = self._run(name, way, stops_after=0)
+        if outcome.exit_code:
+            raise _failed(outcome, f"on {way}")
+        folder = self._folder / name
+        record = Record(folder)
+        last = folder / str(record.checkpoints["folder"][-1]) / "run.json"
+        kept = alike(record, StepEntry, Result, BlockEntry)
+        return str(json.loads(last.read_text())["fingerprint"]), kept
+
+    def _run(self, name: str, way: RunSettings, *, stops_after: int) -> Outcome:
+        folder = self._folder / name
+        folder.mkdir(exist_ok=True)
+        options = replace(
+            self._options,
+            placement=way.placement,
+            checkpoint=str(folder),
+            save_every=_NEVER,
+            stops_after=stops_after,
+            logs=str(folder / f"logs-{stops_after}"),
+        )
+        return supervise(self._command, select_devices(way.chosen), options)
+
+
+def _failed(outcome: Outcome, where: str) -> typer.Exit:
+    print(outcome.traceback, file=sys.stderr, end="")
+    tell(f"{where}: {outcome.message}")
+    return typer.Exit(_FAILED)
+
+
+def _words_of_difference(whole: Sequence[_ENTRIES], other: Sequence[_ENTRIES]) -> str:
+    """Where two records differ first, in words; empty if they do not."""
+    for one, two in zip(whole, other, strict=False):
+        if one != two:
+            kinds = {StepEntry: "step", BlockEntry: "a block of modifying after step"}
+            what = kinds.get(type(one)) or f"{getattr(one, 'call', '')} after step"
+            return f"differ first in {what} {one.step}"
+    return "" if len(whole) == len(other) else f"{len(other)} in place of {len(whole)}"

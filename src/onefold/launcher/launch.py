@@ -42,8 +42,7 @@ from onefold.launcher.environment import (
     options_of,
     worker_environment,
 )
-from onefold.launcher.run_status import Logs, RunStatus
-from onefold.launcher.workers import Outcome, StoppedGroup, WorkerGroup
+from onefold.launcher.workers import Logs, Outcome, RunStatus, StoppedGroup, WorkerGroup
 from onefold.system.folder_lock import lock_of_checkpoints
 from onefold.system.process import StopSignals, ctrl_c_later
 from onefold.system.safe_files import PrivateFolder

@@ -4,7 +4,7 @@
 `RunStopped` ends a script that was asked to stop. `advice_on_one_file` says what to do where two
 processes of a run wrote one file.
 
-A worker of ``onefold run`` reports through `onefold.launcher.worker`; under another launcher,
+A worker of ``onefold run`` reports through `onefold.worker`; under another launcher,
 the hooks set here report. A forked child is part of no run: it forgets everything here, and
 reports nothing.
 

@@ -1,6 +1,6 @@
 """The record of a run: what was computed in each step, by which shards, and on what.
 
-`Record` reads it. `onefold.record.frames` is the file, `onefold.record.entries` what is in it, and
+`Record` reads it. `onefold.record.entries` is the file and what is in it, and
 `onefold.record.recorder` writes it beside training.
 """
 
@@ -26,8 +26,8 @@ from onefold.record.entries import (
     StartEntry,
     StepEntry,
     decode,
+    read_frames,
 )
-from onefold.record.frames import read_frames
 
 __all__ = ["FILE", "Record", "alike", "shards_of", "standing", "whole_run"]
 

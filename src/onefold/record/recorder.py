@@ -32,6 +32,7 @@ from onefold.record.entries import (
     Entry,
     FailureEntry,
     Found,
+    FrameWriter,
     HangEntry,
     Result,
     SavedEntry,
@@ -40,7 +41,6 @@ from onefold.record.entries import (
     decode,
     encode,
 )
-from onefold.record.frames import FrameWriter
 from onefold.step.result import Step
 from onefold.system.accelerator import HostCopy
 

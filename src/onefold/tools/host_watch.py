@@ -48,8 +48,16 @@ from onefold.core.context import LaunchContext
 from onefold.exchange.connections import host_identity
 from onefold.exchange.group import Rendezvous
 from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress, own_table
-from onefold.launcher.hang import AGAIN_S, DeviceReport, HostDevice, Waits, late_of, report_of
-from onefold.launcher.stacks import STACKS_LABEL, answer_with_stacks
+from onefold.launcher.hang import (
+    AGAIN_S,
+    STACKS_LABEL,
+    DeviceReport,
+    HostDevice,
+    Waits,
+    answer_with_stacks,
+    late_of,
+    report_of,
+)
 from onefold.session.run import RunSetup, RunView
 from onefold.system.process import LOOK_S
 from onefold.system.safe_files import memory_file

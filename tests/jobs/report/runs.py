@@ -11,8 +11,7 @@ import numpy as np
 
 from onefold.core import wire
 from onefold.record import FILE
-from onefold.record.entries import Result, StartEntry, StepEntry, encode
-from onefold.record.frames import FrameWriter
+from onefold.record.entries import FrameWriter, Result, StartEntry, StepEntry, encode
 
 EVIL_CLASS = '<b>&"'
 EVIL_SENTENCE = "good <script>alert('x')</script> & more"

@@ -9,8 +9,7 @@ from torch import nn
 
 from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
 from onefold.system.jsonlines import read_record
-from onefold.tools.verifying.options import VerifyOptions
-from onefold.tools.verifying.probing import Probe
+from onefold.tools.verifying.probing import Probe, VerifyOptions
 from tests.small import line
 from tests.tables import for_each
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from onefold.core.randomness import kept_generators, same_rng_for_all_shards, seed_generators
-from onefold.tools.verifying.whole import KeepingCollate, cast_floats, whole_of
+from onefold.tools.verifying.surroundings import KeepingCollate, cast_floats, whole_of
 from tests.tables import for_each
 
 Sample = tuple[torch.Tensor, int]

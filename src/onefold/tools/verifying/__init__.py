@@ -51,9 +51,9 @@ from onefold.step.result import Step
 from onefold.system.jsonlines import append_line
 from onefold.tools.verifying.causes import causes_of
 from onefold.tools.verifying.mathematics import Mathematics, tolerance_of
-from onefold.tools.verifying.options import options_of
+from onefold.tools.verifying.probing import options_of
 from onefold.tools.verifying.state import StateWatch, place_of, unseeded_generators, watch_unseeded
-from onefold.tools.verifying.whole import (
+from onefold.tools.verifying.surroundings import (
     KeepingCollate,
     WholeBatch,
     cast_floats,

@@ -52,12 +52,13 @@ from onefold.tools.verifying.surroundings import (
     Draws,
     KeptBuffers,
     TimeFirst,
+    WholeBatch,
     near,
     norms_of_the_batch,
     quiet_modes,
+    second_dimension,
     without_dropout,
 )
-from onefold.tools.verifying.whole import WholeBatch, second_dimension
 
 __all__ = ["Comparison", "Mathematics", "tolerance_of"]
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from onefold.core.context import LaunchContext
 from onefold.core.flat import fingerprint_of, named_tensors, own_name, same_bits, tensor_digests
 from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Hook, ScriptCall, Spans
 from onefold.step.result import Step
 from onefold.system.jsonlines import append_line
-from onefold.tools.verifying.options import VerifyOptions, options_of
 
-__all__ = ["Probe", "ProbeHook", "prepare"]
+__all__ = ["Probe", "ProbeHook", "VerifyOptions", "options_of", "prepare"]
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
@@ -103,3 +104,26 @@ def _differences(
             wide = torch.complex128 if value.is_complex() else torch.float64
             found[name] = float((value.cpu().to(wide) - theirs.to(wide)).abs().max())
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """What `RunOptions.tools` has under ``verify``."""
+
+    folder: str = ""
+    """Folder of the comparison; empty if this run is not compared."""
+    run: str = ""
+    """Name of this run in that folder."""
+    steps: int = 0
+    """How many steps are compared."""
+    trainers: int = 0
+    """Number of Trainers after whose compared steps the script ends; 0 for all."""
+    records: bool = False
+    """Whether this run keeps its tensors for the others, instead of comparing them."""
+    mathematics: str = ""
+    """The dtype in which V shards are compared with one, ``float64`` or ``float32``."""
+
+
+def options_of(context: LaunchContext) -> VerifyOptions:
+    """Return the options of the comparison that a process takes part in."""
+    return VerifyOptions(**context.options.tools.get("verify", {}))

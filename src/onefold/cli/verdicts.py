@@ -1,20 +1,27 @@
-"""Prints how the loss and gradient of V shards compare with those of one.
+"""What ``onefold verify`` says of its runs: why bits may differ, and whether the mathematics agree.
+
+`hints_of` finds what may have made bits differ, in what the devices recorded.
 
 Equal bits on one and several devices do not show that the mathematics is right: a loss that
 averages each shard by itself gives the same wrong gradient everywhere. So ``onefold verify`` also
-computes each batch as a single shard, which is what a plain loop would do.
+computes each batch as a single shard, which is what a plain loop would do. `report_mathematics`
+prints how the loss and gradient of V shards compare with those of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["report_mathematics"]
+from onefold.system.words import listed
+
+__all__ = ["State", "hints_of", "report_mathematics"]
 
 _MODES = "dropout off, batch norm by its statistics, the same random numbers for the same samples"
 
@@ -143,3 +150,84 @@ def _table(shards: int, lines: Sequence[dict[str, Any]], limit: float) -> Table:
             "skipped" if line["skipped"] else verdict,
         )
     return table
+
+
+_UNSEEDED_START = (
+    "the models differ before the first step: seed the initial values, for instance with "
+    "torch.manual_seed(0) before the model is built"
+)
+_GLOBAL_ONES = (
+    "the global generators of torch, random and NumPy: they are seeded for every shard and every "
+    "sample"
+)
+_HINTS = {
+    "unseeded": "seeded by the system, so that it gives other numbers in every process. Give it a "
+    f"seed. Inside the loss and the data set, use {_GLOBAL_ONES}",
+    "generators": "a generator of its own, which goes on from one shard or sample to the next and "
+    f"so depends on what else this device computed. Use {_GLOBAL_ONES}",
+    "attributes": "changed while the shards were computed, and no buffer, so that a shard sees how "
+    "many this device computed before it. Register it as a buffer, or set it between steps",
+}
+"""What to do about the findings of `State`, by the names of its fields."""
+_UNEVEN = (
+    "it was drawn from between steps on some devices and not on others (under trainer.is_lead?), "
+    "so that from there on every device has other random numbers. Draw on all devices, or from a "
+    "generator that nothing else uses"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a device saw in one step of a trainer."""
+
+    step: int
+    states: Mapping[str, str]
+    """Digests of the global generators' states before the step, by name."""
+    unseeded: Sequence[str]
+    """The calls so far that seeded a generator from the system's entropy."""
+    attributes: Sequence[str]
+    """The attributes of modules that the step changed."""
+    generators: Sequence[str]
+    """The script's own generators that the step changed."""
+
+
+_States = Mapping[int, Sequence[State]]
+
+
+def hints_of(step: int, reference: _States, other: _States) -> list[str]:
+    """Return sentences about likely causes, the most telling first.
+
+    Args:
+        step: the step after which the bits differ; 0 for before the first.
+        reference: what each device of the one run recorded.
+        other: what each device of the other run recorded.
+    """
+    everyone = [s for run in (reference, other) for lines in run.values() for s in lines]
+    hints = [_UNSEEDED_START] if step == 0 else []
+    for name, advice in _HINTS.items():
+        found = listed(dict.fromkeys(each for s in everyone for each in getattr(s, name)))
+        if found:
+            hints.append(f"{found}: {advice}")
+        # Before the first step nothing was computed: only initial values can differ.
+        if step == 0:
+            return hints
+    # Reversed, so that of each generator the first step stays: from there on all steps differ.
+    uneven = dict(reversed([*_uneven(reference), *_uneven(other)]))
+    if uneven:
+        names = listed(f"{name} before step {first}" for name, first in uneven.items())
+        hints.append(f"{names}: {_UNEVEN}")
+    return hints
+
+
+def _uneven(run: _States) -> Iterator[tuple[str, int]]:
+    """Find the global generators that were drawn from between steps on some devices only."""
+    for before, rows in pairwise([(), *zip(*run.values(), strict=False)]):
+        for name in rows[0].states:
+            # Only torch's begin alike in all processes. Those of random and NumPy are seeded by the
+            # system until a script does it, so that of them only changes can be compared.
+            seen: set[object] = {row.states[name] for row in rows}
+            if not name.startswith("torch"):
+                pairs = zip(before, rows, strict=False)  # nothing is before the first step
+                seen = {b.states[name] != a.states[name] for b, a in pairs}
+            if len(seen) > 1:
+                yield name, rows[0].step

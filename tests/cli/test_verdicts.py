@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from onefold.cli.mathematics import report_mathematics
+from onefold.cli.verdicts import report_mathematics
 from onefold.tools.verifying.causes import causes_of
 from onefold.tools.verifying.mathematics import Comparison
 from tests.tables import for_each
