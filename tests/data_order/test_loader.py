@@ -218,7 +218,7 @@ def test_augmentation_depends_on_seed_pass_and_sample_alone() -> None:
     expected = read(Shares((1,)), 20)
     assert len({noise for _, noise in expected}) == 40
     assert read(Shares((2, 3)), 7) == expected
-    assert read(Shares((0, 4)), 1, digest=True) == expected
+    assert read(Shares((0, 4)), 1) == expected
     assert not set(read(Shares((1,)), 20, seed=4)) & set(expected)
 
 
@@ -416,7 +416,7 @@ def test_reading_and_collating_have_one_thread(workers: int) -> None:
 
 def digests(data: Any, **choices: Any) -> list[int]:
     """Of each batch of two passes."""
-    loader = make_loader(data, Shares((1, 3)), digest=True, **choices)
+    loader = make_loader(data, Shares((1, 3)), **choices)
     return [batch.data_digest for _ in range(2) for batch in loader]
 
 
@@ -514,6 +514,6 @@ def test_generators_that_a_data_set_holds_stay_where_they_were() -> None:
     """The script may draw from them as well."""
     data = Augmented()
     before = data.rng.bit_generator.state, data.transforms[0].generator.get_state().tolist()
-    list(make_loader(data, Shares((2,)), digest=True))
+    list(make_loader(data, Shares((2,))))
     found = data.rng.bit_generator.state, data.transforms[0].generator.get_state().tolist()
     assert found == before

@@ -70,7 +70,7 @@ def test_what_a_stream_draws_depends_on_seed_and_pass_alone(workers: int) -> Non
     assert first[:20] != first[20:]
     assert read(Shares((1,)), workers, seed=9) != first
     digests = [
-        [batch.data_digest for batch in stream_loader(data, Shares((1, 3)), [own], digest=True)]
+        [batch.data_digest for batch in stream_loader(data, Shares((1, 3)), [own])]
         for data, own in ((Noisy(), 0), (Noisy(), 1), (Noisy(19), 1))
     ]
     assert digests[0] == digests[1] != digests[2]

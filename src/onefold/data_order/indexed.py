@@ -107,8 +107,6 @@ class Indexed:
             check_sampler(sampler, "sampler")
         if shuffle:
             check_shuffled(samples)
-        self.digests = 1 if whole is None else 2
-        """How many batches of a pass are compared between devices: 1 for the first, 2 for all."""
         self._collate, self._seed = collate, seed
         self._sampler, self._batch_sampler = sampler, batch_sampler
         self._by_length = None
@@ -316,6 +314,6 @@ class _WholeReader(Dataset[Answer]):
         except Exception as error:
             return Answer(request, bad_sample(request.item, request.epoch, error, "making batch"))
         shards = [shard for device in request.own for shard in request.shares.read_by(device)]
-        cut = cut_batch(batch, request.shares, shards, digest=request.digest is not None)
+        cut = cut_batch(batch, request.shares, shards, digest=True)
         found = replace(request, samples=cut.samples)
         return Answer(found, dict(cut.shards), cut.digest, others=cut.others)

@@ -72,7 +72,6 @@ class Loader:
         first_epoch: number of the first pass.
         pin_memory: read into page-locked memory, from which a GPU copies on its own.
         timeout_s: the longest wait for a worker.
-        digest: read a few more samples per pass, by which processes notice that their data differ.
         gather: brings the payloads of a batch's shards to every device.
         repeats: returns whether passes are to have the last batch again and again, unread.
         choices: which samples come when.
@@ -90,7 +89,6 @@ class Loader:
         first_epoch: int,
         pin_memory: bool,
         timeout_s: float,
-        digest: bool = False,
         gather: Callable[[ShardedBatch], Any] | None = None,
         repeats: Callable[[], bool] | None = None,
         **choices: Unpack[Choices],
@@ -112,7 +110,6 @@ class Loader:
         """Called as a wait for a batch begins, and as it ends."""
         self._pin_memory = pin_memory
         self._timeout_s = timeout_s
-        self._digests = self._source.digests if digest else 0
         self._data_digest = 0
         self._had_samples = False
         self._warned = False
@@ -321,7 +318,7 @@ class Loader:
     def _requests(self, this: DataPass, order: Order) -> Requests:
         place = this.number, this.given, this.end
         by = self.track.number, self._shares(), self._own()
-        return Requests(*place, order, *by, self._digests)
+        return Requests(*place, order, *by)
 
 
 def _handed_out(answer: Answer, this: DataPass) -> None:

@@ -438,8 +438,8 @@ class Requests:
     """The shares of the next batch."""
     own: Sequence[int]
     """Numbers of this process's devices."""
-    digest: int
-    """How many of the requests ask for a digest: 0, 1 (the first), or 2 for all of them."""
+    compares: bool = True
+    """Whether the next request asks for the digest of a data set, as the first of a pass does."""
     turn: int = 0
     """How often shares or devices have changed during this pass."""
 
@@ -452,9 +452,8 @@ class Requests:
         start = self.start
         self.start = stop = min(self.order.stop(start), self.end)
         cut = self.order.cut(start, stop, self.shares, self.own)
-        digest = self.order.digest if self.digest else None
-        # The data set is compared once in a pass; what is only known batch by batch, in each.
-        self.digest = 2 if self.digest == 2 else 0
+        digest = self.order.digest if self.compares else None
+        self.compares = False
         numbers = self.loader, self.epoch, stop - start, stop
         return Request(*numbers, self.shares, self.own, self.turn, digest, *cut)
 

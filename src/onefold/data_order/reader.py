@@ -101,7 +101,7 @@ class Request:
     turn: int
     """How often shares or devices had changed during the pass when this was requested."""
     digest: bytes | None
-    """Digest of the order, if a digest is requested as well; empty if it follows from the seed."""
+    """Digest of the order, where the data set is digested; empty if it follows from the seed."""
     shards: dict[int, list[int]]
     """The indices of the samples of each of this process's shards, by shard number; empty if the
     reader cuts."""

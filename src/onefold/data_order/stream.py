@@ -77,8 +77,6 @@ class Stream:
         TypeError, ValueError: the size is no positive number.
     """
 
-    digests = 2
-
     def __init__(
         self,
         dataset: Iterable[Any],
@@ -158,10 +156,8 @@ class _StreamReader(Dataset[Answer]):
         drop_last = self._source.size.drop_last
         if not samples or (drop_last and len(samples) < request.samples):
             return Answer(request, {}, over=True)
-        digest = 0
-        if request.digest is not None:
-            some = [digest_of(samples[index]) for index in digest_samples(len(samples))]
-            digest = join_digests(start + len(samples), some)
+        some = [digest_of(samples[index]) for index in digest_samples(len(samples))]
+        digest = join_digests(start + len(samples), some)
         found = replace(request, samples=len(samples), stop=start + len(samples))
         return Answer(found, self._payloads(found, samples), digest, state)
 

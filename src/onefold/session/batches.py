@@ -80,7 +80,6 @@ class Batches:
             first_epoch=self._position.epoch,
             pin_memory=self._devices.all[0].type != "cpu",
             timeout_s=self._settings.timeout_s,
-            digest=self._engine.context.with_others,
         )
         made.note_reading = self.note_reading
         return made
