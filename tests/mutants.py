@@ -358,7 +358,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "checkpoints are made a step too early",
-        "checkpoint/autosave.py",
+        "tools/autosaving.py",
         "(self._every > 0 and step % self._every == 0)",
         "(self._every > 0 and (step + 1) % self._every == 0)",
     ),

@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import Subset, TensorDataset
 
 import onefold
-from onefold.checkpoint import autosave
 from onefold.checkpoint.run_state import RunState
 from onefold.errors import CheckpointError, LossError, RecordError
 from onefold.record import FILE
+from onefold.tools import autosaving
 from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.checkpoint.inprocess import Died, Life, Runs, Script, new_progress
 from tests.inside import engine_in
@@ -422,10 +422,10 @@ def test_by_time_all_save_the_same_steps(monkeypatch: pytest.MonkeyPatch, every_
     """The lead's clock decides; its step takes a second, and one of the others much longer."""
     now = {"lead": 50.0, "other": 0.0}
     who = ["lead"]
-    monkeypatch.setattr(autosave.time, "monotonic", lambda: now[who[0]])
+    monkeypatch.setattr(autosaving.time, "monotonic", lambda: now[who[0]])
     with new_progress(2) as progress:
         own = {"lead": devices_of(2, own=[0]), "other": devices_of(2, own=[1])}
-        clocks = {n: autosave.SaveClock(progress, every_s, own[n]) for n in now}
+        clocks = {n: autosaving.SaveClock(progress, every_s, own[n]) for n in now}
         saved: dict[str, list[int]] = {"lead": [], "other": []}
         for step in range(1, 13):
             for who[0], clock in clocks.items():  # the lead is ahead, if anybody is

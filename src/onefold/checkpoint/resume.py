@@ -12,21 +12,19 @@ Note: how a run is resumed
 The lead alone reads files. It checks everything before anything is changed, and hands out what each
 process needs; an error that it finds is handed out too, so that all devices raise the same one.
 Finding, and taking over what was found, are two calls: `load` makes both at once, and
-`onefold.checkpoint.autosave` the second one later.
+`onefold.tools.answers` the second one later.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 import torch
 
 from onefold.checkpoint.folder import (
@@ -39,7 +37,7 @@ from onefold.checkpoint.folder import (
 )
 from onefold.checkpoint.manifest import Place, check_run
 from onefold.checkpoint.model import StoredStates, left_by_shard, saved_rule
-from onefold.checkpoint.run_state import RunState
+from onefold.checkpoint.run_state import Advice, RunState
 from onefold.checkpoint.saving import LeadWork, Saving
 from onefold.checks.model import readable
 from onefold.core.assignment import Devices
@@ -49,7 +47,7 @@ from onefold.core.json_value import from_bytes, from_json, to_bytes
 from onefold.data_order.position import PROMISES, Position
 from onefold.errors import CheckpointError, StateError
 from onefold.passes.averaged import Averaging
-from onefold.passes.collectives import agreed_digests, broadcast, written
+from onefold.passes.collectives import agreed_digests
 from onefold.placement.context import StepContext
 from onefold.step.engine import Engine
 from onefold.system.background import Background
@@ -57,12 +55,9 @@ from onefold.update.averages import AVERAGE
 from onefold.update.scheduler import RunScheduler
 from onefold.update.state import unpack
 
-if TYPE_CHECKING:
-    from onefold.record.entries import Entry
-
 __all__ = ["Checkpoints", "LoadedCheckpoint"]
 
-_log = logging.getLogger("onefold")
+_ADVICE = Advice(where="after trainer.load", anew="trainer.load(..., allow_changed=['scheduler'])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +98,7 @@ class Checkpoints:
         self._engine, self._averaging = engine, averaging
         self._devices = devices
         self._position = position
-        self.scheduler = scheduler
-        """The scheduler that is saved with the run, or none."""
+        self._scheduler = scheduler
         self._lead = LeadWork(engine, devices, engine.context.settings.timeout_s)
         self._state = RunState(engine, averaging, devices, position, scheduler)
         self._writing = Background("writing a checkpoint")
@@ -179,7 +173,8 @@ class Checkpoints:
         if found is None:
             return None
         self._load(found)
-        self.adopt_place(found)
+        self._position.go_to(found.stored.run, found.allow_changed)
+        self.adopt_run(found)
         run = found.stored.run
         return Checkpoint(
             folder=found.stored.folder,
@@ -226,58 +221,20 @@ class Checkpoints:
             StoredCheckpoint(Path(told["folder"]), told["run"]), files, allow_changed
         )
 
-    def entries_of(self, found: LoadedCheckpoint, path: Path) -> list[tuple[int, Entry]]:
-        """What the record of a run has up to a checkpoint; see `onefold.record.whole_run`.
+    def adopt_run(self, found: LoadedCheckpoint, advice: Advice = _ADVICE) -> None:
+        """Give the run the name of the one that was saved, and warn of what differs.
 
-        Raises:
-            RecordError: the record is damaged; raised on the lead alone.
+        Args:
+            found: the checkpoint.
+            advice: what a warning tells the user to do.
         """
-        from onefold.record import whole_run
-        from onefold.record.entries import Entry, encode, read_frames
-
-        entries: list[tuple[int, Entry]] = []
-        if self._lead.is_here:
-            kept = found.stored.run["recorded"]
-            if kept and not found.allow_changed:
-                frames = read_frames(path)[0] if path.exists() else []
-                entries = whole_run(frames, kept)
-                if len(frames) < kept:
-                    _log.warning(
-                        "%s has %d of the %d entries that %s has seen, so the script is not "
-                        "answered from it. It goes on in the epoch that it was in; a model that it "
-                        "calls itself before its first step has not the values of the checkpoint",
-                        *(path, len(frames), kept, found.stored.folder),
-                    )
-        text = broadcast(
-            self._context.exchange, written(encode(entries)) if self._lead.is_here else None
-        )
-        if self._lead.is_here:
-            return entries
-        return msgspec.msgpack.decode(text, type=list[tuple[int, Entry]])
-
-    def adopt_place(self, found: LoadedCheckpoint) -> None:
-        """Have the run stand where a checkpoint was made, and bear its name."""
-        self._position.go_to(found.stored.run, found.allow_changed)
-        self.adopt_run(found)
-
-    def expect_average(self, found: LoadedCheckpoint) -> None:
-        """Refuse another average than that of a checkpoint whose values are taken later."""
-        self._averaging.expected = saved_rule(found.stored.run, found.allow_changed)
-
-    def adopt_loaders(self, found: LoadedCheckpoint) -> None:
-        """Bring the run to a checkpoint, with the same loaders; see `ScriptReplay`."""
-        self._position.expect(found.stored.run)
-        self.adopt_run(found)
-
-    def adopt_run(self, found: LoadedCheckpoint) -> None:
-        """Have the run bear the name of the one that was saved."""
         # Under the same name, so that pruning sees the checkpoints of both as one run's.
         self._state.run = found.stored.run["run"]
         self.recorded = found.stored.run["recorded"]
         if self._lead.is_here:
-            self._state.warn_of_differences(found.stored, found.allow_changed)
+            self._state.warn_of_differences(found.stored, found.allow_changed, advice)
 
-    def load_found(self, found: LoadedCheckpoint, *, settings: bool = True) -> None:
+    def take(self, found: LoadedCheckpoint, *, settings: bool = True) -> None:
         """Make the values of a checkpoint the model's, the optimizer's and the scheduler's.
 
         Args:
@@ -305,7 +262,7 @@ class Checkpoints:
                 f"expected: the model changes the values that are written to it"
             )
         if settings:
-            self.scheduler.go_on(stored.run, allow_changed)
+            self._scheduler.go_on(stored.run, allow_changed)
         self._state.adopt(stored.run, allow_changed)
 
     def check_trained(self, loss: str) -> None:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from onefold.system.words import listed, message_of
 from onefold.update.optimizers import name_of, optimizers_in, settings_of
 from onefold.update.scheduler import RunScheduler
 
-__all__ = ["RunState"]
+__all__ = ["Advice", "RunState"]
 
 _log = logging.getLogger("onefold")
 _OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
@@ -38,6 +38,15 @@ _OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
 _WITH_SCHEDULER = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 """Settings of an optimizer that its scheduler sets."""
 _LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
+
+
+class Advice(NamedTuple):
+    """What warnings about a resumed run tell the user to do."""
+
+    where: str
+    """Where to set a value other than the checkpoint's."""
+    anew: str
+    """How to begin the scheduler with the script's settings."""
 
 
 class RunState:
@@ -269,7 +278,9 @@ class RunState:
                 "; ".join(words),
             )
 
-    def warn_of_differences(self, stored: StoredCheckpoint, allow_changed: Collection[str]) -> None:
+    def warn_of_differences(
+        self, stored: StoredCheckpoint, allow_changed: Collection[str], advice: Advice
+    ) -> None:
         """Log differences that do not keep a run from being resumed, but are worth knowing."""
         run = stored.run
         here = {"device": self._devices.all[0].type, "threads": torch.get_num_threads()}
@@ -282,11 +293,8 @@ class RunState:
                     "from here on may not be",
                     *(stored.folder, name, saved[name], now),
                 )
-        where, anew = "after trainer.load", "trainer.load(..., allow_changed=['scheduler'])"
-        if self._devices.context.options.checkpoint:
-            where = "in the loop, under `if not trainer.replaying:`"
-            anew = "onefold run --allow-changed scheduler"
-        anew = f", or begin the scheduler anew with the script's settings: {anew}"
+        where = advice.where
+        anew = f", or begin the scheduler anew with the script's settings: {advice.anew}"
         optimizer, scheduler = run["optimizer"], run["scheduler"] or {}
         taken = self.taken(optimizer["settings"], allow_changed)
         pairs = zip(

@@ -27,10 +27,10 @@ from onefold.step.result import Step
 from onefold.update.scheduler import RunScheduler
 
 if TYPE_CHECKING:
-    from onefold.checkpoint.autosave import Resumption
     from onefold.checkpoint.resume import Checkpoints
     from onefold.passes.averaged import Averaging
     from onefold.passes.modifying import Modifying
+    from onefold.system.folder_lock import FolderLock
 
 __all__ = ["RunSetup", "RunTools", "RunView"]
 
@@ -88,8 +88,14 @@ class RunView:
     """The table in which devices note where they are, if there is one."""
     recorded_in: Path | None = None
     """The folder of the run's record, if it is recorded."""
-    resumption: Resumption | None = None
-    """Where the run resumes, if it saves itself."""
+    lock: FolderLock | None = None
+    """Of the directory in which the run saves itself, if it does; the lead's process holds it."""
+    begun_after: int = 0
+    """After which step the run resumes; 0 if it begins."""
+    is_answered: bool = False
+    """Whether the record answers the script up to there."""
+    note_left_out: Callable[[int], None] = lambda kept: None
+    """Notes in the record, if there is one, how many entries of the end of a run stay in it."""
     found: list[Callable[[Any], None]] = field(default_factory=list)
     """Called with each finding of a tool that another tool may record."""
 

@@ -49,22 +49,17 @@ class RecordKeeping(Hook):
     """
 
     def __init__(self, run: RunView, folder: Path) -> None:
-        self._run, self._resumption = run, run.resumption
-        resumption = run.resumption
+        self._run = run
         self._recorder = Recorder(folder / FILE, run.engine.context.update.optimizer)
         run.note_checkpoint = self._recorder.note_checkpoint
+        run.note_left_out = self._note_left_out
         run.found.append(self._note_audit)
-        begun_at = 0 if resumption is None else resumption.step
-        anew = resumption is not None and begun_at > 0 and resumption.replay is None
-        self._note_begin(max(run.position.step, begun_at), anew=anew)
-        if resumption is not None:
-            resumption.note_left_out = self._note_left_out
+        step = max(run.position.step, run.begun_after)
+        self._note_begin(step, anew=run.begun_after > 0 and not run.is_answered)
         at_good_end(self._recorder.close)
 
     def _note_left_out(self, kept: int) -> None:
-        assert self._resumption is not None
-        step = max(self._run.position.step, self._resumption.step)
-        self._note_begin(step, kept, anew=False)
+        self._note_begin(max(self._run.position.step, self._run.begun_after), kept, anew=False)
 
     def _note_begin(self, step: int, kept: int | None = None, *, anew: bool) -> None:
         run, checkpoints = self._run, self._run.checkpoints

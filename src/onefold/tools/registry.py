@@ -51,10 +51,11 @@ def _is_looked_at(context: LaunchContext) -> bool:
 TOOLS = (
     # Outermost: it may end the script after a step, and every other hook must see that step first.
     Tool("verifying", _is_looked_at),
-    # Before all hooks that look at steps: an answered step is neither saved nor recorded again.
-    Tool("answers", _saves),
+    # Outside answers: refuses a model that cannot be saved before the run's directory is taken.
     # Outside autosaving: the checkpoint of a step names the parameters that the step trains.
     Tool("checkpoints", lambda context: True),
+    # Before all hooks that look at steps: an answered step is neither saved nor recorded again.
+    Tool("answers", _saves),
     # Outside recording: a step that it refuses did not fail. Saves entries that are written.
     Tool("autosaving", _saves),
     Tool("verifying.probing", lambda context: "verify" in context.options.tools),
