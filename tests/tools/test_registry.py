@@ -22,7 +22,7 @@ from onefold.session import forming
 from onefold.step.hook import Attempt, Hook
 from onefold.tools import registry
 from tests.checkpoint.inprocess import new_progress
-from tests.small import make_trainer, points
+from tests.small import line, make_trainer, points, sgd
 
 
 class LaunchCounts(Hook):
@@ -105,6 +105,17 @@ def test_a_checkpoint_has_what_functions_of_the_script_write(
     trainer.close()
     assert saved == [False, False]
     assert any(tmp_path.glob("step-*"))
+
+
+def test_a_model_that_cannot_be_saved_takes_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: Progress
+) -> None:
+    given(monkeypatch, checkpoint=str(tmp_path), save_every=100)
+    optimizer = sgd(model := line())
+    optimizer.param_groups[0]["names"] = object()
+    with pytest.raises(TypeError, match="names of the optimizer's group 0"):
+        make_trainer(model, optimizer=optimizer)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_fails_after_a_step_is_reported_as_in_the_next(
