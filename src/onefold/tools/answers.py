@@ -72,7 +72,15 @@ from onefold.launcher.membership import at_good_end
 from onefold.passes.collectives import broadcast, written
 from onefold.record import FILE, whole_run
 from onefold.record.answers import ScriptReplay
-from onefold.record.entries import (BlockEntry, Entry, Result, SavedEntry, StepEntry, encode, read_frames)
+from onefold.record.entries import (
+    BlockEntry,
+    Entry,
+    Result,
+    SavedEntry,
+    StepEntry,
+    encode,
+    read_frames,
+)
 from onefold.session.batches import read_now
 from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Hook, Make, ScriptCall
