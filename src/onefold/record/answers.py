@@ -16,11 +16,14 @@ whenever the run is resumed: the record says where.
 from __future__ import annotations
 
 import builtins
+import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -29,7 +32,9 @@ from onefold.core import wire
 from onefold.core.batch import ShardedBatch
 from onefold.core.values import StepValues
 from onefold.errors import RecordError
-from onefold.record import shards_of
+from onefold.exchange.exchange import Exchange
+from onefold.passes.collectives import broadcast, written
+from onefold.record import shards_of, whole_run
 from onefold.record.entries import (
     BlockEntry,
     Entry,
@@ -39,12 +44,16 @@ from onefold.record.entries import (
     SavedEntry,
     StartEntry,
     StepEntry,
+    encode,
+    read_frames,
 )
 from onefold.record.recorder import places_of
 from onefold.step.result import StepResult, Verdict
 from onefold.system.words import listed, script_line
 
-__all__ = ["ScriptReplay"]
+__all__ = ["ScriptReplay", "entries_for_all"]
+
+_log = logging.getLogger("onefold")
 
 _Kind = TypeVar("_Kind", StepEntry, Result, BlockEntry, SavedEntry)
 
@@ -297,3 +306,33 @@ class _Unkept(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         raise KeyError(name)
+
+
+def entries_for_all(
+    exchange: Exchange, path: Path, kept: int, *, checkpoint: Path, reads: bool
+) -> list[tuple[int, Entry]]:
+    """Give all devices the entries of a run that a checkpoint has seen; see `whole_run`.
+
+    Args:
+        exchange: of this process's devices.
+        path: the record.
+        kept: how many entries the checkpoint has seen; 0 for none.
+        checkpoint: its folder, for a warning.
+        reads: whether this is the process that reads the record.
+
+    Raises:
+        RecordError: the record is damaged; raised where it is read.
+    """
+    entries: list[tuple[int, Entry]] = []
+    if reads and kept:
+        frames = read_frames(path)[0] if path.exists() else []
+        entries = whole_run(frames, kept)
+        if len(frames) < kept:
+            _log.warning(
+                "%s has %d of the %d entries that %s has seen, so the script is not answered from "
+                "it. It goes on in the epoch that it was in; a model that it calls itself before "
+                "its first step has not the values of the checkpoint",
+                *(path, len(frames), kept, checkpoint),
+            )
+    text = broadcast(exchange, written(encode(entries)) if reads else None)
+    return entries if reads else msgspec.msgpack.decode(text, type=list[tuple[int, Entry]])

@@ -57,7 +57,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from onefold.checkpoint.folder import folder_of, try_directory
@@ -69,17 +68,14 @@ from onefold.core.batch import map_parts
 from onefold.data_order.position import Reached
 from onefold.errors import StateError
 from onefold.launcher.membership import at_good_end
-from onefold.passes.collectives import broadcast, written
-from onefold.record import FILE, whole_run
-from onefold.record.answers import ScriptReplay
+from onefold.record import FILE
+from onefold.record.answers import ScriptReplay, entries_for_all
 from onefold.record.entries import (
     BlockEntry,
     Entry,
     Result,
     SavedEntry,
     StepEntry,
-    encode,
-    read_frames,
 )
 from onefold.session.batches import read_now
 from onefold.session.run import RunSetup, RunView
@@ -307,8 +303,11 @@ class Resumption:
         self._place = saved["place"]
         # Its values are taken later, so another average than its own is refused until then.
         run.averaging().expected = saved_rule(saved, found.allow_changed)
-        entries = _entries(run, found)
-        if run.devices.has_lead:
+        kept = 0 if found.allow_changed else saved["recorded"]
+        path, exchange = Path(run.context.options.recorded_in) / FILE, run.engine.context.exchange
+        reads = run.devices.has_lead
+        entries = entries_for_all(exchange, path, kept, checkpoint=folder, reads=reads)
+        if reads:
             step, without = saved["step"], ", without a record that answers the script"
             note = without if step and not entries else ""
             print(f"onefold: going on after step {step}: {folder}{note}", file=sys.stderr)
@@ -560,26 +559,3 @@ class Resumption:
         finally:
             self._is_taking = False
         self._shown = True
-
-
-def _entries(run: RunView, found: LoadedCheckpoint) -> list[tuple[int, Entry]]:
-    """What the record of a run has up to a checkpoint; see `onefold.record.whole_run`.
-
-    Raises:
-        RecordError: the record is damaged; raised on the lead alone.
-    """
-    entries: list[tuple[int, Entry]] = []
-    lead, exchange = run.devices.has_lead, run.engine.context.exchange
-    if lead and (kept := found.stored.run["recorded"]) and not found.allow_changed:
-        path = Path(run.context.options.recorded_in) / FILE
-        frames = read_frames(path)[0] if path.exists() else []
-        entries = whole_run(frames, kept)
-        if len(frames) < kept:
-            _log.warning(
-                "%s has %d of the %d entries that %s has seen, so the script is not answered from "
-                "it. It goes on in the epoch that it was in; a model that it calls itself before "
-                "its first step has not the values of the checkpoint",
-                *(path, len(frames), kept, found.stored.folder),
-            )
-    text = broadcast(exchange, written(encode(entries)) if lead else None)
-    return entries if lead else msgspec.msgpack.decode(text, type=list[tuple[int, Entry]])
