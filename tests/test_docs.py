@@ -298,7 +298,7 @@ PUBLIC = (
 )
 FOR_OTHERS = ("onefold.cli", "onefold.files", "onefold.weights")
 """Public modules for programs that are built on onefold, on one page of the reference."""
-STARTS_PROCESSES = ("onefold.launcher.launch", "onefold_jobs.catalog", "onefold_jobs.loaded")
+STARTS_PROCESSES = ("onefold.launcher.launch", "onefold_jobs.catalog")
 WITH_A_TRAINER = ("core.batch", "integrations.loggers", "trainer")
 WITH_PARTS = ("core.structure", "step.result")
 

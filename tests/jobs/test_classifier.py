@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from onefold_jobs.classify_job import ClassifyOptions
 from onefold_jobs.report.folder import read_run
 from onefold_jobs.run import read_options
-from onefold_jobs.targets import SHOWN, choose_examples, class_task
+from onefold_jobs.targets import SHOWN, Target, choose_examples, label_task
 from onefold_jobs.text_job import TextOptions
-from onefold_jobs.training import begin_training
+from onefold_jobs.training import Task, begin_training
 from tests import simulated
 from tests.jobs.tiny import job_of, write_pictures
 from tests.small import make_trainer
@@ -46,22 +46,18 @@ def test_samples_are_from_all_over_and_the_worst_surest(given_: tuple[torch.Tens
     assert worst == sorted(wrong, key=lambda number: (-float(sure[number]), number))[:SHOWN]
 
 
-def options(**chosen: Any) -> Any:
-    usual = {"label_smoothing": 0.0, "class_weights": "none", "balanced": False}
-    return SimpleNamespace(**{**usual, **chosen})
-
-
 LABELS = [0] * 9 + [1] * 3 + [2] * 2
 LOGITS = torch.randn(14, 3, generator=torch.Generator().manual_seed(0))
 
 
-def task_of(**chosen: Any) -> dict[str, Any]:
+def task_of(**chosen: Any) -> Task:
     def answer(model: torch.nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return model(LOGITS[batch]), torch.tensor(LABELS)[batch]
 
-    return class_task(
-        answer, options(**chosen), train_labels=LABELS, test_labels=LABELS, classes=list("abc")
-    )
+    parts = dict.fromkeys(("model", "head", "train_set", "test_set", "show"))
+    kind: Any = SimpleNamespace(target=Target(), classes=tuple("abc"))
+    asked, labels = ClassifyOptions(data="x", **chosen), (LABELS, LABELS)
+    return label_task("classify", "Image", kind, answer, asked, labels=labels, facts={}, **parts)
 
 
 @for_each("smoothing", [0.0, 0.1])
@@ -69,8 +65,8 @@ def task_of(**chosen: Any) -> dict[str, Any]:
 def test_class_weights_are_those_of_the_whole_batch(smoothing: float, shards: int) -> None:
     task = task_of(class_weights="auto", label_smoothing=smoothing)
     weights = weights_of.compute_class_weight("balanced", classes=np.arange(3), y=LABELS)
-    assert task["class_weights"] == pytest.approx(weights)
-    trainer = make_trainer(torch.nn.Linear(3, 3), task["loss"], shards=shards)
+    assert task.class_weights == pytest.approx(weights)
+    trainer = make_trainer(torch.nn.Linear(3, 3), task.loss, shards=shards)
     with torch.no_grad():
         logits = trainer.model(LOGITS)
     step = trainer.step(torch.arange(14))
@@ -80,12 +76,12 @@ def test_class_weights_are_those_of_the_whole_batch(smoothing: float, shards: in
 
 
 def test_balanced_samples_are_drawn_from_all_classes_alike() -> None:
-    drawn = task_of(balanced=True)["sample_weights"]
+    drawn = task_of(balanced=True).sample_weights
     shares = [
         sum(w for w, label in zip(drawn, LABELS, strict=True) if label == n) for n in range(3)
     ]
     assert shares == pytest.approx([14 / 3] * 3)
-    assert task_of()["sample_weights"] is None
+    assert task_of().sample_weights is None
 
 
 @for_each("kind", [ClassifyOptions, TextOptions])

@@ -13,8 +13,7 @@ from PIL import Image
 import onefold
 from onefold.errors import DataError
 from onefold_jobs.evaluate import EvaluateOptions, evaluate_run
-from onefold_jobs.predict import PredictOptions, predict_run
-from onefold_jobs.predictions import as_csv
+from onefold_jobs.predict import PredictOptions, as_csv, predict_run
 from onefold_jobs.report import build_report
 from onefold_jobs.targets import Target, label_scores, number_scores, purpose_of, target_of
 from tests.capabilities import needs_text

@@ -10,7 +10,7 @@ import pytest
 from onefold.errors import DataError
 from onefold_jobs.data.files import BadFile, left_out_notes, readable, refuse, visible
 from onefold_jobs.data.pictures import picture_paths, visible_folders
-from onefold_jobs.data.tsv import read_tsv
+from onefold_jobs.data.tables import read_tsv
 
 
 def test_any_name_can_be_shown() -> None:

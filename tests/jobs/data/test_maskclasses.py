@@ -7,8 +7,17 @@ import numpy as np
 import pytest
 
 from onefold.errors import DataError
-from onefold_jobs.data.maskclasses import AUTO, VOID_NUMBER, colored_mask, list_classes
-from onefold_jobs.data.masks import VOID, MaskRule, look_at_mask, mask_tensor, read_mask
+from onefold_jobs.data.masks import (
+    AUTO,
+    VOID,
+    VOID_NUMBER,
+    MaskRule,
+    colored_mask,
+    list_classes,
+    look_at_mask,
+    mask_tensor,
+    read_mask,
+)
 from onefold_jobs.data.pairs import MaskedPictures, read_pairs
 from tests.jobs.tiny import write_class_masks
 from tests.tables import for_each

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.errors import DataError
-from onefold_jobs.data.tables import Columns, column_names, is_table, read_table, usual_column
-from onefold_jobs.data.tsv import Line
+from onefold_jobs.data.tables import Columns, Line, column_names, is_table, read_table, usual_column
 from tests.tables import for_each
 
 TEXT = Columns("text")

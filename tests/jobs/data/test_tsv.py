@@ -8,8 +8,7 @@ from onefold.errors import DataError
 from onefold_jobs.data.files import BadFile
 from onefold_jobs.data.samples import TextSplits, read_listed
 from onefold_jobs.data.samples import read_splits as make_splits
-from onefold_jobs.data.tables import Columns
-from onefold_jobs.data.tsv import Line, read_tsv
+from onefold_jobs.data.tables import Columns, Line, read_tsv
 from tests.jobs.data.pictures import memory_limited
 from tests.tables import for_each
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from onefold.errors import LaunchError
 
 if TYPE_CHECKING:
-    from onefold_jobs.catalog import JobResult, classify, segment, text
-    from onefold_jobs.loaded import LoadedRun, load_run
+    from onefold_jobs.catalog import JobResult, LoadedRun, classify, load_run, segment, text
 
 __all__ = ["JobResult", "LoadedRun", "classify", "load_run", "require", "segment", "text"]
 
@@ -19,8 +18,7 @@ __all__ = ["JobResult", "LoadedRun", "classify", "load_run", "require", "segment
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'onefold_jobs' has no attribute {name!r}")
-    home = "loaded" if name in ("LoadedRun", "load_run") else "catalog"
-    return getattr(importlib.import_module(f"onefold_jobs.{home}"), name)
+    return getattr(importlib.import_module("onefold_jobs.catalog"), name)
 
 
 def require(what: str, extra: str, *packages: str) -> None:

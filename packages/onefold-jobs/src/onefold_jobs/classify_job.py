@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,9 @@ import msgspec
 import torch
 from torch import nn
 
-from onefold.errors import CheckpointError, LaunchError
+from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold_jobs import finetune, require
-from onefold_jobs.data.arrays import read_digits, read_idx_folder
+from onefold_jobs.data.arrays import read_digits, read_idx_folder, read_labeled
 from onefold_jobs.data.augment import (
     CenterCrop,
     LabeledPictures,
@@ -24,12 +25,32 @@ from onefold_jobs.data.augment import (
     RandomShift,
     by_kornia,
 )
-from onefold_jobs.data.classes import PictureClasses, read_classes
+from onefold_jobs.data.classes import (
+    PictureClasses,
+    class_files,
+    listed_files,
+    read_classes,
+    test_folder,
+)
 from onefold_jobs.data.fetch import fetch_dataset
-from onefold_jobs.data.pictures import Mode, require_folder
-from onefold_jobs.data.samples import read_listed
+from onefold_jobs.data.files import BadFile, name_below, readable
+from onefold_jobs.data.labels import spelled
+from onefold_jobs.data.pictures import ArrayPictures, Mode, require_folder
+from onefold_jobs.data.samples import files_to_test, read_listed
 from onefold_jobs.data.scan import Scanning
-from onefold_jobs.data.tables import Columns, is_table
+from onefold_jobs.data.tables import Columns, Line, is_table
+from onefold_jobs.job import (
+    Batch,
+    EvaluateOptions,
+    Input,
+    Job,
+    Labeled,
+    LoadedModel,
+    Predicted,
+    RunFacts,
+    Usage,
+    Use,
+)
 from onefold_jobs.models.catalog import (
     FIXED,
     MODELS,
@@ -51,20 +72,40 @@ from onefold_jobs.options import (
     option,
     within,
 )
+from onefold_jobs.picture_model import (
+    KeptModel,
+    noise,
+    paths_of,
+    statistics_of,
+)
 from onefold_jobs.runfolder import RunFolder
+from onefold_jobs.target_use import (
+    description_of,
+    labels_of,
+    lines_to_score,
+    rows_of,
+    strange,
+    sum_up_targets,
+)
 from onefold_jobs.targets import (
     LabelOptions,
     Target,
     best_by_of,
-    purpose_of,
-    target_examples,
+    label_task,
     target_of,
-    target_task,
     targets,
 )
 from onefold_jobs.training import Task
 
-__all__ = ["JOB", "ClassifyOptions", "PictureModel", "check_early", "make_task", "prepare"]
+__all__ = [
+    "CLASSIFY",
+    "JOB",
+    "ClassifyOptions",
+    "PictureModel",
+    "check_early",
+    "make_task",
+    "prepare",
+]
 
 
 JOB = "classify"
@@ -82,7 +123,7 @@ CHANNELS: dict[Mode, int] = {"L": 1, "RGB": 3}
 """Channels of a picture, by its mode."""
 
 
-class PictureModel(finetune.KeptModel, frozen=True, kw_only=True):
+class PictureModel(KeptModel, frozen=True, kw_only=True):
     """What must be known of a model to classify pictures with it."""
 
     job = JOB
@@ -256,17 +297,15 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
     pictures = partial(LabeledPictures, mode=kind.mode, normalize=kind.normalize)
     changes = _train_changes(options, kind.image_size)
     test_set = pictures(data.test.pictures, targets(data.test.labels), changes=kind.test_changes)
-    return Task(
+    return label_task(
+        JOB,
+        "Image",
+        kind,
+        answer,
+        options,
+        labels=(data.train.labels, data.test.labels),
         model=model,
         head=head_name(model),
-        **target_task(
-            answer,
-            options,
-            kind.target,
-            train_labels=data.train.labels,
-            test_labels=data.test.labels,
-            classes=kind.classes,
-        ),
         # In training, batch norm raises an error if a channel has a single value, as it may after
         # the last pooling of a single picture.
         least_shard=2
@@ -275,19 +314,8 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         train_set=pictures(data.train.pictures, targets(data.train.labels), changes=changes),
         test_set=test_set,
         train_collate=mix if options.mixup or options.cutmix else None,
-        examples=lambda predict, folder: target_examples(
-            JOB,
-            predict,
-            answer,
-            kind.target,
-            test_set,
-            kind.classes,
-            partial(_shown, folder, test_set),
-        ),
+        show=partial(_shown, test_set),
         facts={
-            "classes": list(kind.classes),
-            "purpose": f"Image {purpose_of(kind.target)}",
-            "target": msgspec.to_builtins(kind.target),
             "model": kind.name,
             "picture_model": msgspec.to_builtins(kind),
             "shrunk": kind.image_size < _shorter(data),
@@ -307,7 +335,7 @@ def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureMod
     # of a run has so many channels as its pictures had, whatever these have.
     colors = options.normalize == "imagenet" or (options.pretrained and not before)
     mode: Mode = "RGB" if colors else (before or data).mode
-    mean, std = finetune.statistics_of(options, before, data.sums, channels=CHANNELS[mode])
+    mean, std = statistics_of(options, before, data.sums, channels=CHANNELS[mode])
     size, model = options.image_size or USUAL_SIDE, options.model or USUAL_MODEL
     stem = size <= SMALL if options.stem == "auto" else options.stem == "small"
     return PictureModel(
@@ -379,7 +407,7 @@ def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:
     return [*changes[options.augment], *flips, *by_kornia(options.randaugment, options.erasing)]
 
 
-def _shown(folder: RunFolder, test_set: LabeledPictures, number: int) -> dict[str, Any]:
+def _shown(test_set: LabeledPictures, folder: RunFolder, number: int) -> dict[str, Any]:
     """What a report shows of a picture, which is written for it."""
     picture = folder.save_picture(test_set.pictures[number], number)
     return {"name": test_set.pictures.name(number), "picture": picture}
@@ -452,3 +480,103 @@ class ClassifyOptions(LabelOptions, PictureOptions):
         LabelOptions.__post_init__(self)
         known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
         expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")
+
+
+_RESIZED = (
+    "Pillow's resize((center_crop, center_crop), BILINEAR, box, reducing_gap=2.0): antialiased, "
+    "rounded to 8 bits; of both sides resized = max(shorter_side, round(side * shorter_side / "
+    "shorter of both)), start = (resized - center_crop) // 2, and the box reaches from start * "
+    "side / resized to (start + center_crop) * side / resized"
+)
+
+
+def _predict(use: Use) -> Predicted:
+    """Predict the classes of pictures."""
+    kind, model = PictureModel.built(use.run)
+    return rows_of(use, kind, model, answer, kind.inputs_of(use, labels_of(use, kind)))
+
+
+def _labeled(run: Path, data: Path, facts: RunFacts, options: EvaluateOptions) -> Labeled:
+    """Read pictures in class folders or a table, or the IDX files of a test set."""
+    require("reading pictures", "images", "PIL")
+    if files_to_test(data):
+        return _listed(run, facts, *lines_to_score(run, "image", data, facts, options))
+    require_folder(data, "a folder of class folders, or a table")
+    if any(data.glob("*-images-idx3-ubyte*")):
+        return _arrays(data, facts)
+    folder = test_folder(data, choosing=False) if (data / "train").is_dir() else data
+    bad: list[BadFile] = []
+    inputs = []
+    unknown: dict[str, BadFile] = {}
+    for path, named in class_files(folder, {}, bad, facts.target.task):
+        label = spelled(named)
+        if facts.known(named):
+            inputs.append(Input(path, str(path.relative_to(folder)), label=named))
+        else:
+            unknown.setdefault(label, strange(folder / label, label, facts))
+    bad += unknown.values()
+    return Labeled(folder, PictureModel.of_run(run).readable(inputs, bad), bad)
+
+
+def _listed(
+    run: Path, facts: RunFacts, table: Path, rows: list[Line], bad: list[BadFile]
+) -> Labeled:
+    found = listed_files(rows, table, bad)
+    inputs = []
+    for path, label in found:
+        if facts.known(label):
+            inputs.append(Input(path, name_below(path, table.parent), label=label))
+        else:
+            bad.append(strange(path, spelled(label), facts))
+    return Labeled(table, PictureModel.of_run(run).readable(inputs, bad), bad)
+
+
+def _arrays(data: Path, facts: RunFacts) -> Labeled:
+    pixels, labels = read_labeled(data, "t10k")
+    if int(labels.max()) >= len(facts.classes):
+        raise DataError(
+            f"{readable(data)}: expected labels of the run, 0 to {len(facts.classes) - 1}, got "
+            f"{int(labels.max())}"
+        )
+    pictures = ArrayPictures(pixels, "test picture")
+    inputs = [
+        Input(data, pictures.name(number), label=facts.classes[label])
+        for number, label in enumerate(labels.tolist())
+    ]
+    return Labeled(data, inputs, [], pictures)
+
+
+def _load(run: Path) -> LoadedModel:
+    kind, model = PictureModel.built(run)
+
+    def preprocess(pictures: Sequence[Any]) -> Batch:
+        return {"images": torch.stack(kind.tensors_of(pictures))}
+
+    (cut,) = kind.test_changes
+    shorter = round(cut.size * cut.margin)
+    sides = {"shorter_side": shorter, "center_crop": cut.size, "resized": _RESIZED}
+    described = description_of(kind, {**kind.preprocessing, **sides})
+    return LoadedModel(model, model, preprocess, described)
+
+
+CLASSIFY = Job(
+    name=JOB,
+    help=HELP,
+    example="photos",
+    options=ClassifyOptions,
+    check_early=check_early,
+    prepare=prepare,
+    settle=settle,
+    make_task=make_task,
+    use=Usage(
+        sample="image",
+        read=PictureModel.read,
+        predict=_predict,
+        labeled=_labeled,
+        score=_predict,
+        sum_up=sum_up_targets,
+        tested=lambda data: paths_of(data.test.pictures.paths),
+        load=_load,
+        noise=noise,
+    ),
+)

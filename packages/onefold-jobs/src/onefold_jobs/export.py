@@ -25,9 +25,8 @@ from torch.export import Dim
 from onefold import load_weights
 from onefold.errors import LaunchError, OnefoldError
 from onefold_jobs import require
-from onefold_jobs.catalog import job_of
+from onefold_jobs.catalog import LoadedRun, job_of, load_run
 from onefold_jobs.job import Batch, Usage
-from onefold_jobs.loaded import LoadedRun, load_run
 from onefold_jobs.runfolder import read_object, require_writable
 
 __all__ = ["Exported", "Target", "export_run"]

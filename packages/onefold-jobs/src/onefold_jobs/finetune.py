@@ -11,11 +11,11 @@ back into training mode, so its class is exchanged for one that ignores this.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -24,16 +24,12 @@ from torch import nn
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.weights import Loaded, bare_name, best_scored, check_finite, check_weights
-from onefold_jobs.data.augment import IMAGENET, Normalize
-from onefold_jobs.data.pictures import Sums
-from onefold_jobs.models.catalog import TIMM_PREFIX
-from onefold_jobs.named_weights import find_weights, timm_facts
-from onefold_jobs.options import PictureOptions, TrainOptions, scaled_rate
-from onefold_jobs.runfolder import CHECKPOINTS, SavedName, kept_facts, read_run
+from onefold_jobs.named_weights import find_weights
+from onefold_jobs.options import TrainOptions, scaled_rate
+from onefold_jobs.runfolder import CHECKPOINTS, SavedName, read_run
 from onefold_jobs.words import listed
 
 __all__ = [
-    "KeptModel",
     "best_checkpoint",
     "chosen_checkpoint",
     "freeze",
@@ -45,7 +41,6 @@ __all__ = [
     "require_pretrained",
     "reuse_rows",
     "run_of",
-    "statistics_of",
 ]
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -200,77 +195,6 @@ def load_body(model: nn.Module, weights: Path, head: str, *, key: str | None) ->
         raise CheckpointError(
             f"{weights}: expected values of the right shape for {part}, it has {found}"
         )
-
-
-class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What must be known of a model to use it on pictures; kept in ``run.json``."""
-
-    job: ClassVar[str]
-    fact: ClassVar[str]
-    """Its name in ``run.json``."""
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    white: int | None = None
-    """The brightest value of pictures with more than 8 bits a pixel; None if there are none."""
-
-    @property
-    def normalize(self) -> Normalize:
-        """How its pictures become numbers."""
-        return Normalize(self.mean, self.std)
-
-    @classmethod
-    def of_run(cls, run: Path) -> Self:
-        """Read it from the folder of a run.
-
-        Raises:
-            DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
-        """
-        facts = read_run(run, cls.job)
-        with kept_facts(run):
-            return msgspec.convert(facts[cls.fact], cls)
-
-    @classmethod
-    def built(cls, run: Path) -> tuple[Self, Any]:
-        """Read it from the folder of a run, and build the run's model with fresh weights.
-
-        Raises:
-            DataError: as `of_run`, or no model can be built of what was kept.
-        """
-        kind: Any = cls.of_run(run)
-        with kept_facts(run):
-            return kind, kind.build()
-
-    @classmethod
-    def before(cls, options: PictureOptions) -> Self | None:
-        """The model of the run to start from; None if weights come from a file, or from nowhere."""
-        run = run_of(options.pretrained)
-        return cls.of_run(run) if run else None
-
-
-def statistics_of(
-    options: PictureOptions, before: KeptModel | None, sums: Sums, *, channels: int
-) -> Iterator[tuple[float, ...]]:
-    """Yield the mean and the standard deviation by which pictures are normalized.
-
-    Args:
-        options: ``normalize`` and ``pretrained`` are read.
-        before: the model of the run that the weights come from, if they do.
-        sums: over the pixels of the training pictures.
-        channels: of the model's pictures.
-    """
-    chosen = options.normalize
-    if chosen == "auto" and before:
-        statistics = before.mean, before.std
-    elif chosen == "auto" and (options.pretrained or "").startswith(TIMM_PREFIX):
-        facts = timm_facts(options.pretrained or "")
-        statistics = tuple(facts.mean), tuple(facts.std)
-    elif chosen == "imagenet" or (chosen == "auto" and options.pretrained):
-        statistics = IMAGENET
-    else:
-        statistics = ((0.0,), (1.0,)) if chosen == "none" else sums.mean_and_std()
-    for values in statistics:
-        many = values if len(values) > 1 else values * channels
-        yield many if len(many) == channels else (sum(many) / len(many),)
 
 
 def new_head(head: nn.Module) -> None:

@@ -23,7 +23,7 @@ from onefold_jobs.data.scan import Scanning
 from onefold_jobs.data.tables import Columns
 from onefold_jobs.finetune import load_finite
 from onefold_jobs.options import COUNT, MOST_SHARDS, again, check_limits, option
-from onefold_jobs.runfolder import read_run
+from onefold_jobs.runfolder import kept_facts, read_run
 from onefold_jobs.scores import Measured
 from onefold_jobs.targets import Target
 from onefold_jobs.training import Task
@@ -40,6 +40,7 @@ __all__ = [
     "RunFacts",
     "Usage",
     "Use",
+    "columns_of",
 ]
 
 Format = Literal["csv", "json"]
@@ -276,3 +277,21 @@ class Job:
     make_task: Callable[[Any, Any], Task]
     """Builds the model, the loss, the scores and the data sets."""
     use: Usage
+
+
+def columns_of(run: Path, kind: Literal["image", "text"], options: PredictOptions) -> Columns:
+    """The columns that were named, and otherwise those of the tables that a run was trained on.
+
+    Args:
+        run: folder of the run.
+        kind: what the samples are.
+        options: the names of columns are read.
+
+    Raises:
+        DataError: the run's ``run.json`` is damaged.
+    """
+    kept = read_run(run).get("columns")
+    with kept_facts(run):
+        columns = msgspec.convert(kept, Columns) if kept else Columns(kind)
+    named = options.text_column if kind == "text" else options.image_column
+    return columns._replace(sample=named or columns.sample)

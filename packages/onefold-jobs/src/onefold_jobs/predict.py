@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,21 +14,24 @@ from onefold.errors import CheckpointError, DataError, OnefoldError
 from onefold.files import write_whole
 from onefold.weights import check_weights
 from onefold_jobs.catalog import job_of
-from onefold_jobs.data.files import BadFile, refuse
+from onefold_jobs.data.files import BadFile, refuse, require_ours
+from onefold_jobs.data.masks import MASK_NOTE, mask_name
 from onefold_jobs.finetune import chosen_checkpoint
-from onefold_jobs.job import Input, Predicted, PredictOptions, Use
+from onefold_jobs.job import Input, Predicted, PredictOptions, Use, columns_of
 from onefold_jobs.options import read_config
-from onefold_jobs.predictions import as_csv, as_json, mask_name, require_mask, require_predictions
 from onefold_jobs.runfolder import CONFIG, require_writable
-from onefold_jobs.usage import columns_of
 
 __all__ = [
     "PredictOptions",
     "Prediction",
+    "as_csv",
+    "as_json",
     "check_files_stay",
     "chosen_weights",
     "predict_run",
+    "require_mask",
     "require_output",
+    "require_predictions",
     "start",
     "write_prediction",
 ]
@@ -181,3 +186,82 @@ def _predict(use: Use) -> Predicted | OnefoldError:
         return use.compute(use)
     except (CheckpointError, DataError) as error:
         return error
+
+
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""What a spreadsheet takes for the start of a formula; the last four are East Asian wide forms."""
+_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_QUOTED = ',;"\t\r\n'
+_BEGINNING = re.compile(
+    rb"file(,line,text)?(,label)?,(class,confidence|labels,|value|mask,share|iou,dice)"
+    rb'|\[\n \{\n  "file": |\[\]'
+)
+"""How files of predictions begin."""
+
+
+def as_json(rows: list[dict[str, Any]]) -> str:
+    """Format predictions as a JSON list of objects."""
+    return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
+
+
+def as_csv(rows: list[dict[str, Any]]) -> str:
+    """Format predictions as CSV, one line a sample; each further class has columns of its own."""
+    # All rows have the names of the first: a run has one number of classes, and --top is one.
+    flat = [_flat(row) for row in rows]
+    lines = [list(flat[0]) if flat else [], *(list(row.values()) for row in flat)]
+    return "".join(",".join(_cell(value) for value in line) + "\n" for line in lines)
+
+
+def _cell(value: object) -> str:
+    """Format a value as a cell that no spreadsheet takes for a formula.
+
+    Texts that look like one get an apostrophe in front, unless they are plain numbers. Characters
+    that could end the cell are quoted.
+
+    Source: OWASP, CSV Injection.
+    """
+    text = str(value)
+    formula = isinstance(value, str) and text.startswith(_FORMULAS) and not _NUMBER.fullmatch(text)
+    if formula:
+        text = f"'{text}"
+    if formula or any(letter in text for letter in _QUOTED):
+        return '"' + text.replace('"', '""') + '"'
+    return text
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    # The surest class has the plain names, so that a file of one class has no numbered columns.
+    values = {name: value for name, value in row.items() if name != "classes"}
+    for place, each in enumerate(row.get("classes", ()), start=1):
+        suffix = "" if place == 1 else f"_{place}"
+        values[f"class{suffix}"] = each["class"]
+        values[f"confidence{suffix}"] = f"{each['confidence']:.6f}"
+    return values
+
+
+def require_predictions(path: Path) -> None:
+    """Refuse to write over a file that holds something other than predictions."""
+    require_ours(
+        path,
+        lambda head: _BEGINNING.match(head) is not None,
+        f"--output {path}: expected a new file, or predictions of before",
+    )
+
+
+def require_mask(path: Path, folder: Path) -> None:
+    """Refuse to write over a file that is not one of our masks, or through a link."""
+    # Each folder on the way, as a linked one would take the masks out of the output folder. What is
+    # above that is the user's choice.
+    for above in path.parents:
+        if above == folder:
+            break
+        if above.is_symlink():
+            raise ValueError(
+                f"--output {folder}: expected folders of its own, {above} is a link: remove it, or "
+                f"name another folder"
+            )
+    require_ours(
+        path,
+        lambda head: MASK_NOTE.encode() in head,
+        f"--output {folder}: expected new masks, or masks of before",
+    )

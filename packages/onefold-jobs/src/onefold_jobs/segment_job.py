@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,36 @@ from torch.utils.data import Subset
 
 import onefold
 from onefold.errors import DataError
+from onefold.files import aside_of
 from onefold_jobs import finetune, require
-from onefold_jobs.data.maskclasses import AUTO, MaskClass, colored_mask, list_classes
-from onefold_jobs.data.masks import MaskRule, read_mask
-from onefold_jobs.data.pairs import MaskedPictures, read_pairs
+from onefold_jobs.data.classes import test_folder
+from onefold_jobs.data.files import BadFile
+from onefold_jobs.data.labels import Label
+from onefold_jobs.data.masks import (
+    AUTO,
+    MASK_NOTE,
+    MaskClass,
+    MaskRule,
+    colored_mask,
+    list_classes,
+    mask_name,
+    read_mask,
+)
+from onefold_jobs.data.pairs import MaskedPictures, Pair, read_pairs, read_pairs_to_test
 from onefold_jobs.data.pictures import open_picture, require_folder
 from onefold_jobs.data.scan import Scanning
+from onefold_jobs.job import (
+    Batch,
+    EvaluateOptions,
+    Input,
+    Job,
+    Labeled,
+    LoadedModel,
+    Predicted,
+    RunFacts,
+    Usage,
+    Use,
+)
 from onefold_jobs.models.unet import UNet
 from onefold_jobs.named_weights import find_weights, model_named
 from onefold_jobs.options import (
@@ -37,9 +61,12 @@ from onefold_jobs.options import (
     expect,
     full_rate,
     option,
+    read_config,
     within,
 )
-from onefold_jobs.runfolder import RunFolder
+from onefold_jobs.picture_model import KeptModel, noise, paths_of, statistics_of
+from onefold_jobs.progress import reading_bar
+from onefold_jobs.runfolder import CONFIG, RunFolder, kept_facts, read_run
 from onefold_jobs.scores import Measure, Measured, Predict
 from onefold_jobs.segment_pictures import (
     Augment,
@@ -56,11 +83,13 @@ from onefold_jobs.segment_pictures import (
     predicted_numbers,
     whole_logits,
 )
+from onefold_jobs.target_use import compared
 from onefold_jobs.targets import ClassWeights, spread
 from onefold_jobs.training import Task
 
 __all__ = [
     "JOB",
+    "SEGMENT",
     "MaskModel",
     "SegmentOptions",
     "check_early",
@@ -252,11 +281,13 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
     )
 
 
-class MaskModel(finetune.KeptModel, frozen=True, kw_only=True):
+class MaskModel(KeptModel, frozen=True, kw_only=True):
     """What must be known of a model to draw masks with it."""
 
     job = JOB
     fact = "mask_model"
+    # Two inputs of one name would have masks of one name, and are refused.
+    unique = False
     encoder: Encoder
     # Anybody may have written the file: billions of channels would take all memory.
     width: Annotated[int, msgspec.Meta(ge=2, le=MOST_WIDTH)]
@@ -378,7 +409,7 @@ def loss_and_measure(
 
 def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
     before = MaskModel.before(options)
-    mean, std = finetune.statistics_of(options, before, data.sums, channels=3)
+    mean, std = statistics_of(options, before, data.sums, channels=3)
     return MaskModel(
         encoder=options.encoder or USUAL_ENCODER,
         width=options.width or USUAL_WIDTH,
@@ -485,3 +516,166 @@ def _shown_size(height: int, width: int) -> tuple[int, int]:
     """Height and width of a picture's mask in a report."""
     scale = min(1.0, LARGEST_SHOWN / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))
+
+
+_RULE = "foreground", "void"
+
+_PADDED = (
+    "zeros after normalization, on the right and below, to a common height and width that are "
+    "multiples of side_multiple, and twice it at least"
+)
+
+
+class _Weight(msgspec.Struct):
+    """What is needed of a run's ``run.json``."""
+
+    pos_weight: float = 1.0
+
+
+def _predict(use: Use) -> Predicted:
+    """Masks, which are written, and the share of each that is foreground."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    note = PngInfo()
+    note.add_text("Software", MASK_NOTE)
+    kind, model = MaskModel.built(use.run)
+    padded, folder = Padded(model.stride), use.options.output or Path()
+
+    def draw(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """Write the masks of a shard where it is computed; return the share of each."""
+        logits = whole_logits(model, batch, padded.stride)
+        masks = predicted_numbers(logits, kind.threshold)
+        shares = []
+        # The mask's first pixel; float32 holds numbers exactly up to 16,777,216 pictures.
+        numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()
+        for mask, number, size in zip(masks, numbers, batch["sizes"].tolist(), strict=True):
+            pixels = mask[: size[0], : size[1]].cpu()
+            path = folder / mask_name(use.inputs[number].name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            levels = pixels.numpy().astype(np.uint8)
+            if kind.classes:
+                drawn = colored_mask(levels, kind.classes, values=True)
+            else:
+                drawn = Image.fromarray(levels * np.uint8(255))
+            # Whole or not at all, so that nothing half-written lies there after a stop.
+            with aside_of(path) as file:
+                drawn.save(file, format="PNG", pnginfo=note)
+            counts = torch.bincount(pixels.flatten(), minlength=max(2, len(kind.classes)))
+            shares.append(counts.to(torch.float64) / pixels.numel())
+        return {"share": torch.stack(shares)}
+
+    numbers = range(len(use.inputs))
+    data = kind.inputs_of(use, numbers)
+    collate = partial(_numbered, padded=padded)
+    size = EVALUATION_BATCH_SIZE
+    found = use.measured(model, draw, data, collate, batch_size=size)
+    # Of two values, the share of the foreground.
+    names = [f"share {each.name}" for each in kind.classes] or ["share"]
+    shares = found["share"][:, 0 if kind.classes else 1 :].tolist()
+    return [
+        {**each.row, "mask": mask_name(each.name), **dict(zip(names, own, strict=True))}
+        for each, own in zip(use.inputs, shares, strict=True)
+    ], found
+
+
+def _numbered(samples: list[tuple[torch.Tensor, int]], padded: Padded) -> dict[str, torch.Tensor]:
+    """Make a shard of pictures, each with its number in the place of a mask."""
+    return padded([(image, torch.full((1, 1), float(number))) for image, number in samples])
+
+
+def _labeled(run: Path, data: Path, facts: RunFacts, options: EvaluateOptions) -> Labeled:
+    """Read pictures and masks."""
+    del options  # masks are in no table
+    require("reading pictures", "images", "PIL")
+    require_folder(data, "a folder with images and masks")
+    folder = test_folder(data, choosing=False) if (data / "train").is_dir() else data
+    bad: list[BadFile] = []
+    with reading_bar() as watch:
+        scanning = Scanning(watch=watch, white=MaskModel.of_run(run).white or 0)
+        pairs = read_pairs_to_test(folder, _mask_rule(run), bad, scanning)
+    inputs = [
+        Input(pair.image, str(pair.image.relative_to(folder / "images")), mask=pair.mask)
+        for pair in pairs
+    ]
+    return Labeled(folder, inputs, bad)
+
+
+def _mask_rule(run: Path) -> MaskRule:
+    options = read_config(run / CONFIG, JOB)
+    kind = MaskModel.of_run(run)
+    # Not those of the options: the masks that classes came from may be elsewhere by now.
+    classes = tuple(f"{each.name}={'|'.join(each.values)}" for each in kind.classes)
+    with kept_facts(run):
+        foreground, void = (
+            msgspec.convert(options.get(name, ()), tuple[str, ...]) for name in _RULE
+        )
+        return MaskRule(foreground, void, classes)
+
+
+def _score(use: Use) -> Predicted:
+    """Compare the masks of all pictures with those that they should have; on every device."""
+    kind, model = MaskModel.built(use.run)
+    kept = msgspec.convert(read_run(use.run, shape=_Weight), _Weight)
+    weight = torch.tensor(kept.pos_weight)
+    _, measure = loss_and_measure(weight, kind.threshold, model.stride)
+    pairs = [Pair(each.path, each.mask) for each in use.inputs if each.mask is not None]
+    data = PicturePairs(pairs, kind.normalize, _mask_rule(use.run), kind.white)
+    size = EVALUATION_BATCH_SIZE
+    found = use.measured(model, measure, data, Padded(model.stride), batch_size=size)
+    scores = (each.tolist() for each in mask_scores_of_each(found))
+    return [
+        {**each.row, "iou": iou, "dice": dice}
+        for each, iou, dice in zip(use.inputs, *scores, strict=True)
+    ], found
+
+
+def _sum_up(found: Measured, labels: list[Label], facts: RunFacts) -> dict[str, Any]:
+    classes = MaskModel.of_run(facts.run).classes
+    weight = msgspec.convert(read_run(facts.run, shape=_Weight), _Weight).pos_weight
+    baseline, counts = None, facts.class_counts
+    if counts is not None:
+        given = [int(each) for each in found["given"].sum(dim=0, keepdim=True).flatten()]
+        test = given if classes else [int(found["counted"].sum()) - given[0], given[0]]
+        baseline = mask_baseline(counts[0], test, classes, weight)
+    by_class = class_ious(found, classes) if classes else []
+    summed = {"scores": mask_scores(found, classes), "by_class": by_class}
+    return compared(summed, baseline, facts)
+
+
+def _load(run: Path) -> LoadedModel:
+    kind, model = MaskModel.built(run)
+
+    def preprocess(pictures: Sequence[Any]) -> Batch:
+        images = kind.tensors_of(pictures)
+        mask = torch.zeros(1, 1)
+        return {"images": Padded(model.stride)([(image, mask) for image in images])["images"]}
+
+    before = {**kind.preprocessing, "side_multiple": model.stride, "padded": _PADDED}
+    facts = {"threshold": kind.threshold, "classes": [each.name for each in kind.classes]}
+    return LoadedModel(model, model, preprocess, {**facts, "preprocessing": before})
+
+
+SEGMENT = Job(
+    name=JOB,
+    help=HELP,
+    example="cracks",
+    options=SegmentOptions,
+    check_early=check_early,
+    prepare=prepare,
+    settle=settle,
+    make_task=make_task,
+    use=Usage(
+        sample="image",
+        read=MaskModel.read,
+        predict=_predict,
+        labeled=_labeled,
+        score=_score,
+        sum_up=_sum_up,
+        tested=lambda data: paths_of(each.image for each in data.test),
+        load=_load,
+        noise=noise,
+        free=(0, 2, 3),
+        draws=True,
+    ),
+)

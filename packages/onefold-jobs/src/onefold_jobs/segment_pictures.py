@@ -16,8 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from onefold_jobs.data.augment import Normalize, below, between
-from onefold_jobs.data.maskclasses import MaskClass
-from onefold_jobs.data.masks import VOID, MaskRule, mask_tensor, read_mask
+from onefold_jobs.data.masks import VOID, MaskClass, MaskRule, mask_tensor, read_mask
 from onefold_jobs.data.pairs import Pair
 from onefold_jobs.data.pictures import open_picture
 from onefold_jobs.scores import Baseline, Measured

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,22 +15,20 @@ from torch import nn
 from onefold_jobs.data.files import BadFile
 from onefold_jobs.data.labels import Label, numbered, spelled
 from onefold_jobs.data.samples import read_to_score
-from onefold_jobs.data.tsv import Line
-from onefold_jobs.job import EvaluateOptions, Predicted, RunFacts, Use
-from onefold_jobs.scores import Baseline, Measured, class_baseline, no_better
+from onefold_jobs.data.tables import Line
+from onefold_jobs.job import EvaluateOptions, Predicted, RunFacts, Use, columns_of
+from onefold_jobs.scores import Baseline, Measured, no_better
 from onefold_jobs.targets import (
     Answer,
-    Target,
+    Labels,
+    baseline_of,
     class_scores,
-    label_baseline,
     label_table,
-    number_baseline,
     scores_of,
     target_measure,
     target_rows,
     targets,
 )
-from onefold_jobs.usage import columns_of
 from onefold_jobs.words import listed
 
 __all__ = [
@@ -46,16 +44,15 @@ __all__ = [
 
 def rows_of(
     use: Use,
+    kind: Labels,
     model: nn.Module,
     answer: Answer,
     data: Any,
-    target: Target,
-    classes: Sequence[str],
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> Predicted:
     """Report the number of each sample, or its classes: all that it has, or the surest."""
-    found = use.measured(model, target_measure(answer, target), data, collate)
-    rows = target_rows(found, target, classes, use.options.top)
+    found = use.measured(model, target_measure(answer, kind.target), data, collate)
+    rows = target_rows(found, kind.target, kind.classes, use.options.top)
     labeled = any(each.label != "" for each in use.inputs)
     return [
         {**each.row, **({"label": spelled(each.label)} if labeled else {}), **own}
@@ -63,9 +60,10 @@ def rows_of(
     ], found
 
 
-def labels_of(use: Use, classes: Sequence[str], target: Target) -> Any:
+def labels_of(use: Use, kind: Labels) -> Any:
     """The number of each input's class; 0 where it is not known, so that its loss is void."""
-    if target.task != "single-label":
+    classes = kind.classes
+    if kind.target.task != "single-label":
         nothing = torch.zeros(len(use.inputs), len(classes))
         if not use.scored:
             return nothing if classes else nothing.sum(dim=1)
@@ -76,23 +74,16 @@ def labels_of(use: Use, classes: Sequence[str], target: Target) -> Any:
 
 def sum_up_targets(found: Measured, labels: list[Label], facts: RunFacts) -> dict[str, Any]:
     """Score one class for each sample, several, or a number; and the baseline if there is one."""
-    target, classes, counts = facts.target, facts.classes, facts.class_counts
-    baseline = None
+    target, classes = facts.target, facts.classes
     truth = np.array(numbered(labels, classes))
-    summed: dict[str, Any] = {"scores": scores_of(found, truth, target)}
-    if target.task == "regression":
-        baseline = number_baseline(truth, target)
-    # Runs of earlier versions do not say how frequent their classes were.
-    elif target.task == "multi-label":
+    summed: dict[str, Any] = {"scores": scores_of(found, truth, target, len(classes))}
+    if target.task == "multi-label":
         summed["by_class"] = label_table(truth, found["confidence"].numpy(), classes)
-        if counts is not None:
-            baseline = label_baseline(counts[0], facts.train_samples, truth, classes)
-    else:
+    elif target.task == "single-label":
         scores = class_scores(found, truth, len(classes))
         summed["by_class"] = [*scores.rows(classes)]
         summed["confusion"] = scores.counts.tolist()
-        if counts is not None:
-            baseline = class_baseline(counts[0], scores.support.tolist(), classes)
+    baseline = baseline_of(target, facts.class_counts, facts.train_samples, truth, classes)
     return compared(summed, baseline, facts)
 
 
@@ -124,14 +115,12 @@ def lines_to_score(
     return path, [replace(line, label=x) for line, x in zip(lines, labels, strict=True)], bad
 
 
-def description_of(
-    target: Target, classes: Sequence[str], preprocessing: dict[str, Any]
-) -> dict[str, Any]:
+def description_of(kind: Labels, preprocessing: dict[str, Any]) -> dict[str, Any]:
     """Describe a model for programs without onefold."""
     facts = {
-        "target": msgspec.to_builtins(target),
-        "classes": list(classes),
+        "target": msgspec.to_builtins(kind.target),
+        "classes": list(kind.classes),
         "preprocessing": preprocessing,
     }
-    number = target.task == "regression"
+    number = kind.target.task == "regression"
     return {**facts, "value": "logits * target.std + target.mean"} if number else facts

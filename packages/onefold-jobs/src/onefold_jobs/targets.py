@@ -1,6 +1,6 @@
 """Models that predict a class of a sample, several, or a number: losses, scores and examples.
 
-`target_task` makes what a `Task` needs, and `target_examples` what a report shows.
+`label_task` makes the `Task` of a job, and `target_examples` what a report shows.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -19,25 +20,25 @@ from torch import nn
 import onefold
 from onefold_jobs.data.labels import TaskName, spelled
 from onefold_jobs.options import SHARE, again, expect, option
+from onefold_jobs.runfolder import RunFolder
 from onefold_jobs.scores import Baseline, ClassScores, Measure, Measured, Predict, class_baseline
+from onefold_jobs.training import Task
 
 __all__ = [
     "Answer",
     "LabelOptions",
+    "Labels",
     "Target",
+    "baseline_of",
     "best_by_of",
     "class_scores",
-    "label_baseline",
     "label_table",
-    "number_baseline",
-    "purpose_of",
+    "label_task",
     "scores_of",
     "spread",
-    "target_examples",
     "target_measure",
     "target_of",
     "target_rows",
-    "target_task",
     "targets",
 ]
 
@@ -71,6 +72,18 @@ class Target(msgspec.Struct, frozen=True):
     """Of the numbers that were trained on: an output of 0 stands for it."""
     std: float = 1.0
     """How far from it a number is with an output of 1."""
+
+
+class Labels(Protocol):
+    """What a model predicts of a sample: facts that a run keeps of it."""
+
+    @property
+    def target(self) -> Target:
+        """What its outputs stand for."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the outputs; none for a number."""
 
 
 def target_of(task: TaskName, train_labels: Sequence[Any]) -> Target:
@@ -143,113 +156,110 @@ def best_by_of(options: LabelOptions) -> BestBy:
     return options.best_by or ("balanced-accuracy" if balanced else _SCORES[options.task][0])
 
 
-def target_task(
+def label_task(
+    job: str,
+    noun: str,
+    kind: Labels,
     answer: Answer,
     options: Any,
-    target: Target,
     *,
-    train_labels: Sequence[Any],
-    test_labels: Sequence[Any],
-    classes: Sequence[str],
-) -> dict[str, Any]:
-    """Make the parts of a `Task` that depend on what is predicted.
+    labels: tuple[Sequence[Any], Sequence[Any]],
+    show: Callable[[RunFolder, int], dict[str, Any]],
+    facts: dict[str, Any],
+    **parts: Any,
+) -> Task:
+    """Build the `Task` of a job whose samples have labels.
 
     Args:
+        job: name of the job.
+        noun: what a sample is, for the purpose of the run.
+        kind: what the model predicts.
         answer: of the model: outputs (n, classes or 1) float32, and labels as of `targets`.
         options: of the run.
-        target: what the outputs stand for.
-        train_labels: of the training samples, as `numbered` returned them.
-        test_labels: of the test samples.
-        classes: their names; none for a number.
+        labels: of the training and of the test samples, as `numbered` returned them.
+        show: returns what a report shows of a test sample besides its labels, by its number.
+        facts: what ``run.json`` records of the model.
+        parts: the other fields of the task.
     """
-    if target.task == "single-label":
-        return class_task(
-            answer, options, train_labels=train_labels, test_labels=test_labels, classes=classes
-        )
-    measure, truth = target_measure(answer, target), np.array(test_labels)
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return _losses(*answer(model, batch), target)
-
-    if target.task == "regression":
-        baseline, counts = number_baseline(truth, target), None
-    else:
-        sums = (np.array(each).sum(axis=0) for each in (train_labels, test_labels))
-        counts = tuple(each.astype(int).tolist() for each in sums)
-        baseline = label_baseline(counts[0], len(train_labels), truth, classes)
-    return {
-        "loss": loss,
-        "measure": measure,
-        "score": lambda found: scores_of(found, truth, target),
-        "baseline": baseline,
-        "class_counts": counts,
-    }
-
-
-def class_task(
-    answer: Answer,
-    options: Any,
-    *,
-    train_labels: Sequence[int],
-    test_labels: Sequence[int],
-    classes: Sequence[str],
-) -> dict[str, Any]:
-    """Make the parts of a `Task` that every classifier has.
-
-    Args:
-        answer: of the model.
-        options: of the run.
-        train_labels: number of the class of each training sample.
-        test_labels: number of the class of each test sample.
-        classes: names of the classes.
-    """
-    truth = torch.tensor(test_labels)
-    counts = [
-        torch.bincount(labels, minlength=len(classes))
-        for labels in (torch.tensor(train_labels), truth)
-    ]
-    train, test = (each.tolist() for each in counts)
-    # As many times as a class has fewer samples: the mean over all samples is 1.
-    weights = len(train_labels) / (len(classes) * counts[0].clamp(min=1).to(torch.float32))
-    weight = weights if options.class_weights == "auto" else None
-    by_sample = weights[torch.tensor(train_labels)] if options.balanced else None
+    target, classes = kind.target, kind.classes
+    train, truth = labels[0], np.array(labels[1])
+    counts = weight = by_sample = None
+    if target.task != "regression":
+        counts = _class_counts(train, len(classes)), _class_counts(truth, len(classes))
+    if counts is not None and target.task == "single-label":
+        # As many times as a class has fewer samples: the mean over all samples is 1.
+        samples = torch.tensor(counts[0]).clamp(min=1).to(torch.float32)
+        weights = len(train) / (len(classes) * samples)
+        weight = weights if options.class_weights == "auto" else None
+        by_sample = weights[torch.tensor(train)].tolist() if options.balanced else None
 
     def loss(model: nn.Module, batch: Any) -> Any:
-        logits, labels = answer(model, batch)
-        smoothing = options.label_smoothing
+        (outputs, given), smoothing = answer(model, batch), options.label_smoothing
         if weight is None:
-            return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+            return _losses(outputs, given, target, smoothing)
         # By the weights of the whole batch, as PyTorch divides them.
-        own = weight.to(logits.device)
-        return onefold.losses.cross_entropy(logits, labels, own, label_smoothing=smoothing)
+        own = weight.to(outputs.device)
+        return onefold.losses.cross_entropy(outputs, given, own, label_smoothing=smoothing)
 
-    def measure(model: nn.Module, batch: Any) -> Measured:
-        logits, labels = answer(model, batch)
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        return {"loss": losses, "predicted": logits.argmax(dim=1).to(torch.int32)}
+    return Task(
+        loss=loss,
+        measure=target_measure(answer, target, brief=True),
+        score=lambda found: scores_of(found, truth, target, len(classes)),
+        baseline=baseline_of(target, counts, len(train), truth, classes),
+        class_counts=counts,
+        class_weights=None if weight is None else weight.tolist(),
+        sample_weights=by_sample,
+        examples=lambda predict, folder: target_examples(
+            job, predict, answer, target, parts["test_set"], classes, partial(show, folder)
+        ),
+        facts={
+            "classes": list(classes),
+            "purpose": f"{noun} {purpose_of(target)}",
+            "target": msgspec.to_builtins(target),
+            **facts,
+        },
+        **parts,
+    )
 
-    def score(found: Measured) -> dict[str, float]:
-        scores = ClassScores.of(truth.numpy(), found["predicted"].numpy(), len(classes))
-        return {"loss": float(found["loss"].to(torch.float64).mean()), **scores.overall}
 
-    return {
-        "loss": loss,
-        "measure": measure,
-        "score": score,
-        "baseline": class_baseline(train, test, classes),
-        "class_counts": (train, test),
-        "class_weights": None if weight is None else weight.tolist(),
-        "sample_weights": None if by_sample is None else by_sample.tolist(),
-    }
+def _class_counts(labels: Any, classes: int) -> list[int]:
+    """Number of samples of each class."""
+    array = np.array(labels)
+    counts = array.sum(axis=0) if array.ndim > 1 else np.bincount(array, minlength=classes)
+    return [int(count) for count in counts]
 
 
-def _losses(outputs: torch.Tensor, labels: torch.Tensor, target: Target) -> torch.Tensor:
+def _losses(
+    outputs: torch.Tensor, labels: torch.Tensor, target: Target, smoothing: float = 0.0
+) -> torch.Tensor:
     """The loss of each sample, (n,) float32."""
     if target.task == "regression":
         return (outputs.squeeze(1) - (labels - target.mean) / target.std) ** 2
     if target.task == "single-label":
-        return F.cross_entropy(outputs, labels, reduction="none")
+        return F.cross_entropy(outputs, labels, reduction="none", label_smoothing=smoothing)
     return F.binary_cross_entropy_with_logits(outputs, labels, reduction="none").mean(dim=1)
+
+
+def baseline_of(
+    target: Target, counts: Any, samples: int, truth: _Array, classes: Sequence[str]
+) -> Baseline | None:
+    """The scores on a test set of answering alike for every sample.
+
+    Args:
+        target: what is predicted.
+        counts: number of training samples of each class, and of test samples; None if they are not
+            known, as in runs of earlier versions.
+        samples: number of training samples.
+        truth: labels of the test samples.
+        classes: names of the classes.
+    """
+    if target.task == "regression":
+        return number_baseline(truth, target)
+    if counts is None:
+        return None
+    if target.task == "multi-label":
+        return label_baseline(counts[0], samples, truth, classes)
+    return class_baseline(counts[0], _class_counts(truth, len(classes)), classes)
 
 
 def number_baseline(truth: _Array, target: Target) -> Baseline:
@@ -259,12 +269,14 @@ def number_baseline(truth: _Array, target: Target) -> Baseline:
     return Baseline(f"{target.mean:.4g}", {"loss": float(errors.mean()), **least})
 
 
-def target_measure(answer: Answer, target: Target) -> Measure:
+def target_measure(answer: Answer, target: Target, *, brief: bool = False) -> Measure:
     """Make the measure of all that a model says of a sample.
 
     It has the ``loss`` (n,) float32, and the probability of each class, ``confidence`` (n, classes)
-    float32, or the number, ``value`` (n,) float64.
+    float32, or the number, ``value`` (n,) float64. If it is ``brief`` and a sample has one class,
+    it has the most probable one, ``predicted`` (n,) int32, instead of the probabilities.
     """
+    single = target.task == "single-label"
 
     def measure(model: nn.Module, batch: Any) -> Measured:
         outputs, labels = answer(model, batch)
@@ -272,7 +284,8 @@ def target_measure(answer: Answer, target: Target) -> Measure:
         if target.task == "regression":
             value = outputs.squeeze(1).to(torch.float64) * target.std + target.mean
             return {"loss": losses, "value": value}
-        single = target.task == "single-label"
+        if single and brief:
+            return {"loss": losses, "predicted": outputs.argmax(dim=1).to(torch.int32)}
         return {"loss": losses, "confidence": outputs.softmax(1) if single else outputs.sigmoid()}
 
     return measure
@@ -323,17 +336,18 @@ def target_rows(
 def class_scores(found: Measured, truth: _Array, classes: int) -> ClassScores:
     """Compare the most probable class of each sample with its true one."""
     # NumPy's takes the first of equal ones.
-    return ClassScores.of(truth, found["confidence"].numpy().argmax(axis=1), classes)
+    said = found["predicted"] if "predicted" in found else found["confidence"].numpy().argmax(1)
+    return ClassScores.of(truth, np.asarray(said), classes)
 
 
-def scores_of(found: Measured, truth: _Array, target: Target) -> dict[str, float]:
+def scores_of(found: Measured, truth: _Array, target: Target, classes: int) -> dict[str, float]:
     """The scores of a test set, from what was measured of its samples and their true labels."""
     if target.task == "regression":
         scores = number_scores(truth, found["value"].numpy())
     elif target.task == "multi-label":
         scores = label_scores(truth, found["confidence"].numpy())
     else:
-        scores = class_scores(found, truth, found["confidence"].shape[1]).overall
+        scores = class_scores(found, truth, classes).overall
     return {"loss": float(found["loss"].to(torch.float64).mean()), **scores}
 
 

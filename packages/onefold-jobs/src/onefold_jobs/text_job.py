@@ -18,36 +18,64 @@ from torch import nn
 
 from onefold.errors import CheckpointError, DataError
 from onefold_jobs import require, text_models
-from onefold_jobs.data.files import read_whole, readable, refuse
+from onefold_jobs.data.files import BadFile, read_whole, readable, refuse
 from onefold_jobs.data.labels import (
     Sample,
     check_same,
     check_task,
     numbered,
     parts_of,
+    spelled,
     untested,
 )
 from onefold_jobs.data.samples import TextSplits, read_listed, read_splits
 from onefold_jobs.data.scan import Scanning
-from onefold_jobs.data.tables import Columns
-from onefold_jobs.data.tsv import Line
+from onefold_jobs.data.tables import Columns, Line, decoded, is_table, read_lines, read_table
+from onefold_jobs.job import (
+    Batch,
+    EvaluateOptions,
+    Input,
+    Job,
+    Labeled,
+    LoadedModel,
+    Predicted,
+    RunFacts,
+    Usage,
+    Use,
+)
 from onefold_jobs.named_weights import find_weights
 from onefold_jobs.options import SHARE, TrainOptions, again, expect, option, within
 from onefold_jobs.runfolder import kept_facts, read_run
+from onefold_jobs.target_use import (
+    description_of,
+    labels_of,
+    lines_to_score,
+    rows_of,
+    strange,
+    sum_up_targets,
+)
 from onefold_jobs.targets import (
     LabelOptions,
     Target,
     best_by_of,
-    purpose_of,
-    target_examples,
+    label_task,
     target_of,
-    target_task,
     targets,
 )
+from onefold_jobs.text_models import EncodedTexts
 from onefold_jobs.training import Task
 from onefold_jobs.words import counted
 
-__all__ = ["JOB", "TextModel", "TextOptions", "check_early", "make_task", "prepare", "settle"]
+__all__ = [
+    "JOB",
+    "TEXT",
+    "TextModel",
+    "TextOptions",
+    "check_early",
+    "make_task",
+    "prepare",
+    "settle",
+]
 
 JOB = "text"
 HELP = "Texts with labels, from TSV files and other tables."
@@ -268,17 +296,15 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
         f"tokens: what is beyond is cut off; --max-length takes more"
     )
     config: Any = model.config
-    return Task(
+    return label_task(
+        JOB,
+        "Text",
+        kind,
+        answer,
+        options,
+        labels=(train_labels, dev_labels),
         model=model,
         head=text_models.head_parts(model),
-        **target_task(
-            answer,
-            options,
-            kind.target,
-            train_labels=train_labels,
-            test_labels=dev_labels,
-            classes=kind.classes,
-        ),
         train_set=train_set,
         test_set=dev_set,
         collate=kind.collate,
@@ -288,18 +314,10 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
         else None,
         # Texts of near length share a batch, so that little of a shard is padding.
         lengths=train_set.lengths.tolist(),
-        examples=lambda predict, _: target_examples(
-            JOB, predict, answer, kind.target, dev_set, kind.classes, partial(_shown, data.dev)
-        ),
+        show=lambda _, number: _shown(data.dev[number]),
         facts={
-            "purpose": f"Text {purpose_of(kind.target)}",
-            "target": msgspec.to_builtins(kind.target),
             "model": _begins_with(options) or TINY,
-            "text_model": {
-                "max_length": kind.max_length,
-                "pad_id": kind.pad_id,
-            },
-            "classes": list(kind.classes),
+            "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},
         },
         notes=[cut] if long else [],
         # use_diff=False writes defaults as well: those of a later transformers may be others.
@@ -347,7 +365,109 @@ def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel
     )
 
 
-def _shown(dev: Sequence[Line], number: int) -> dict[str, Any]:
+def _shown(line: Line) -> dict[str, Any]:
     """What a report shows of a text."""
-    line = dev[number]
     return {"name": f"line {line.line_number}", "text": line.text[:SHOWN_CHARACTERS]}
+
+
+def _read(run: Path, paths: Sequence[Path], columns: Columns) -> tuple[list[Input], list[BadFile]]:
+    """Read one text from each line, and the label behind its tab, if it has one.
+
+    Args:
+        run: not used, as all runs read texts in one way.
+        paths: of the files; a table has a text in each row.
+        columns: where they are in a table.
+    """
+    inputs: list[Input] = []
+    bad: list[BadFile] = []
+    for path in paths:
+        if is_table(path):
+            rows, wrong_rows, _ = read_table(path, columns, None)
+            inputs += [Input(path, str(path), x.text, x.line_number, str(x.label)) for x in rows]
+            bad += wrong_rows
+            continue
+        if not path.is_file():
+            came = "a folder" if path.is_dir() else "nothing there"
+            raise DataError(f"{path}: expected a file with one text a line, got {came}")
+        for number, content in enumerate(read_lines(path), start=1):
+            try:
+                line, *labels = decoded(content).split("\t")
+                if not line.strip():
+                    raise ValueError("expected a text, got none")
+                # More columns are something else.
+                label = labels[0].strip() if len(labels) == 1 else ""
+                inputs.append(Input(path, str(path), line, number, label))
+            except ValueError as wrong:
+                bad.append(BadFile(path, str(wrong), number))
+    return inputs, bad
+
+
+def _predict(use: Use) -> Predicted:
+    """Predict the classes of texts."""
+    kind = TextModel.of_run(use.run)
+    ids = kind.encode([each.text for each in use.inputs])
+    data = EncodedTexts(ids, labels_of(use, kind))
+    model = kind.build(use.run)
+    return rows_of(use, kind, model, answer, data, kind.collate)
+
+
+def _labeled(run: Path, data: Path, facts: RunFacts, options: EvaluateOptions) -> Labeled:
+    """Read the texts of a file, or of the one to test with in a folder."""
+    path, lines, bad = lines_to_score(run, "text", data, facts, options)
+    inputs = []
+    for line in lines:
+        if facts.known(line.label):
+            inputs.append(Input(path, str(path), line.text, line.line_number, line.label))
+        else:
+            bad.append(strange(path, spelled(line.label), facts, line.line_number))
+    return Labeled(path, inputs, bad)
+
+
+def _load(run: Path) -> LoadedModel:
+    kind = TextModel.of_run(run)
+    model = kind.build(run)
+
+    def preprocess(texts: Sequence[str]) -> Batch:
+        batch = kind.collate([(ids, 0) for ids in kind.encode(texts)])
+        return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+    before = {"tokenizer": TOKENIZER_FILE, "max_length": kind.max_length, "pad": kind.pad_id}
+    return LoadedModel(model, TextLogits(model), preprocess, description_of(kind, before))
+
+
+class TextLogits(nn.Module):
+    """A model of transformers that returns nothing but its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return logits (n, classes) float32 of ids and masks, (n, t) int64 each."""
+        logits: torch.Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits
+
+
+TEXT = Job(
+    name=JOB,
+    help=HELP,
+    example="reviews",
+    options=TextOptions,
+    check_early=check_early,
+    prepare=prepare,
+    settle=settle,
+    make_task=make_task,
+    use=Usage(
+        sample="text",
+        read=_read,
+        predict=_predict,
+        labeled=_labeled,
+        score=_predict,
+        sum_up=sum_up_targets,
+        tested=lambda data: ((data.paths[1].resolve(), line.line_number) for line in data.dev),
+        load=_load,
+        noise=lambda: ["one text and", "another", "a third"],
+        free=(0, 1),
+        files=(TOKENIZER_FILE,),
+    ),
+)

@@ -40,7 +40,7 @@ from onefold_jobs.data.pictures import (
 )
 from onefold_jobs.data.samples import ListedSamples, hold_out, require_two, strata
 from onefold_jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_pictures
-from onefold_jobs.data.tsv import Line
+from onefold_jobs.data.tables import Line
 from onefold_jobs.words import in_shell
 
 __all__ = [

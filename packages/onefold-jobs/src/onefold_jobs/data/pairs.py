@@ -13,8 +13,15 @@ from onefold.errors import DataError
 from onefold_jobs.data.classes import test_folder
 from onefold_jobs.data.files import BadFile, digest_of, readable, refuse
 from onefold_jobs.data.labels import Sample, check_same
-from onefold_jobs.data.maskclasses import AUTO, MOST_CLASSES, MaskClass, colors_of
-from onefold_jobs.data.masks import MaskLook, MaskRule, look_at_mask
+from onefold_jobs.data.masks import (
+    AUTO,
+    MOST_CLASSES,
+    MaskClass,
+    MaskLook,
+    MaskRule,
+    colors_of,
+    look_at_mask,
+)
 from onefold_jobs.data.pictures import (
     Look,
     PictureData,

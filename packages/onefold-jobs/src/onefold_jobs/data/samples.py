@@ -26,8 +26,16 @@ from onefold_jobs.data.labels import (
     shortened,
     spelled,
 )
-from onefold_jobs.data.tables import TABLES, Columns, column_names, is_table, read_table
-from onefold_jobs.data.tsv import Line, none_of, read_tsv
+from onefold_jobs.data.tables import (
+    TABLES,
+    Columns,
+    Line,
+    column_names,
+    is_table,
+    none_of,
+    read_table,
+    read_tsv,
+)
 from onefold_jobs.words import counted, listed
 
 __all__ = [

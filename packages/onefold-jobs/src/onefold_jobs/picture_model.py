@@ -1,0 +1,227 @@
+"""The models of the jobs on pictures: what a run keeps of them, and how pictures reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import msgspec
+import numpy as np
+import torch
+
+from onefold.errors import DataError
+from onefold_jobs import require
+from onefold_jobs.data.augment import IMAGENET, Change, LabeledPictures, Normalize
+from onefold_jobs.data.classes import listed_files
+from onefold_jobs.data.files import BadFile, name_below
+from onefold_jobs.data.pictures import (
+    Mode,
+    PictureFiles,
+    Sums,
+    in_bytes,
+    open_picture,
+    picture_paths,
+)
+from onefold_jobs.data.scan import Scanning, Seen, notes_of, scan_pictures
+from onefold_jobs.data.tables import Columns, is_table, read_table
+from onefold_jobs.finetune import run_of
+from onefold_jobs.job import Input, Use
+from onefold_jobs.models.catalog import TIMM_PREFIX
+from onefold_jobs.named_weights import timm_facts
+from onefold_jobs.options import PictureOptions
+from onefold_jobs.progress import reading_bar
+from onefold_jobs.runfolder import kept_facts, read_run
+from onefold_jobs.words import tell
+
+__all__ = ["KeptModel", "noise", "paths_of", "statistics_of"]
+
+_ARRAYS = {(2, "uint8"), (2, "uint16"), (3, 3, "uint8")}
+"""Dimensions, channels if there are any, and dtype of arrays that are pictures."""
+_OPENED = (
+    "turned upright by EXIF; more than 8 bits: clip(0, white) * 255 / white, rounded down; "
+    "transparent pixels put on white; converted to mode by Pillow"
+)
+_NORMALIZED = "images (n, channels, h, w) float32: (pixels / 255 - mean) / std, by channel"
+
+
+class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What must be known of a model to use it on pictures; kept in ``run.json``."""
+
+    job: ClassVar[str]
+    fact: ClassVar[str]
+    """Its name in ``run.json``."""
+    unique: ClassVar[bool] = True
+    """Whether inputs of one name in several folders are named by their whole paths."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    white: int | None = None
+    """The brightest value of pictures with more than 8 bits a pixel; None if there are none."""
+
+    @property
+    def mode(self) -> Mode:
+        """The mode that its pictures are converted to."""
+        return "RGB"
+
+    @property
+    def test_changes(self) -> Sequence[Change]:
+        """How a picture is changed when the model is used rather than trained."""
+        return ()
+
+    @property
+    def normalize(self) -> Normalize:
+        """How its pictures become numbers."""
+        return Normalize(self.mean, self.std)
+
+    @classmethod
+    def of_run(cls, run: Path) -> Self:
+        """Read it from the folder of a run.
+
+        Raises:
+            DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
+        """
+        facts = read_run(run, cls.job)
+        with kept_facts(run):
+            return msgspec.convert(facts[cls.fact], cls)
+
+    @classmethod
+    def built(cls, run: Path) -> tuple[Self, Any]:
+        """Read it from the folder of a run, and build the run's model with fresh weights.
+
+        Raises:
+            DataError: as `of_run`, or no model can be built of what was kept.
+        """
+        kind: Any = cls.of_run(run)
+        with kept_facts(run):
+            return kind, kind.build()
+
+    @classmethod
+    def before(cls, options: PictureOptions) -> Self | None:
+        """The model of the run to start from; None if weights come from a file, or from nowhere."""
+        run = run_of(options.pretrained)
+        return cls.of_run(run) if run else None
+
+    @classmethod
+    def read(
+        cls, run: Path, paths: Sequence[Path], columns: Columns
+    ) -> tuple[list[Input], list[BadFile]]:
+        """Find all pictures below paths, and read each once.
+
+        Returns:
+            The pictures that can be read, and the others.
+
+        Raises:
+            DataError: a path does not exist.
+            LaunchError: Pillow is missing.
+        """
+        require("reading pictures", "images", "PIL")
+        kind, classes = cls.of_run(run), {*map(str, read_run(run).get("classes") or ())}
+        found: dict[Path, Input] = {}
+        bad: list[BadFile] = []
+        # By path, so that a file that was named, and its folder as well, counts once.
+        for path in paths:
+            if is_table(path):
+                rows, wrong, _ = read_table(path, columns, None)
+                bad += wrong
+                for each, label in listed_files(rows, path, bad):
+                    name = name_below(each, path.parent)
+                    found.setdefault(each, Input(each, name, label=str(label)))
+            elif path.is_dir():
+                for each in picture_paths(path, bad):
+                    inside = each.relative_to(path)
+                    # The innermost folder that is named as a class.
+                    label = next((part for part in inside.parts[-2::-1] if part in classes), "")
+                    found.setdefault(each, Input(each, str(inside), label=label))
+            elif path.is_file():
+                found.setdefault(path, Input(path, path.name))
+            else:
+                raise DataError(f"{path}: expected a file or folder, there is none")
+        inputs = [*found.values()]
+        if cls.unique and len({each.name for each in inputs}) < len(inputs):
+            # Of one name in several folders: nobody could tell their rows apart.
+            inputs = [replace(each, name=str(each.path)) for each in inputs]
+        return kind.readable(inputs, bad), bad
+
+    def readable(self, inputs: Sequence[Input], bad: list[BadFile]) -> list[Input]:
+        """Read each picture once; return those that the model can use, and add others to bad."""
+        with reading_bar() as watch:
+            scanning = Scanning(watch=watch, white=self.white or 0)
+            seen = scan_pictures([each.path for each in inputs], scanning=scanning)
+        bad += [each for each in seen if isinstance(each, BadFile)]
+        for note in notes_of([each.look for each in seen if isinstance(each, Seen)]):
+            tell(note)
+        return [one for one, each in zip(inputs, seen, strict=True) if isinstance(each, Seen)]
+
+    def data_of(self, pictures: Any, labels: Any) -> LabeledPictures:
+        """Make a data set of pictures, prepared as in tests."""
+        return LabeledPictures(pictures, labels, self.mode, self.test_changes, self.normalize)
+
+    def inputs_of(self, use: Use, labels: Any) -> LabeledPictures:
+        """Make a data set of the inputs of a run."""
+        files = PictureFiles([each.path for each in use.inputs], Path(), self.white)
+        return self.data_of(use.arrays or files, labels)
+
+    def tensors_of(self, pictures: Sequence[Any]) -> list[torch.Tensor]:
+        """Make each picture or file a tensor, as in tests."""
+        require("reading pictures", "images", "PIL")
+        opened = [_opened(each, n, self.white) for n, each in enumerate(pictures)]
+        data = self.data_of(opened, range(len(opened)))
+        return [data[number][0] for number in range(len(data))]
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """How a file becomes pixels, and pixels numbers."""
+        numbers = {"white": self.white or 255, "mean": list(self.mean), "std": list(self.std)}
+        return {"mode": self.mode, **numbers, "opened": _OPENED, "normalized": _NORMALIZED}
+
+
+def statistics_of(
+    options: PictureOptions, before: KeptModel | None, sums: Sums, *, channels: int
+) -> Iterator[tuple[float, ...]]:
+    """Yield the mean and the standard deviation by which pictures are normalized.
+
+    Args:
+        options: ``normalize`` and ``pretrained`` are read.
+        before: the model of the run that the weights come from, if they do.
+        sums: over the pixels of the training pictures.
+        channels: of the model's pictures.
+    """
+    chosen = options.normalize
+    if chosen == "auto" and before:
+        statistics = before.mean, before.std
+    elif chosen == "auto" and (options.pretrained or "").startswith(TIMM_PREFIX):
+        facts = timm_facts(options.pretrained or "")
+        statistics = tuple(facts.mean), tuple(facts.std)
+    elif chosen == "imagenet" or (chosen == "auto" and options.pretrained):
+        statistics = IMAGENET
+    else:
+        statistics = ((0.0,), (1.0,)) if chosen == "none" else sums.mean_and_std()
+    for values in statistics:
+        many = values if len(values) > 1 else values * channels
+        yield many if len(many) == channels else (sum(many) / len(many),)
+
+
+def _opened(picture: Any, number: int, white: int | None) -> Any:
+    from PIL import Image
+
+    if isinstance(picture, str | Path):
+        return open_picture(Path(picture), white=white)
+    if isinstance(picture, np.ndarray):
+        if (picture.ndim, *picture.shape[2:], picture.dtype.name) not in _ARRAYS:
+            words = "expected an array (h, w) or (h, w, 3) of uint8, or (h, w) of uint16, got"
+            raise TypeError(f"picture {number}: {words} {picture.shape} of {picture.dtype}")
+        picture = Image.fromarray(picture)
+    return in_bytes(picture, Path(f"picture {number}"), white)
+
+
+def noise() -> list[Any]:
+    """Three pictures of different sizes."""
+    from PIL import Image
+
+    return [Image.effect_noise((96, 64 + 32 * number), 99).convert("RGB") for number in range(3)]
+
+
+def paths_of(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:
+    """Resolve paths, each with line 0."""
+    return ((path.resolve(), 0) for path in paths)
