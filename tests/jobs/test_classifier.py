@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold_jobs.classify_job import ClassifyOptions
+from onefold_jobs.job import Target
 from onefold_jobs.report.folder import read_run
 from onefold_jobs.run import read_options
-from onefold_jobs.targets import SHOWN, Target, choose_examples, label_task
+from onefold_jobs.targets import SHOWN, choose_examples, label_task
 from onefold_jobs.text_job import TextOptions
 from onefold_jobs.training import Task, begin_training
 from tests import simulated
@@ -57,7 +58,7 @@ def task_of(**chosen: Any) -> Task:
     parts = dict.fromkeys(("model", "head", "train_set", "test_set", "show"))
     kind: Any = SimpleNamespace(target=Target(), classes=tuple("abc"))
     asked, labels = ClassifyOptions(data="x", **chosen), (LABELS, LABELS)
-    return label_task("classify", "Image", kind, answer, asked, labels=labels, facts={}, **parts)
+    return label_task("Image", kind, answer, asked, labels=labels, facts={}, **parts)
 
 
 @for_each("smoothing", [0.0, 0.1])

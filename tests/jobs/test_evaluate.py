@@ -166,7 +166,7 @@ def test_labels_that_the_run_does_not_know(runs: Any, data: Any, tmp_path: Path)
 
     file = tmp_path / "some.tsv"
     file.write_text("a fine film\tgood\na dull film\tugly\nno label\n")
-    with pytest.raises(DataError, match=r"line 2: expected a class of the run .*, got 'ugly'"):
+    with pytest.raises(DataError, match=r"line 2: expected a label of the run .*, got 'ugly'"):
         evaluated(runs["text"], file)
     found = evaluated(runs["text"], file, skip_bad=True)
     assert (len(found.prediction.rows), len(found.prediction.left_out)) == (1, 2)

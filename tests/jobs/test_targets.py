@@ -13,9 +13,10 @@ from PIL import Image
 import onefold
 from onefold.errors import DataError
 from onefold_jobs.evaluate import EvaluateOptions, evaluate_run
+from onefold_jobs.job import Target
 from onefold_jobs.predict import PredictOptions, as_csv, predict_run
 from onefold_jobs.report import build_report
-from onefold_jobs.targets import Target, label_scores, number_scores, purpose_of, target_of
+from onefold_jobs.targets import label_scores, number_scores, purpose_of, target_of
 from tests.capabilities import needs_text
 from tests.jobs.tiny import run_here, write_class_masks
 from tests.tables import for_each
@@ -132,7 +133,7 @@ def test_several_classes_of_pictures_are_predicted(tmp_path: Path) -> None:
     assert {"red|green|blue, dark", "blue, dark", ""} <= labels
     # One sign divides all rows, as in training.
     bars.write_text(bars.read_text().replace('"red|green|blue, dark"', '"red, green"'))
-    with pytest.raises(DataError, match=r"expected a class of the run .*, got 'red, green'"):
+    with pytest.raises(DataError, match=r"expected a label of the run .*, got 'red, green'"):
         evaluate_run(run, bars, EvaluateOptions(devices="cpu:1"))
     for table in (bars, tmp_path / "data"):
         with pytest.raises(ValueError, match=r"^--top 2: expected a run of one class for each"):

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from onefold.errors import CheckpointError
-from onefold_jobs.targets import Target, target_measure
+from onefold_jobs.job import Target
+from onefold_jobs.targets import target_measure
 from onefold_jobs.text_job import (
     TextModel,
     TextOptions,

@@ -38,7 +38,7 @@ from onefold_jobs.data.labels import spelled
 from onefold_jobs.data.pictures import ArrayPictures, Mode, require_folder
 from onefold_jobs.data.samples import files_to_test, read_listed
 from onefold_jobs.data.scan import Scanning
-from onefold_jobs.data.tables import Columns, Line, is_table
+from onefold_jobs.data.tables import Columns, is_table
 from onefold_jobs.job import (
     Batch,
     EvaluateOptions,
@@ -48,6 +48,7 @@ from onefold_jobs.job import (
     LoadedModel,
     Predicted,
     RunFacts,
+    Target,
     Usage,
     Use,
 )
@@ -58,7 +59,7 @@ from onefold_jobs.models.catalog import (
     build_model,
     head_name,
     head_of,
-    import_timm,
+    import_library,
 )
 from onefold_jobs.named_weights import find_weights, model_named
 from onefold_jobs.options import (
@@ -79,33 +80,22 @@ from onefold_jobs.picture_model import (
     statistics_of,
 )
 from onefold_jobs.runfolder import RunFolder
-from onefold_jobs.target_use import (
+from onefold_jobs.targets import (
+    LabelOptions,
+    best_by_of,
     description_of,
+    label_task,
     labels_of,
     lines_to_score,
     rows_of,
-    strange,
     sum_up_targets,
-)
-from onefold_jobs.targets import (
-    LabelOptions,
-    Target,
-    best_by_of,
-    label_task,
     target_of,
     targets,
 )
 from onefold_jobs.training import Task
+from onefold_jobs.words import listed
 
-__all__ = [
-    "CLASSIFY",
-    "JOB",
-    "ClassifyOptions",
-    "PictureModel",
-    "check_early",
-    "make_task",
-    "prepare",
-]
+__all__ = ["CLASSIFY", "ClassifyOptions", "PictureModel"]
 
 
 JOB = "classify"
@@ -121,6 +111,75 @@ USUAL_SIDE = 224
 FIXED_SIDE = 28
 CHANNELS: dict[Mode, int] = {"L": 1, "RGB": 3}
 """Channels of a picture, by its mode."""
+
+
+MIX = within(0, 1000)
+"""Of the strength of mixup and CutMix: both parameters of a beta distribution."""
+Flip = Literal["auto", "yes", "no"]
+Stem = Literal["auto", "small", "large"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifyOptions(LabelOptions, PictureOptions):
+    """Options of ``onefold train classify``."""
+
+    epochs: int | None = again("epochs", shown="10, or 5 with --pretrained")
+    lr: float | None = again(
+        "lr", shown="0.001 (lenet, mnist-cnn: 0.003), or 0.05 with sgd; a fifth with --pretrained"
+    )
+    model: str | None = option(
+        None,
+        f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",
+        shown="resnet18, or that of the pretrained run",
+    )
+    dev: str | None = option(
+        None, "Table to test with, if --data is one.", shown="a share of the pictures"
+    )
+    image_column: str | None = option(
+        None, "Column with the paths of the pictures in a table.", shown="the one of a usual name"
+    )
+    cache: str = option("~/.cache/onefold", "Where mnist and fashion-mnist are fetched to.")
+    image_size: int | None = option(
+        None,
+        "Side of the square that pictures are brought to, in pixels.",
+        within(8, MOST_SIDE),
+        shown="the median shorter side, at most 224; lenet, mnist-cnn: mostly 28",
+    )
+    stem: Stem = option(
+        "auto", "Beginning of a ResNet: for small pictures (up to 64 pixels) or large ones."
+    )
+    augment: Augment = option(
+        "auto", "shift (moves a little) or crop (random resized crop); auto: by the picture's size."
+    )
+    least_area: float = option(
+        0.35, "With --augment crop: the smallest share that is cut out.", FRACTION
+    )
+    flip: Flip = option("auto", "Mirror every second picture; auto: if they have colors.")
+    randaugment: int = option(
+        0, "Magnitude of two random operations (RandAugment), such as 9; by kornia.", within(0, 30)
+    )
+    erasing: float = option(
+        0.0, "Probability that a random box of a picture becomes black; by kornia.", within(0, 1)
+    )
+    mixup: float = option(
+        0.0, "Mix each picture and label with another of its shard; usual are 0.2 to 1.", MIX
+    )
+    cutmix: float = option(
+        0.0, "Put a box of another picture of its shard into each; usual is 1.", MIX
+    )
+    pretrained_classes: str | None = option(
+        None, "File of the pretrained model's class names, one a line.", shown="those of the run"
+    )
+    reuse_classes: bool = option(
+        False, "Begin with the pretrained last layer for the classes that both label sets have."
+    )
+
+    def __post_init__(self) -> None:
+        # Not super(), which fails here: see PictureOptions.
+        PictureOptions.__post_init__(self)
+        LabelOptions.__post_init__(self)
+        known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
+        expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")
 
 
 class PictureModel(KeptModel, frozen=True, kw_only=True):
@@ -172,7 +231,7 @@ def check_early(options: ClassifyOptions) -> None:
     before = PictureModel.before(options)
     model = _model_name(options, before)
     if model not in MODELS:
-        import_timm(model)
+        import_library("timm", model)
     elif options.freeze or options.freeze_until:
         # Only for the names of its parts: the real one needs the data's number of classes.
         fresh = build_model(
@@ -298,7 +357,6 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
     changes = _train_changes(options, kind.image_size)
     test_set = pictures(data.test.pictures, targets(data.test.labels), changes=kind.test_changes)
     return label_task(
-        JOB,
         "Image",
         kind,
         answer,
@@ -413,75 +471,6 @@ def _shown(test_set: LabeledPictures, folder: RunFolder, number: int) -> dict[st
     return {"name": test_set.pictures.name(number), "picture": picture}
 
 
-MIX = within(0, 1000)
-"""Of the strength of mixup and CutMix: both parameters of a beta distribution."""
-Flip = Literal["auto", "yes", "no"]
-Stem = Literal["auto", "small", "large"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifyOptions(LabelOptions, PictureOptions):
-    """Options of ``onefold train classify``."""
-
-    epochs: int | None = again("epochs", shown="10, or 5 with --pretrained")
-    lr: float | None = again(
-        "lr", shown="0.001 (lenet, mnist-cnn: 0.003), or 0.05 with sgd; a fifth with --pretrained"
-    )
-    model: str | None = option(
-        None,
-        f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",
-        shown="resnet18, or that of the pretrained run",
-    )
-    dev: str | None = option(
-        None, "Table to test with, if --data is one.", shown="a share of the pictures"
-    )
-    image_column: str | None = option(
-        None, "Column with the paths of the pictures in a table.", shown="the one of a usual name"
-    )
-    cache: str = option("~/.cache/onefold", "Where mnist and fashion-mnist are fetched to.")
-    image_size: int | None = option(
-        None,
-        "Side of the square that pictures are brought to, in pixels.",
-        within(8, MOST_SIDE),
-        shown="the median shorter side, at most 224; lenet, mnist-cnn: mostly 28",
-    )
-    stem: Stem = option(
-        "auto", "Beginning of a ResNet: for small pictures (up to 64 pixels) or large ones."
-    )
-    augment: Augment = option(
-        "auto", "shift (moves a little) or crop (random resized crop); auto: by the picture's size."
-    )
-    least_area: float = option(
-        0.35, "With --augment crop: the smallest share that is cut out.", FRACTION
-    )
-    flip: Flip = option("auto", "Mirror every second picture; auto: if they have colors.")
-    randaugment: int = option(
-        0, "Magnitude of two random operations (RandAugment), such as 9; by kornia.", within(0, 30)
-    )
-    erasing: float = option(
-        0.0, "Probability that a random box of a picture becomes black; by kornia.", within(0, 1)
-    )
-    mixup: float = option(
-        0.0, "Mix each picture and label with another of its shard; usual are 0.2 to 1.", MIX
-    )
-    cutmix: float = option(
-        0.0, "Put a box of another picture of its shard into each; usual is 1.", MIX
-    )
-    pretrained_classes: str | None = option(
-        None, "File of the pretrained model's class names, one a line.", shown="those of the run"
-    )
-    reuse_classes: bool = option(
-        False, "Begin with the pretrained last layer for the classes that both label sets have."
-    )
-
-    def __post_init__(self) -> None:
-        # Not super(), which fails here: see PictureOptions.
-        PictureOptions.__post_init__(self)
-        LabelOptions.__post_init__(self)
-        known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
-        expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")
-
-
 _RESIZED = (
     "Pillow's resize((center_crop, center_crop), BILINEAR, box, reducing_gap=2.0): antialiased, "
     "rounded to 8 bits; of both sides resized = max(shorter_side, round(side * shorter_side / "
@@ -499,36 +488,22 @@ def _predict(use: Use) -> Predicted:
 def _labeled(run: Path, data: Path, facts: RunFacts, options: EvaluateOptions) -> Labeled:
     """Read pictures in class folders or a table, or the IDX files of a test set."""
     require("reading pictures", "images", "PIL")
-    if files_to_test(data):
-        return _listed(run, facts, *lines_to_score(run, "image", data, facts, options))
-    require_folder(data, "a folder of class folders, or a table")
-    if any(data.glob("*-images-idx3-ubyte*")):
-        return _arrays(data, facts)
-    folder = test_folder(data, choosing=False) if (data / "train").is_dir() else data
     bad: list[BadFile] = []
-    inputs = []
-    unknown: dict[str, BadFile] = {}
-    for path, named in class_files(folder, {}, bad, facts.target.task):
-        label = spelled(named)
-        if facts.known(named):
-            inputs.append(Input(path, str(path.relative_to(folder)), label=named))
-        else:
-            unknown.setdefault(label, strange(folder / label, label, facts))
-    bad += unknown.values()
-    return Labeled(folder, PictureModel.of_run(run).readable(inputs, bad), bad)
-
-
-def _listed(
-    run: Path, facts: RunFacts, table: Path, rows: list[Line], bad: list[BadFile]
-) -> Labeled:
-    found = listed_files(rows, table, bad)
-    inputs = []
-    for path, label in found:
-        if facts.known(label):
-            inputs.append(Input(path, name_below(path, table.parent), label=label))
-        else:
-            bad.append(strange(path, spelled(label), facts))
-    return Labeled(table, PictureModel.of_run(run).readable(inputs, bad), bad)
+    if files_to_test(data):
+        where, rows, bad = lines_to_score(run, "image", data, facts, options)
+        root, found = where.parent, listed_files(rows, where, bad)
+    else:
+        require_folder(data, "a folder of class folders, or a table")
+        if any(data.glob("*-images-idx3-ubyte*")):
+            return _arrays(data, facts)
+        where = test_folder(data, choosing=False) if (data / "train").is_dir() else data
+        root, found = where, class_files(where, {}, bad, facts.target.task)
+        expected = f"expected a class of the run ({listed(facts.classes)})"
+        unknown = dict.fromkeys(spelled(label) for _, label in found if not facts.known(label))
+        bad += [BadFile(where / each, f"{expected}, got {each!r}") for each in unknown]
+        found = [(path, label) for path, label in found if facts.known(label)]
+    inputs = [Input(path, name_below(path, root), label=label) for path, label in found]
+    return Labeled(where, PictureModel.of_run(run).readable(inputs, bad), bad)
 
 
 def _arrays(data: Path, facts: RunFacts) -> Labeled:

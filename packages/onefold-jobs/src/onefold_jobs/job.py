@@ -17,7 +17,7 @@ from torch import nn
 
 import onefold
 from onefold_jobs.data.files import BadFile
-from onefold_jobs.data.labels import Label, divided, parts_of, separator
+from onefold_jobs.data.labels import Label, TaskName, divided, parts_of, separator
 from onefold_jobs.data.pictures import ArrayPictures
 from onefold_jobs.data.scan import Scanning
 from onefold_jobs.data.tables import Columns
@@ -25,7 +25,6 @@ from onefold_jobs.finetune import load_finite
 from onefold_jobs.options import COUNT, MOST_SHARDS, again, check_limits, option
 from onefold_jobs.runfolder import kept_facts, read_run
 from onefold_jobs.scores import Measured
-from onefold_jobs.targets import Target
 from onefold_jobs.training import Task
 
 __all__ = [
@@ -38,6 +37,7 @@ __all__ = [
     "PredictOptions",
     "Predicted",
     "RunFacts",
+    "Target",
     "Usage",
     "Use",
     "columns_of",
@@ -121,6 +121,16 @@ class Labeled:
     left_out: list[BadFile]
     arrays: ArrayPictures | None = None
     """The pictures, if they are not in files."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """What a model's outputs stand for; kept with the model."""
+
+    task: TaskName = "single-label"
+    mean: float = 0.0
+    """Of the numbers that were trained on: an output of 0 stands for it."""
+    std: float = 1.0
+    """How far from it a number is with an output of 1."""
 
 
 class RunFacts(msgspec.Struct):

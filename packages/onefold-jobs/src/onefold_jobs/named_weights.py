@@ -19,10 +19,10 @@ import torch
 from onefold.errors import CheckpointError, DataError
 from onefold_jobs import require
 from onefold_jobs.data.fetch import fetch_file, is_there
-from onefold_jobs.models.catalog import TIMM_PREFIX, import_timm
+from onefold_jobs.models.catalog import TIMM_PREFIX, import_library
 from onefold_jobs.words import cause_of
 
-__all__ = ["HUB_PREFIX", "TORCHVISION", "find_weights", "model_named", "timm_facts"]
+__all__ = ["TORCHVISION", "find_weights", "model_named", "timm_facts"]
 
 TORCHVISION: Mapping[str, str] = MappingProxyType({
     "resnet18": "resnet18-f37072fd.pth",
@@ -81,7 +81,7 @@ def timm_facts(pretrained: str) -> Any:
         CheckpointError: timm has no such model, or no weights of it.
         LaunchError: timm cannot be imported.
     """
-    library = import_timm(pretrained)
+    library = import_library("timm", pretrained)
     facts = library.models.get_pretrained_cfg(pretrained.removeprefix(TIMM_PREFIX))
     if facts is None or not facts.hf_hub_id:
         raise CheckpointError(

@@ -43,8 +43,6 @@ from onefold_jobs.words import OTHER_NAMES, seconds_of
 __all__ = [
     "RUN_OPTIONS",
     "Augment",
-    "Normalization",
-    "Optimizer",
     "PictureOptions",
     "TrainOptions",
     "again",

@@ -25,13 +25,10 @@ __all__ = [
     "PredictOptions",
     "Prediction",
     "as_csv",
-    "as_json",
     "check_files_stay",
     "chosen_weights",
     "predict_run",
-    "require_mask",
     "require_output",
-    "require_predictions",
     "start",
     "write_prediction",
 ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Subset
 
-import onefold
 from onefold.errors import DataError
 from onefold.files import aside_of
 from onefold_jobs import finetune, require
@@ -31,10 +27,9 @@ from onefold_jobs.data.masks import (
     colored_mask,
     list_classes,
     mask_name,
-    read_mask,
 )
 from onefold_jobs.data.pairs import MaskedPictures, Pair, read_pairs, read_pairs_to_test
-from onefold_jobs.data.pictures import open_picture, require_folder
+from onefold_jobs.data.pictures import require_folder
 from onefold_jobs.data.scan import Scanning
 from onefold_jobs.job import (
     Batch,
@@ -48,7 +43,8 @@ from onefold_jobs.job import (
     Usage,
     Use,
 )
-from onefold_jobs.models.unet import UNet
+from onefold_jobs.models.catalog import SMP_PREFIX, build_unet, head_name
+from onefold_jobs.models.unet import ENCODERS
 from onefold_jobs.named_weights import find_weights, model_named
 from onefold_jobs.options import (
     COUNT,
@@ -66,8 +62,8 @@ from onefold_jobs.options import (
 )
 from onefold_jobs.picture_model import KeptModel, noise, paths_of, statistics_of
 from onefold_jobs.progress import reading_bar
-from onefold_jobs.runfolder import CONFIG, RunFolder, kept_facts, read_run
-from onefold_jobs.scores import Measure, Measured, Predict
+from onefold_jobs.runfolder import CONFIG, kept_facts, read_run
+from onefold_jobs.scores import Measured
 from onefold_jobs.segment_pictures import (
     Augment,
     Padded,
@@ -75,46 +71,29 @@ from onefold_jobs.segment_pictures import (
     class_ious,
     class_names,
     class_weights_of,
-    counted_pixels,
+    loss_and_measure,
     mask_baseline,
+    mask_examples,
     mask_scores,
     mask_scores_of_each,
-    overlaps,
     predicted_numbers,
     whole_logits,
 )
-from onefold_jobs.target_use import compared
-from onefold_jobs.targets import ClassWeights, spread
+from onefold_jobs.targets import ClassWeights, compared
 from onefold_jobs.training import Task
 
-__all__ = [
-    "JOB",
-    "SEGMENT",
-    "MaskModel",
-    "SegmentOptions",
-    "check_early",
-    "loss_and_measure",
-    "make_task",
-    "prepare",
-    "settle",
-]
+__all__ = ["SEGMENT", "MaskModel", "SegmentOptions"]
 
-Encoder = Literal["vgg16", "resnet18", "resnet34", "resnet101"]
 Switch = Literal["yes", "no"]
 
 JOB = "segment"
 HELP = "Pictures with a mask each, by a U-Net."
-HEAD = "head"
-USUAL_ENCODER: Encoder = "resnet34"
+USUAL_ENCODER = "resnet34"
 USUAL_WIDTH = 64
 MOST_WIDTH = 4096
 """The most channels of the encoder's first layer."""
 LARGEST_CROP = 256
 EVALUATION_BATCH_SIZE = 8
-SHOWN = 12
-"""How many examples of each kind a report shows; each is three pictures."""
-LARGEST_SHOWN = 512
-"""The longer side of a prediction in a report, in pixels at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +110,10 @@ class SegmentOptions(PictureOptions):
         "With --classes: weigh them in the loss; auto: the more, the fewer pixels they have.",
     )
     best_by: Literal["iou", "dice", "loss"] | None = again("best_by", shown="iou")
-    encoder: Encoder | None = option(
+    encoder: str | None = option(
         None,
-        "The half of the U-Net that looks at the picture.",
+        f"Encoder of the U-Net: {', '.join(ENCODERS)}, or smp:NAME where "
+        "segmentation-models-pytorch is installed.",
         shown="resnet34, or that of the pretrained run",
     )
     width: int | None = option(
@@ -179,8 +159,13 @@ class SegmentOptions(PictureOptions):
     def __post_init__(self) -> None:
         # Not super(), which fails here: see PictureOptions.
         PictureOptions.__post_init__(self)
-        known = model_named(self.pretrained) in (None, *typing.get_args(Encoder))
-        names = f"torchvision: and one of {', '.join(typing.get_args(Encoder))}"
+        encoders = ", ".join(ENCODERS)
+        other = (self.encoder or "").startswith(SMP_PREFIX)
+        known = other or self.encoder in (None, *ENCODERS)
+        expect(known, "encoder", self.encoder, f"{encoders} or smp:NAME")
+        expect(not other or not self.width, "width", self.width, "it without --encoder smp:NAME")
+        known = model_named(self.pretrained) in (None, *ENCODERS)
+        names = f"torchvision: and one of {encoders}"
         expect(known, "pretrained", self.pretrained, names)
         # The decoder ends with half as many channels.
         even = self.width is None or self.width % 2 == 0
@@ -222,16 +207,15 @@ def check_early(options: SegmentOptions) -> None:
     """
     require("reading pictures", "images", "PIL")
     finetune.require_pretrained(options.pretrained, JOB)
-    if options.freeze or options.freeze_until:
-        before = MaskModel.before(options)
-        encoder = _encoder(options, before)
+    encoder = _encoder(options, MaskModel.before(options))
+    if options.freeze or options.freeze_until or encoder.startswith(SMP_PREFIX):
         # Only for the names of its parts, so the smallest that there is.
-        finetune.freeze(UNet(encoder, width=2), options, HEAD)
+        fresh = build_unet(encoder, width=2)
+        finetune.freeze(fresh, options, head_name(fresh))
 
 
-def _encoder(options: SegmentOptions, before: MaskModel | None) -> Encoder:
-    named: Any = model_named(options.pretrained)
-    usual: Encoder = before.encoder if before else named or USUAL_ENCODER
+def _encoder(options: SegmentOptions, before: MaskModel | None) -> str:
+    usual = before.encoder if before else model_named(options.pretrained) or USUAL_ENCODER
     return options.encoder or usual
 
 
@@ -270,10 +254,12 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
     # As large as the shortest side allows, and a multiple of every encoder's stride, so that crops
     # are hardly ever padded.
     crop = min(LARGEST_CROP, max(32, data.shortest // 32 * 32))
+    encoder = _encoder(options, before)
+    width = options.width or (before.width if before else USUAL_WIDTH)
     return replace(
         options,
-        encoder=_encoder(options, before),
-        width=options.width or (before.width if before else USUAL_WIDTH),
+        encoder=encoder,
+        width=None if encoder.startswith(SMP_PREFIX) else width,
         crop=options.crop or crop,
         epochs=options.epochs or (20 if fine else 40),
         lr=full_rate(options, fine=fine),
@@ -288,16 +274,17 @@ class MaskModel(KeptModel, frozen=True, kw_only=True):
     fact = "mask_model"
     # Two inputs of one name would have masks of one name, and are refused.
     unique = False
-    encoder: Encoder
+    # By this alone: other names could make a library fetch something.
+    encoder: Annotated[str, msgspec.Meta(pattern=r"\A(smp:)?[\w.-]+\Z")]
     # Anybody may have written the file: billions of channels would take all memory.
     width: Annotated[int, msgspec.Meta(ge=2, le=MOST_WIDTH)]
     threshold: float
     classes: tuple[MaskClass, ...] = ()
     """Of the pixels; none if they are foreground or background."""
 
-    def build(self) -> UNet:
+    def build(self) -> Any:
         """Build the model with fresh weights."""
-        return UNet(self.encoder, width=self.width, out_channels=len(self.classes) or 1)
+        return build_unet(self.encoder, width=self.width, out_channels=len(self.classes) or 1)
 
 
 def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
@@ -319,7 +306,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         run = finetune.run_of(options.pretrained)
         before = MaskModel.before(options)
         if run and before and len(before.classes) != len(kind.classes):
-            finetune.load_body(model, finetune.best_checkpoint(run), HEAD, key=None)
+            finetune.load_body(model, finetune.best_checkpoint(run), head_name(model), key=None)
         elif run:
             finetune.load_finite(model, finetune.best_checkpoint(run))
         else:
@@ -339,7 +326,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
     test_set = PicturePairs(data.test, kind.normalize, data.rule, data.white)
     return Task(
         model=model,
-        head=HEAD,
+        head=head_name(model),
         loss=loss,
         measure=measure,
         score=partial(mask_scores, classes=kind.classes),
@@ -350,8 +337,13 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         test_set=test_set,
         collate=padded,
         evaluation_batch_size=options.evaluation_batch_size,
-        examples=lambda predict, folder: _examples(
-            predict, folder, measure, test_set, padded, kind
+        examples=partial(
+            mask_examples,
+            measure=measure,
+            test_set=test_set,
+            stride=model.stride,
+            threshold=kind.threshold,
+            classes=kind.classes,
         ),
         facts={
             "purpose": "Image segmentation",
@@ -361,50 +353,6 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
             "pos_weight": float(weight),
         },
     )
-
-
-def loss_and_measure(
-    weight: torch.Tensor, threshold: float, stride: int, by_class: torch.Tensor | None = None
-) -> tuple[Callable[[nn.Module, Any], onefold.Mean], Measure]:
-    """Make the loss of a run, and what its scores are made of, over the pixels that count.
-
-    Args:
-        weight: () float32, the weight of foreground pixels in the loss.
-        threshold: probability from which a pixel is predicted to be foreground.
-        stride: sides of pictures are padded to a multiple of it.
-        by_class: (classes,) float32, the weight of each class in the loss, but not in the scores.
-    """
-
-    def losses_of(logits: torch.Tensor, batch: Any) -> torch.Tensor:
-        """The loss of each pixel, (n, h, w); 0 in the padding and in void parts of masks."""
-        # Void is -1, which is no target of this loss: it becomes 0 here, and is not counted.
-        masks = batch["masks"].clamp(min=0)
-        if logits.shape[1] == 1:
-            losses = F.binary_cross_entropy_with_logits(
-                logits.squeeze(1), masks, pos_weight=weight.to(logits.device), reduction="none"
-            )
-        else:
-            # By rows: PyTorch's loss of pictures adds up in any order on a GPU.
-            rows = logits.permute(0, 2, 3, 1).flatten(0, 2)
-            targets = masks.to(torch.int64)
-            losses = F.cross_entropy(rows, targets.flatten(), reduction="none").view_as(masks)
-        return losses * counted_pixels(batch)
-
-    def loss(model: nn.Module, batch: Any) -> onefold.Mean:
-        losses, weights = losses_of(model(batch["images"]), batch), counted_pixels(batch)
-        if by_class is not None:
-            numbers = batch["masks"].clamp(min=0).to(torch.int64)
-            weights = by_class.to(losses.device)[numbers] * weights
-            losses = losses * weights
-        # No mean of the shard: shards differ in pixels, and onefold divides by those of the batch.
-        return onefold.Mean(losses.sum(), weights.sum())
-
-    def measure(model: nn.Module, batch: Any) -> Measured:
-        logits = whole_logits(model, batch, stride)
-        losses = losses_of(logits, batch).sum(dim=(1, 2), dtype=torch.float64)
-        return {"loss": losses, **overlaps(logits, batch, threshold)}
-
-    return loss, measure
 
 
 def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
@@ -433,91 +381,6 @@ def _pos_weight(chosen: str, data: MaskedPictures) -> float:
     return (data.pixels - data.foreground) / data.foreground
 
 
-def _examples(
-    predict: Predict,
-    folder: RunFolder,
-    measure: Measure,
-    test_set: PicturePairs,
-    padded: Padded,
-    kind: MaskModel,
-) -> dict[str, Any]:
-    """Show masks and predictions from all over the test set, and the worst; on every device."""
-    from PIL import Image
-
-    found = predict(measure, test_set)
-    iou, dice = mask_scores_of_each(found)
-    samples = spread(len(test_set), SHOWN)
-    # Stable: the pictures below are predicted by all devices together, which must choose alike.
-    worst = iou.argsort(stable=True)[: len(samples)].tolist()
-    shown = sorted({*samples, *worst})
-    draw = partial(_draw, threshold=kind.threshold, stride=padded.stride)
-    # Predicted once more, and only those: the masks of a whole test set would take all memory.
-    drawn = predict(draw, Subset(test_set, shown))["mask"]
-
-    def entry_of(number: int) -> dict[str, Any]:
-        pair = test_set.pairs[number]
-        scores = {"iou": float(iou[number]), "dice": float(dice[number])}
-        image = open_picture(pair.image, white=test_set.white)
-        height, width = _shown_size(image.height, image.width)
-        mask = drawn[shown.index(number), :height, :width].contiguous().numpy()
-        parts = {"image": image, "mask": read_mask(pair.mask, test_set.rule)}
-        parts["prediction"] = Image.fromarray(mask)
-        if kind.classes:
-            for part in ("mask", "prediction"):
-                numbers = np.asarray(parts[part])
-                parts[part] = colored_mask(numbers, kind.classes, values=False)
-        pictures = {
-            name: folder.save_picture(picture, f"{number}-{name}")
-            for name, picture in parts.items()
-        }
-        return {"name": pair.image.name, **scores, **pictures}
-
-    return {
-        "kind": JOB,
-        **({"ious": class_ious(found, kind.classes)} if kind.classes else {}),
-        "threshold": None if kind.classes else kind.threshold,
-        "samples": [entry_of(number) for number in samples],
-        "worst": [entry_of(number) for number in worst],
-    }
-
-
-def _draw(
-    model: nn.Module, batch: Any, *, threshold: float, stride: int
-) -> dict[str, torch.Tensor]:
-    """Predict masks at the size of a report, each in the corner of a square of one size.
-
-    Args:
-        model: in evaluation mode.
-        batch: what `Padded` returned.
-        threshold: probability from which a pixel is in the mask.
-        stride: of the model.
-
-    Returns:
-        ``mask`` (n, side, side) uint8, of which the `_shown_size` of each picture is used: 255 for
-        foreground, or numbers of classes.
-    """
-    # `Trainer.predict` wants values of one shape for all samples.
-    logits = whole_logits(model, batch, stride)
-    masks = predicted_numbers(logits, threshold).unsqueeze(1).to(torch.float32)
-    canvas = torch.zeros(len(masks), LARGEST_SHOWN, LARGEST_SHOWN, dtype=torch.uint8)
-    for row, (height, width) in enumerate(batch["sizes"].tolist()):
-        h, w = _shown_size(height, width)
-        whole = masks[row, :, :height, :width]
-        if logits.shape[1] == 1:
-            # The largest of the pixels and not their mean, or thin lines would vanish.
-            mask = F.adaptive_max_pool2d(whole, (h, w)) * 255
-        else:
-            mask = F.interpolate(whole.unsqueeze(0), (h, w), mode="nearest-exact")[0]
-        canvas[row, :h, :w] = mask[0].to(torch.uint8)
-    return {"mask": canvas}
-
-
-def _shown_size(height: int, width: int) -> tuple[int, int]:
-    """Height and width of a picture's mask in a report."""
-    scale = min(1.0, LARGEST_SHOWN / max(height, width))
-    return max(1, round(height * scale)), max(1, round(width * scale))
-
-
 _RULE = "foreground", "void"
 
 _PADDED = (
@@ -530,6 +393,10 @@ class _Weight(msgspec.Struct):
     """What is needed of a run's ``run.json``."""
 
     pos_weight: float = 1.0
+
+
+def _weight_of(run: Path) -> float:
+    return msgspec.convert(read_run(run, shape=_Weight), _Weight).pos_weight
 
 
 def _predict(use: Use) -> Predicted:
@@ -616,9 +483,7 @@ def _mask_rule(run: Path) -> MaskRule:
 def _score(use: Use) -> Predicted:
     """Compare the masks of all pictures with those that they should have; on every device."""
     kind, model = MaskModel.built(use.run)
-    kept = msgspec.convert(read_run(use.run, shape=_Weight), _Weight)
-    weight = torch.tensor(kept.pos_weight)
-    _, measure = loss_and_measure(weight, kind.threshold, model.stride)
+    _, measure = loss_and_measure(torch.tensor(_weight_of(use.run)), kind.threshold, model.stride)
     pairs = [Pair(each.path, each.mask) for each in use.inputs if each.mask is not None]
     data = PicturePairs(pairs, kind.normalize, _mask_rule(use.run), kind.white)
     size = EVALUATION_BATCH_SIZE
@@ -632,12 +497,11 @@ def _score(use: Use) -> Predicted:
 
 def _sum_up(found: Measured, labels: list[Label], facts: RunFacts) -> dict[str, Any]:
     classes = MaskModel.of_run(facts.run).classes
-    weight = msgspec.convert(read_run(facts.run, shape=_Weight), _Weight).pos_weight
     baseline, counts = None, facts.class_counts
     if counts is not None:
         given = [int(each) for each in found["given"].sum(dim=0, keepdim=True).flatten()]
         test = given if classes else [int(found["counted"].sum()) - given[0], given[0]]
-        baseline = mask_baseline(counts[0], test, classes, weight)
+        baseline = mask_baseline(counts[0], test, classes, _weight_of(facts.run))
     by_class = class_ious(found, classes) if classes else []
     summed = {"scores": mask_scores(found, classes), "by_class": by_class}
     return compared(summed, baseline, facts)

@@ -1,4 +1,4 @@
-"""The pictures of the segment job, and the scores of their masks.
+"""The pictures of the segment job: the loss of their masks, the scores, and the examples.
 
 Crops are for training, whole pictures for tests. `PicturePairs` reads them, `Padded` makes shards,
 `overlaps` counts what a mask has in common with the one that it should be, and `mask_scores` sums
@@ -7,19 +7,25 @@ that up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
+import onefold
 from onefold_jobs.data.augment import Normalize, below, between
-from onefold_jobs.data.masks import VOID, MaskClass, MaskRule, mask_tensor, read_mask
+from onefold_jobs.data.masks import VOID, MaskClass, MaskRule, colored_mask, mask_tensor, read_mask
 from onefold_jobs.data.pairs import Pair
 from onefold_jobs.data.pictures import open_picture
-from onefold_jobs.scores import Baseline, Measured
+from onefold_jobs.runfolder import RunFolder
+from onefold_jobs.scores import Baseline, Measure, Measured, Predict
+from onefold_jobs.targets import spread
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,14 +37,20 @@ __all__ = [
     "class_ious",
     "class_names",
     "class_weights_of",
-    "counted_pixels",
+    "loss_and_measure",
     "mask_baseline",
+    "mask_examples",
     "mask_scores",
     "mask_scores_of_each",
-    "overlaps",
     "predicted_numbers",
     "whole_logits",
 ]
+
+
+SHOWN = 12
+"""How many examples of each kind a report shows; each is three pictures."""
+LARGEST_SHOWN = 512
+"""The longer side of a prediction in a report, in pixels at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,3 +334,132 @@ def overlaps(logits: torch.Tensor, batch: Any, threshold: float) -> dict[str, to
     if classes == 1:
         sums = {name: each.squeeze(1) for name, each in sums.items()}
     return {**sums, "counted": counted.sum(dim=(1, 2), dtype=torch.float64)}
+
+
+def loss_and_measure(
+    weight: torch.Tensor, threshold: float, stride: int, by_class: torch.Tensor | None = None
+) -> tuple[Callable[[nn.Module, Any], onefold.Mean], Measure]:
+    """Make the loss of a run, and what its scores are made of, over the pixels that count.
+
+    Args:
+        weight: () float32, the weight of foreground pixels in the loss.
+        threshold: probability from which a pixel is predicted to be foreground.
+        stride: sides of pictures are padded to a multiple of it.
+        by_class: (classes,) float32, the weight of each class in the loss, but not in the scores.
+    """
+
+    def losses_of(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+        """The loss of each pixel, (n, h, w); 0 in the padding and in void parts of masks."""
+        # Void is -1, which is no target of this loss: it becomes 0 here, and is not counted.
+        masks = batch["masks"].clamp(min=0)
+        if logits.shape[1] == 1:
+            losses = F.binary_cross_entropy_with_logits(
+                logits.squeeze(1), masks, pos_weight=weight.to(logits.device), reduction="none"
+            )
+        else:
+            # By rows: PyTorch's loss of pictures adds up in any order on a GPU.
+            rows = logits.permute(0, 2, 3, 1).flatten(0, 2)
+            targets = masks.to(torch.int64)
+            losses = F.cross_entropy(rows, targets.flatten(), reduction="none").view_as(masks)
+        return losses * counted_pixels(batch)
+
+    def loss(model: nn.Module, batch: Any) -> onefold.Mean:
+        losses, weights = losses_of(model(batch["images"]), batch), counted_pixels(batch)
+        if by_class is not None:
+            numbers = batch["masks"].clamp(min=0).to(torch.int64)
+            weights = by_class.to(losses.device)[numbers] * weights
+            losses = losses * weights
+        # No mean of the shard: shards differ in pixels, and onefold divides by those of the batch.
+        return onefold.Mean(losses.sum(), weights.sum())
+
+    def measure(model: nn.Module, batch: Any) -> Measured:
+        logits = whole_logits(model, batch, stride)
+        losses = losses_of(logits, batch).sum(dim=(1, 2), dtype=torch.float64)
+        return {"loss": losses, **overlaps(logits, batch, threshold)}
+
+    return loss, measure
+
+
+def mask_examples(
+    predict: Predict,
+    folder: RunFolder,
+    measure: Measure,
+    test_set: PicturePairs,
+    *,
+    stride: int,
+    threshold: float,
+    classes: Sequence[MaskClass],
+) -> dict[str, Any]:
+    """Show masks and predictions from all over the test set, and the worst; on every device."""
+    from PIL import Image
+
+    found = predict(measure, test_set)
+    iou, dice = mask_scores_of_each(found)
+    samples = spread(len(test_set), SHOWN)
+    # Stable: the pictures below are predicted by all devices together, which must choose alike.
+    worst = iou.argsort(stable=True)[: len(samples)].tolist()
+    shown = sorted({*samples, *worst})
+    draw = partial(_draw, threshold=threshold, stride=stride)
+    # Predicted once more, and only those: the masks of a whole test set would take all memory.
+    drawn = predict(draw, Subset(test_set, shown))["mask"]
+
+    def entry_of(number: int) -> dict[str, Any]:
+        pair = test_set.pairs[number]
+        scores = {"iou": float(iou[number]), "dice": float(dice[number])}
+        image = open_picture(pair.image, white=test_set.white)
+        height, width = _shown_size(image.height, image.width)
+        mask = drawn[shown.index(number), :height, :width].contiguous().numpy()
+        parts = {"image": image, "mask": read_mask(pair.mask, test_set.rule)}
+        parts["prediction"] = Image.fromarray(mask)
+        if classes:
+            for part in ("mask", "prediction"):
+                parts[part] = colored_mask(np.asarray(parts[part]), classes, values=False)
+        pictures = {
+            name: folder.save_picture(picture, f"{number}-{name}")
+            for name, picture in parts.items()
+        }
+        return {"name": pair.image.name, **scores, **pictures}
+
+    return {
+        **({"ious": class_ious(found, classes)} if classes else {}),
+        "threshold": None if classes else threshold,
+        "samples": [entry_of(number) for number in samples],
+        "worst": [entry_of(number) for number in worst],
+    }
+
+
+def _draw(
+    model: nn.Module, batch: Any, *, threshold: float, stride: int
+) -> dict[str, torch.Tensor]:
+    """Predict masks at the size of a report, each in the corner of a square of one size.
+
+    Args:
+        model: in evaluation mode.
+        batch: what `Padded` returned.
+        threshold: probability from which a pixel is in the mask.
+        stride: of the model.
+
+    Returns:
+        ``mask`` (n, side, side) uint8, of which the `_shown_size` of each picture is used: 255 for
+        foreground, or numbers of classes.
+    """
+    # `Trainer.predict` wants values of one shape for all samples.
+    logits = whole_logits(model, batch, stride)
+    masks = predicted_numbers(logits, threshold).unsqueeze(1).to(torch.float32)
+    canvas = torch.zeros(len(masks), LARGEST_SHOWN, LARGEST_SHOWN, dtype=torch.uint8)
+    for row, (height, width) in enumerate(batch["sizes"].tolist()):
+        h, w = _shown_size(height, width)
+        whole = masks[row, :, :height, :width]
+        if logits.shape[1] == 1:
+            # The largest of the pixels and not their mean, or thin lines would vanish.
+            mask = F.adaptive_max_pool2d(whole, (h, w)) * 255
+        else:
+            mask = F.interpolate(whole.unsqueeze(0), (h, w), mode="nearest-exact")[0]
+        canvas[row, :h, :w] = mask[0].to(torch.uint8)
+    return {"mask": canvas}
+
+
+def _shown_size(height: int, width: int) -> tuple[int, int]:
+    """Height and width of a picture's mask in a report."""
+    scale = min(1.0, LARGEST_SHOWN / max(height, width))
+    return max(1, round(height * scale)), max(1, round(width * scale))

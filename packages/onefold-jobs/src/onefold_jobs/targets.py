@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -18,27 +19,39 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold_jobs.data.labels import TaskName, spelled
+from onefold_jobs.data.files import BadFile
+from onefold_jobs.data.labels import Label, TaskName, numbered, spelled
+from onefold_jobs.data.samples import known_samples, read_to_score
+from onefold_jobs.data.tables import Line
+from onefold_jobs.job import EvaluateOptions, Predicted, RunFacts, Target, Use, columns_of
 from onefold_jobs.options import SHARE, again, expect, option
 from onefold_jobs.runfolder import RunFolder
-from onefold_jobs.scores import Baseline, ClassScores, Measure, Measured, Predict, class_baseline
+from onefold_jobs.scores import (
+    Baseline,
+    ClassScores,
+    Measure,
+    Measured,
+    Predict,
+    class_baseline,
+    no_better,
+)
 from onefold_jobs.training import Task
 
 __all__ = [
     "Answer",
     "LabelOptions",
     "Labels",
-    "Target",
-    "baseline_of",
     "best_by_of",
-    "class_scores",
-    "label_table",
+    "compared",
+    "description_of",
     "label_task",
-    "scores_of",
+    "labels_of",
+    "lines_to_score",
+    "rows_of",
     "spread",
+    "sum_up_targets",
     "target_measure",
     "target_of",
-    "target_rows",
     "targets",
 ]
 
@@ -62,16 +75,6 @@ _SCORES: dict[TaskName, tuple[BestBy, ...]] = {
 }
 """By which scores the best epoch may be chosen; the first is the usual one."""
 _Array = np.ndarray[Any, Any]
-
-
-class Target(msgspec.Struct, frozen=True):
-    """What a model's outputs stand for; kept with the model."""
-
-    task: TaskName = "single-label"
-    mean: float = 0.0
-    """Of the numbers that were trained on: an output of 0 stands for it."""
-    std: float = 1.0
-    """How far from it a number is with an output of 1."""
 
 
 class Labels(Protocol):
@@ -157,7 +160,6 @@ def best_by_of(options: LabelOptions) -> BestBy:
 
 
 def label_task(
-    job: str,
     noun: str,
     kind: Labels,
     answer: Answer,
@@ -171,7 +173,6 @@ def label_task(
     """Build the `Task` of a job whose samples have labels.
 
     Args:
-        job: name of the job.
         noun: what a sample is, for the purpose of the run.
         kind: what the model predicts.
         answer: of the model: outputs (n, classes or 1) float32, and labels as of `targets`.
@@ -210,7 +211,7 @@ def label_task(
         class_weights=None if weight is None else weight.tolist(),
         sample_weights=by_sample,
         examples=lambda predict, folder: target_examples(
-            job, predict, answer, target, parts["test_set"], classes, partial(show, folder)
+            predict, answer, kind, parts["test_set"], partial(show, folder)
         ),
         facts={
             "classes": list(classes),
@@ -301,17 +302,15 @@ def purpose_of(target: Target) -> str:
     return kinds.get(target.task, "classification")
 
 
-def target_rows(
-    found: Measured, target: Target, classes: Sequence[str], top: int
-) -> list[dict[str, Any]]:
+def _target_rows(found: Measured, kind: Labels, top: int) -> list[dict[str, Any]]:
     """What was measured of each sample, as the columns of a prediction.
 
     Args:
         found: as of `target_measure`.
-        target: what it stands for.
-        classes: names of the classes.
+        kind: what the model predicts.
         top: how many classes are reported where a sample has one: the most probable ones.
     """
+    target, classes = kind.target, kind.classes
     if target.task == "regression":
         return [{"value": value} for value in found["value"].tolist()]
     said = found["confidence"]
@@ -490,25 +489,22 @@ def spread(samples: int, most: int = SHOWN) -> list[int]:
 
 
 def target_examples(
-    kind: str,
     predict: Predict,
     answer: Answer,
-    target: Target,
+    kind: Labels,
     data: Any,
-    classes: Sequence[str],
     show: Callable[[int], dict[str, Any]],
 ) -> dict[str, Any]:
     """Collect what a report shows of a trained model: samples, mistakes, and its confusions.
 
     Args:
-        kind: name of the job.
         predict: reads and predicts a data set.
         answer: of the model.
-        target: what its outputs stand for.
+        kind: what the model predicts.
         data: the data set to test with; its ``labels`` are as of `targets`.
-        classes: the names of the classes.
         show: returns what is shown of a sample besides its labels, by the sample's number.
     """
+    target, classes = kind.target, kind.classes
     found = predict(target_measure(answer, target), data)
     truth = np.asarray(data.labels)
     # Stable, so that equal losses come in the same order on every device.
@@ -542,4 +538,88 @@ def target_examples(
         name: [{**show(number), **described(number)} for number in numbers]
         for name, numbers in (("samples", samples), ("worst", worst))
     }
-    return {"kind": kind, **of_all, **shown}
+    return {**of_all, **shown}
+
+
+def rows_of(
+    use: Use,
+    kind: Labels,
+    model: nn.Module,
+    answer: Answer,
+    data: Any,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> Predicted:
+    """Report the number of each sample, or its classes: all that it has, or the surest."""
+    found = use.measured(model, target_measure(answer, kind.target), data, collate)
+    rows = _target_rows(found, kind, use.options.top)
+    labeled = any(each.label != "" for each in use.inputs)
+    return [
+        {**each.row, **({"label": spelled(each.label)} if labeled else {}), **own}
+        for each, own in zip(use.inputs, rows, strict=True)
+    ], found
+
+
+def labels_of(use: Use, kind: Labels) -> Any:
+    """The number of each input's class; 0 where it is not known, so that its loss is void."""
+    classes = kind.classes
+    if kind.target.task != "single-label":
+        nothing = torch.zeros(len(use.inputs), len(classes))
+        if not use.scored:
+            return nothing if classes else nothing.sum(dim=1)
+        return targets(numbered([each.label for each in use.inputs], classes))
+    numbers = {name: number for number, name in enumerate(classes)}
+    return [numbers.get(spelled(each.label), 0) for each in use.inputs]
+
+
+def sum_up_targets(found: Measured, labels: list[Label], facts: RunFacts) -> dict[str, Any]:
+    """Score one class for each sample, several, or a number; and the baseline if there is one."""
+    target, classes = facts.target, facts.classes
+    truth = np.array(numbered(labels, classes))
+    summed: dict[str, Any] = {"scores": scores_of(found, truth, target, len(classes))}
+    if target.task == "multi-label":
+        summed["by_class"] = label_table(truth, found["confidence"].numpy(), classes)
+    elif target.task == "single-label":
+        scores = class_scores(found, truth, len(classes))
+        summed["by_class"] = [*scores.rows(classes)]
+        summed["confusion"] = scores.counts.tolist()
+    baseline = baseline_of(target, facts.class_counts, facts.train_samples, truth, classes)
+    return compared(summed, baseline, facts)
+
+
+def compared(summed: dict[str, Any], baseline: Baseline | None, facts: RunFacts) -> dict[str, Any]:
+    """Add the baseline, and whether the score of the run is no better."""
+    name = facts.score.partition(" ")[2]
+    if baseline is None or name not in summed["scores"]:
+        return {**summed, "baseline": baseline}
+    warning = no_better(facts.score, summed["scores"][name], baseline)
+    return {**summed, "baseline": baseline, "warning": warning}
+
+
+def lines_to_score(
+    run: Path, kind: Literal["image", "text"], data: Path, facts: RunFacts, options: EvaluateOptions
+) -> tuple[Path, list[Line], list[BadFile]]:
+    """Read a table, or the file to test with in a folder; divide labels as in training.
+
+    Returns:
+        The path of the file, the samples of classes that the run knows, and the bad lines.
+    """
+    columns = columns_of(run, kind, options)
+    columns = columns._replace(label=options.label_column or columns.label)
+    path, lines, bad = read_to_score(
+        data, columns, facts.target.task, lambda x: facts.known(*facts.divided([x]))
+    )
+    labels = facts.divided([line.label for line in lines])
+    lines = [replace(line, label=x) for line, x in zip(lines, labels, strict=True)]
+    known, strange = known_samples(lines, facts.classes, path, "the run")
+    return path, known, [*bad, *strange]
+
+
+def description_of(kind: Labels, preprocessing: dict[str, Any]) -> dict[str, Any]:
+    """Describe a model for programs without onefold."""
+    facts = {
+        "target": msgspec.to_builtins(kind.target),
+        "classes": list(kind.classes),
+        "preprocessing": preprocessing,
+    }
+    number = kind.target.task == "regression"
+    return {**facts, "value": "logits * target.std + target.mean"} if number else facts

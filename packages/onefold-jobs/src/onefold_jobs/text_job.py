@@ -25,7 +25,6 @@ from onefold_jobs.data.labels import (
     check_task,
     numbered,
     parts_of,
-    spelled,
     untested,
 )
 from onefold_jobs.data.samples import TextSplits, read_listed, read_splits
@@ -40,25 +39,22 @@ from onefold_jobs.job import (
     LoadedModel,
     Predicted,
     RunFacts,
+    Target,
     Usage,
     Use,
 )
 from onefold_jobs.named_weights import find_weights
 from onefold_jobs.options import SHARE, TrainOptions, again, expect, option, within
 from onefold_jobs.runfolder import kept_facts, read_run
-from onefold_jobs.target_use import (
+from onefold_jobs.targets import (
+    LabelOptions,
+    best_by_of,
     description_of,
+    label_task,
     labels_of,
     lines_to_score,
     rows_of,
-    strange,
     sum_up_targets,
-)
-from onefold_jobs.targets import (
-    LabelOptions,
-    Target,
-    best_by_of,
-    label_task,
     target_of,
     targets,
 )
@@ -66,16 +62,7 @@ from onefold_jobs.text_models import EncodedTexts
 from onefold_jobs.training import Task
 from onefold_jobs.words import counted
 
-__all__ = [
-    "JOB",
-    "TEXT",
-    "TextModel",
-    "TextOptions",
-    "check_early",
-    "make_task",
-    "prepare",
-    "settle",
-]
+__all__ = ["TEXT", "TextModel", "TextOptions"]
 
 JOB = "text"
 HELP = "Texts with labels, from TSV files and other tables."
@@ -297,7 +284,6 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     )
     config: Any = model.config
     return label_task(
-        JOB,
         "Text",
         kind,
         answer,
@@ -414,12 +400,7 @@ def _predict(use: Use) -> Predicted:
 def _labeled(run: Path, data: Path, facts: RunFacts, options: EvaluateOptions) -> Labeled:
     """Read the texts of a file, or of the one to test with in a folder."""
     path, lines, bad = lines_to_score(run, "text", data, facts, options)
-    inputs = []
-    for line in lines:
-        if facts.known(line.label):
-            inputs.append(Input(path, str(path), line.text, line.line_number, line.label))
-        else:
-            bad.append(strange(path, spelled(line.label), facts, line.line_number))
+    inputs = [Input(path, str(path), x.text, x.line_number, x.label) for x in lines]
     return Labeled(path, inputs, bad)
 
 

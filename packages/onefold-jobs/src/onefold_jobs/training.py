@@ -425,7 +425,7 @@ class Training:
             except CheckpointError as error:
                 if self.trainer.is_lead:
                     _log.warning("the last checkpoint cannot be loaded any more: %s", error)
-        return {**examples, "epoch": epoch}
+        return {"kind": self.job, **examples, "epoch": epoch}
 
     def _train_epoch(
         self, epoch: int, batches: Any, meter: Meter, bar: TrainingBar, limit: TimeLimit

@@ -42,10 +42,8 @@ __all__ = [
     "ListedSamples",
     "TextSplits",
     "files_to_test",
-    "find_splits",
     "hold_out",
     "known_samples",
-    "read_file",
     "read_listed",
     "read_splits",
     "read_to_score",
@@ -266,11 +264,11 @@ def strata(labels: Sequence[Label]) -> list[str]:
 
 
 def known_samples(
-    lines: Sequence[Line], classes: Sequence[str], path: Path
+    lines: Sequence[Line], classes: Sequence[str], path: Path, of: str = "the training set"
 ) -> tuple[list[Line], list[BadFile]]:
     """Return the samples of known classes alone, and those of others as bad."""
     learned, known, strange = set(classes), [], []
-    expected = f"expected a label of the training set ({listed(classes, _SHOWN_CLASSES)})"
+    expected = f"expected a label of {of} ({listed(classes, _SHOWN_CLASSES)})"
     for line in lines:
         others = [name for name in parts_of(line.label) if name not in learned]
         if others:

@@ -32,7 +32,6 @@ from onefold_jobs.data.labels import Label, TaskName, read_label, shortened
 from onefold_jobs.words import in_shell, listed
 
 __all__ = [
-    "LONGEST_LINE_BYTES",
     "TABLES",
     "Columns",
     "Line",

@@ -1,7 +1,9 @@
 """Builds models for images by name, and finds the last layer of a model.
 
-A name is one of `MODELS`, or ``timm:NAME`` for a model of the timm library, which is imported
-only then. All models begin with fresh weights from PyTorch's global generator.
+A name is one of `MODELS`, or ``timm:NAME`` for a model of the timm library. A U-Net goes by the
+name of its encoder: one of `ENCODERS`, or ``smp:NAME`` for one of segmentation-models-pytorch. Both
+libraries are imported only then. All models begin with fresh weights from PyTorch's global
+generator.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from onefold_jobs.models.lenet import DenseCNN, LeNet
 from onefold_jobs.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
 from onefold_jobs.models.unet import UNet
 
-__all__ = ["FIXED", "MODELS", "RESNETS", "build_model", "head_name", "head_of"]
+__all__ = ["FIXED", "MODELS", "RESNETS", "build_model", "build_unet", "head_name", "head_of"]
 
-TIMM_PREFIX = "timm:"
+TIMM_PREFIX, SMP_PREFIX = "timm:", "smp:"
 LARGEST_SMALL_IMAGE = 64
 """Pixels of the side up to which a ResNet gets the stem for small images by default."""
 
@@ -36,6 +38,7 @@ RESNETS: Mapping[str, Callable[..., ResNet]] = MappingProxyType(
 MODELS = (*FIXED, *RESNETS)
 """Names of the models that are built here."""
 
+_SMP_HEAD = "segmentation_head"
 # Positions in a Sequential: they change with its layers.
 HEADS: Mapping[type[nn.Module], str] = MappingProxyType(
     {LeNet: "classifier.5", DenseCNN: "classifier.4", ResNet: "fc", UNet: "head"}
@@ -98,22 +101,55 @@ def timm_model(name: str, *, num_classes: int, in_channels: int) -> nn.Module:
         known = ", ".join(MODELS)
         raise ValueError(f"the model must be one of {known} or {TIMM_PREFIX}NAME, got {name!r}")
     # Never pretrained here: that would download, once for every process of the run.
-    model: nn.Module = import_timm(name).create_model(
+    model: nn.Module = import_library("timm", name).create_model(
         timm_name, pretrained=False, num_classes=num_classes, in_chans=in_channels
     )
     return model
 
 
-def import_timm(name: str) -> Any:
-    """Import the timm library, which the model ``name`` needs."""
+def build_unet(encoder: str, *, out_channels: int = 1, width: int = 64) -> Any:
+    """Build a U-Net of color images by the name of its encoder.
+
+    Args:
+        encoder: one of `ENCODERS`, or ``smp:NAME``.
+        out_channels: number of logits for each pixel.
+        width: channels of the first layer, for `ENCODERS` only.
+
+    Returns:
+        A model with the ``encoder`` and the ``stride`` of a `UNet`.
+
+    Raises:
+        ValueError: the encoder is not known, or the width does not suit it.
+        LaunchError: segmentation-models-pytorch cannot be imported.
+    """
+    if not encoder.startswith(SMP_PREFIX):
+        return UNet(encoder, out_channels=out_channels, width=width)
+    library = import_library("segmentation_models_pytorch", encoder)
+    name = encoder.removeprefix(SMP_PREFIX)
     try:
-        return importlib.import_module("timm")
-    # Any: timm may be there, and fail at something that it imports. A torchvision that does not
-    # match torch raises RuntimeError.
+        # Without weights, which would be downloaded once for every process of the run.
+        model = library.Unet(name, encoder_weights=None, in_channels=3, classes=out_channels)
+    except KeyError as error:
+        raise ValueError(f"{encoder}: expected smp: and an encoder of it: {error}") from error
+    model.stride = model.encoder.output_stride
+    return model
+
+
+def import_library(library: str, name: str) -> Any:
+    """Import a library of models, which the model ``name`` needs.
+
+    Raises:
+        LaunchError: the library cannot be imported; the message has the command that installs it.
+    """
+    try:
+        return importlib.import_module(library)
+    # Any: the library may be there, and fail at something that it imports. A torchvision that does
+    # not match torch raises RuntimeError.
     except Exception as error:
+        package = library.replace("_", "-")
         raise LaunchError(
-            f"{name} needs the timm library, which cannot be imported ({error}); install "
-            f"it, and a torchvision that matches torch, with: pip install timm"
+            f"{name} needs the {package} library, which cannot be imported ({error}); install "
+            f"it, and a torchvision that matches torch, with: pip install {package}"
         ) from error
 
 
@@ -121,7 +157,7 @@ def head_name(model: nn.Module) -> str:
     """Find the dotted name of a model's last layer, the one whose outputs are the logits.
 
     Args:
-        model: a model of this package or of timm.
+        model: a model of this package, of timm, or from `build_unet`.
 
     Returns:
         Its name in ``model.named_modules()``, "fc" for example.
@@ -130,7 +166,9 @@ def head_name(model: nn.Module) -> str:
         ValueError: the model is of another kind, or does not have exactly one last layer.
     """
     known = (name for kind, name in HEADS.items() if isinstance(model, kind))
-    name = next(known, None) or timm_head_name(model)
+    name = next(known, None)
+    if name is None:
+        name = _SMP_HEAD if hasattr(model, _SMP_HEAD) else timm_head_name(model)
     # An encoder: a ResNet without classes keeps the attribute, with nothing in it to train.
     if isinstance(model.get_submodule(name), nn.Identity):
         raise ValueError(f"this {type(model).__name__} was made without a classification layer")
