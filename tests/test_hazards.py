@@ -20,7 +20,7 @@ RUNS_CODE = """
     jobs/data/augment.py importlib.import_module: kornia, by that name, where it is installed
     jobs/export.py importlib.import_module: onnxruntime, by that name, where it is installed
     jobs/loggers.py importlib.import_module: the logger's, of four names
-    jobs/models/catalog.py importlib.import_module: timm, by that name, where it is installed
+    jobs/models/catalog.py importlib.import_module: a library of models, of two names, if installed
     __init__.py import_module: our own modules, when their names are first used
     core/placements.py import_module: our own module of a row, when a run chooses the placement
     jobs/report/page.py _environment().get_template: our own templates, which lie in the package

@@ -1,7 +1,10 @@
 """Pictures with masks: what is cut and turned, what counts in losses and scores, what is loaded."""
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import onefold
-from onefold.errors import CheckpointError, DataError
+import onefold_jobs
+from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold_jobs import segment_job
 from onefold_jobs.data.augment import IMAGENET, Normalize
 from onefold_jobs.data.masks import VOID, MaskRule
@@ -256,6 +260,54 @@ def test_void_is_kept_in_crops_and_does_not_weigh(voids: Path) -> None:
     assert seen.tolist() == [VOID, 0.0, 1.0]
     counted = 40 * 44 - (24 * 32 - 480)
     assert task.facts["pos_weight"] == pytest.approx((counted - 240) / 240, rel=1e-6)
+
+
+class OtherUnet(nn.Module):
+    """Stands in for the U-Net of segmentation-models-pytorch: its arguments, and its parts."""
+
+    def __init__(
+        self, encoder_name: str, *, encoder_weights: None, in_channels: int, classes: int
+    ) -> None:
+        super().__init__()
+        if encoder_name != "resnet18":
+            raise KeyError(f"Wrong encoder name {encoder_name}")
+        self.encoder: Any = nn.Conv2d(in_channels, 4, 3, padding=1)
+        self.encoder.output_stride = 16
+        self.segmentation_head = nn.Conv2d(4, classes, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        masks: torch.Tensor = self.segmentation_head(self.encoder(images))
+        return masks
+
+
+def test_a_unet_of_another_library_goes_by_its_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, chosen = "segmentation_models_pytorch", {"encoder": "smp:resnet18", "width": None}
+    asked = SegmentOptions(data=str(folder), encoder="smp:resnet18")
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(
+        LaunchError, match=r"^smp:resnet18 needs .* pip install segmentation-models"
+    ):
+        segment_job.check_early(asked)
+    monkeypatch.setitem(sys.modules, library, SimpleNamespace(Unet=OtherUnet))
+    segment_job.check_early(asked)
+    run, said = run_here("segment", folder, tmp_path, **chosen, freeze="encoder")
+    assert said["model"] == "U-Net, smp:resnet18"
+    assert said["frozen"] == ["encoder.weight", "encoder.bias"]
+    loaded = onefold_jobs.load_run(run)
+    assert isinstance(loaded.module, OtherUnet)
+    assert loaded.description["preprocessing"]["side_multiple"] == 16
+    again = settled(folder, **chosen, pretrained=str(run))
+    assert bits(segment_job.make_task(*again).model) == bits(loaded.module)
+    with pytest.raises(ValueError, match=r"smp:vgg7: expected smp: and .*Wrong encoder name vgg7"):
+        segment_job.check_early(replace(asked, encoder="smp:vgg7"))
+    for wrong, words in (
+        ({"encoder": "vgg7"}, "--encoder vgg7: expected resnet18, .* or smp:NAME"),
+        ({"width": 8}, "--width 8: expected it without --encoder smp:NAME"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            replace(asked, **wrong)
 
 
 def test_a_run_keeps_what_its_model_needs(folder: Path, run: Path, tmp_path: Path) -> None:
