@@ -5,7 +5,6 @@ import io
 import json
 import shutil
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +18,16 @@ from onefold_jobs.predict import PredictOptions, predict_run, write_prediction
 from onefold_jobs.report.folder import read_run
 from tests import simulated
 from tests.capabilities import needs_text
-from tests.jobs.tiny import CLASSES, WRITERS, run_here
+from tests.jobs.conftest import SMALL
+from tests.jobs.tiny import CLASSES, TESTED, WRITERS, run_here
 from tests.masked import on_cpu
 from tests.tables import for_each
 
 pytest.importorskip("PIL.Image", reason='needs pip install "onefold-jobs[images]"')
 needs_text()
 
-JOBS = ("classify", "segment", "text")
-SMALL: dict[str, dict[str, Any]] = {
-    "classify": {"model": "lenet", "augment": "none", "epochs": 2, "lr": 0.02, "batch_size": 4},
-    "segment": {"pos_weight": "auto"},
-    "text": {"layers": 1},
-}
-TESTED = {"classify": "test", "segment": "test", "text": "dev.tsv"}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("data")
-    return {job: WRITERS[job](root / job) for job in JOBS}
-
-
-@pytest.fixture(scope="module")
-def runs(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("runs")
-    return {job: run_here(job, data[job], folder, name=job, **SMALL[job])[0] for job in JOBS}
-
-
-@pytest.fixture
-def _here() -> Iterator[None]:
-    with on_cpu() as patch:
-        patch.setattr(onefold, "launch", lambda main, *, devices, args: main(*args))
-        yield
-
-
-here = pytest.mark.usefixtures("_here")
+JOBS = tuple(WRITERS)
+here = pytest.mark.usefixtures("here")
 
 
 def evaluated(run: Path, data: Path, **chosen: Any) -> Evaluation:

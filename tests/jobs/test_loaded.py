@@ -17,7 +17,6 @@ from docs import execute
 from PIL import Image
 from safetensors import safe_open
 
-import onefold
 import onefold_jobs
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold_jobs import export
@@ -32,20 +31,6 @@ from tests.tables import for_each
 
 needs_text()
 
-TESTED = {"classify": "test/*/*.png", "segment": "test/images/*.png", "text": "dev.tsv"}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """The data and the run of each job."""
-    made = {}
-    for job, write in WRITERS.items():
-        folder = tmp_path_factory.mktemp(job)
-        small = {"model": "lenet", "augment": "shift"} if job == "classify" else {}
-        data = write(folder / "data")
-        made[job] = (data, run_here(job, data, folder / "runs", epochs=2, **small)[0])
-    return made
-
 
 def predicted(
     run: Path, paths: list[Path], output: Path | None = None, top: int = 1
@@ -53,16 +38,13 @@ def predicted(
     return predict_run(run, paths, PredictOptions(output=output, top=top)).rows
 
 
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    direct: Callable[..., Any] = lambda main, *, args, **_: main(*args)  # noqa: E731
-    monkeypatch.setattr(onefold, "launch", direct)
+TESTED = {"classify": "test/*/*.png", "segment": "test/images/*.png", "text": "dev.tsv"}
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @for_each("job", ["classify", "text"])
-def test_a_loaded_run_says_what_predict_says(job: str, runs: Any) -> None:
-    data, folder = runs[job]
-    paths = sorted(data.glob(TESTED[job]))
+def test_a_loaded_run_says_what_predict_says(job: str, runs: Any, data: Any) -> None:
+    folder, paths = runs[job], sorted(data[job].glob(TESTED[job]))
     run = onefold_jobs.load_run(folder)
     assert (run.job, run.module.training) == (job, False)
     assert not any(parameter.requires_grad for parameter in run.module.parameters())
@@ -79,7 +61,7 @@ def test_a_loaded_run_says_what_predict_says(job: str, runs: Any) -> None:
 
 @for_each("job", ["classify", "segment", "text"])
 def test_what_is_no_list_of_inputs_is_refused(job: str, runs: Any) -> None:
-    run = onefold_jobs.load_run(runs[job][1])
+    run = onefold_jobs.load_run(runs[job])
     pixels = np.zeros((9, 7, 3), np.uint8)
     for single in ("a.png", Path("a.png"), pixels, Image.fromarray(pixels), 3):
         with pytest.raises(TypeError, match="expected a list of inputs, got "):
@@ -99,9 +81,10 @@ def test_what_is_no_list_of_inputs_is_refused(job: str, runs: Any) -> None:
                 run.preprocess([pixels, array])
 
 
-def test_a_loaded_run_draws_the_masks_that_predict_draws(runs: Any, tmp_path: Path) -> None:
-    data, folder = runs["segment"]
-    paths = sorted(data.glob(TESTED["segment"]))
+def test_a_loaded_run_draws_the_masks_that_predict_draws(
+    runs: Any, data: Any, tmp_path: Path
+) -> None:
+    folder, paths = runs["segment"], sorted(data["segment"].glob(TESTED["segment"]))
     run = onefold_jobs.load_run(folder)
     predicted(folder, paths, tmp_path)
     for path in paths:
@@ -116,13 +99,15 @@ def test_a_loaded_run_draws_the_masks_that_predict_draws(runs: Any, tmp_path: Pa
 
 
 @for_each("job", ["classify", "segment"])
-def test_a_picture_that_would_be_black_is_refused(job: str, runs: Any, tmp_path: Path) -> None:
+def test_a_picture_that_would_be_black_is_refused(
+    job: str, runs: Any, data: Any, tmp_path: Path
+) -> None:
     """Of another range than the pictures of the run had, such as fractions instead of 12 bits."""
-    data, run = runs[job][0], shutil.copytree(runs[job][1], tmp_path / "run")
+    run = shutil.copytree(runs[job], tmp_path / "run")
     facts = json.loads((run / "run.json").read_text())
     facts["picture_model" if job == "classify" else "mask_model"]["white"] = 4095
     (run / "run.json").write_text(json.dumps(facts))
-    tested = shutil.copytree(data / "test", tmp_path / "test")
+    tested = shutil.copytree(data[job] / "test", tmp_path / "test")
     path = next(path for path in tested.rglob("*.png") if path.parent.name != "masks")
     path.unlink()
     fractions = np.linspace(0, 1, 40 * 48, dtype=np.float32).reshape(40, 48)
@@ -140,10 +125,10 @@ def test_a_picture_that_would_be_black_is_refused(job: str, runs: Any, tmp_path:
 
 @for_each("job", ["classify", "segment"])
 def test_pages_that_are_not_read_are_noted(
-    job: str, runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: str, runs: Any, data: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, run = runs[job]
-    tested = shutil.copytree(data / "test", tmp_path / "test")
+    run = runs[job]
+    tested = shutil.copytree(data[job] / "test", tmp_path / "test")
     path = next(path for path in tested.rglob("*.png") if path.parent.name != "masks")
     page = Image.open(path)
     page.save(path.with_suffix(".tiff"), save_all=True, append_images=[page])
@@ -157,7 +142,7 @@ def test_pages_that_are_not_read_are_noted(
 def test_the_last_weights_may_be_loaded_and_what_is_no_run_is_refused(
     runs: Any, tmp_path: Path
 ) -> None:
-    _, folder = runs["classify"]
+    folder = runs["classify"]
     last = onefold_jobs.load_run(folder, weights="last")
     assert last.weights == max((folder / "checkpoints").iterdir())
     assert last.classes == CLASSES
@@ -178,7 +163,7 @@ def test_the_last_weights_may_be_loaded_and_what_is_no_run_is_refused(
 def test_safetensors_have_the_weights_and_the_description(
     job: str, runs: Any, tmp_path: Path
 ) -> None:
-    _, folder = runs[job]
+    folder = runs[job]
     made = export_run(folder, "safetensors", tmp_path / "a.safetensors")
     assert (made.samples > 2, made.difference) == (True, 0)
     told = json.loads((tmp_path / "a.safetensors.json").read_text())
@@ -198,7 +183,7 @@ def test_safetensors_have_the_weights_and_the_description(
 def test_what_differs_is_not_written(
     runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, folder = runs["classify"]
+    folder = runs["classify"]
     before = sorted(folder.rglob("*"))
     save: Any = export.save_file
 
@@ -216,7 +201,7 @@ def test_what_differs_is_not_written(
 def test_onnx_needs_packages(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LaunchError, match=r"--to onnx needs .*onefold-jobs\[export\]"):
-        export_run(runs["text"][1], "onnx")
+        export_run(runs["text"], "onnx")
 
 
 def test_numbers_are_made_of_logits_as_the_description_says(tmp_path: Path) -> None:
@@ -237,7 +222,7 @@ def test_numbers_are_made_of_logits_as_the_description_says(tmp_path: Path) -> N
 
 
 def test_masks_are_padded_as_the_description_says(runs: Any) -> None:
-    run = onefold_jobs.load_run(runs["segment"][1])
+    run = onefold_jobs.load_run(runs["segment"])
     how = run.description["preprocessing"]
     assert how["padded"].startswith("zeros after normalization, on the right and below, ")
     picture = noise((70, 9))
@@ -292,7 +277,7 @@ def test_other_formats_take_any_number_and_size(
 ) -> None:
     """More samples than were traced, and pictures of another size."""
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # which would leave a thread
-    _, folder = runs[job]
+    folder = runs[job]
     run = onefold_jobs.load_run(folder)
     if to == "onnx":
         runtime = pytest.importorskip("onnxruntime")

@@ -5,7 +5,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from onefold_jobs.report.folder import read_run
 from tests import simulated
 from tests.capabilities import needs_text
 from tests.checkpoint.folders import reseal
-from tests.jobs.tiny import run_here
+from tests.jobs.tiny import direct, run_here
 from tests.masked import gray, on_cpu, save, save_pairs
 from tests.tables import for_each
 
@@ -72,25 +72,13 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     return Kinds(run, {kind: folder / kind / name for kind, name in tested.items()})
 
 
-def direct(main: Callable[..., Any], *, devices: str, args: Sequence[Any]) -> Any:
-    """Instead of new processes, this one computes."""
-    return main(*args)
-
-
-@pytest.fixture
-def _here() -> Iterator[None]:
-    with on_cpu() as patch:
-        patch.setattr(onefold, "launch", direct)
-        yield
-
-
 @pytest.fixture
 def _nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may be started."""
     monkeypatch.setattr(onefold, "launch", lambda *_, **__: pytest.fail("a device was started"))
 
 
-here = pytest.mark.usefixtures("_here")
+here = pytest.mark.usefixtures("here")
 nowhere = pytest.mark.usefixtures("_nowhere")
 
 

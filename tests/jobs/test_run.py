@@ -9,22 +9,25 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import onefold
+import onefold_jobs
 from onefold.errors import CheckpointError, DataError, LaunchError, RunFailed
 from onefold.system.process import stopped_by_signals
 from onefold_jobs import report
 from onefold_jobs.catalog import JOBS
 from onefold_jobs.data import scan
 from onefold_jobs.job import Job
+from onefold_jobs.progress import TrainingBar
 from onefold_jobs.report.folder import read_run
 from onefold_jobs.run import read_options, run_job
 from tests.capabilities import needs_text
 from tests.checkpoint.folders import full_disk, steps_in
-from tests.jobs.tiny import SMALL, WRITERS, job_of, run_here, write_pictures, write_texts
+from tests.jobs.tiny import SMALL, WRITERS, direct, job_of, run_here, write_pictures, write_texts
 from tests.tables import for_each
 
 needs_text()
@@ -103,7 +106,7 @@ def test_much_is_refused(job: str, chosen: Any, error: Any, words: str, tmp_path
 
 
 def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onefold, "launch", lambda main, *, args, **_: main(*args))
+    monkeypatch.setattr(onefold, "launch", direct)
     options = options_of("text", write_texts(tmp_path / "data"), tmp_path / "runs", name="it")
     words = "runs/it: the run cannot be written any more: .*--name it --resume goes on from its la"
     with full_disk(20_000), pytest.raises(RunFailed, match=words) as failed:
@@ -116,7 +119,7 @@ def test_a_signal_while_the_report_is_made_leaves_the_report(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib", reason='needs pip install "onefold-jobs[report]"')
-    monkeypatch.setattr(onefold, "launch", lambda main, *, args, **_: main(*args))
+    monkeypatch.setattr(onefold, "launch", direct)
     build = report.build_report
 
     def stopped_meanwhile(folder: Path) -> Path:
@@ -299,3 +302,48 @@ def test_notes_and_the_want_of_a_report_are_mentioned_before_training(
         "onefold: there will be no report, as matplotlib is not installed here: after pip install "
         '"onefold-jobs[report]", onefold report makes it from the folder of the run\n'
     )
+
+
+@pytest.mark.processes
+def test_a_job_is_a_function(tmp_path: Path) -> None:
+    data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"
+    how: dict[str, Any] = {"runs": runs, "epochs": 2, **SMALL["text"]}
+    result = onefold_jobs.text(data=data, devices=2, **how)
+    assert result.folder == runs / "text-1"
+    assert result.epoch in (0, 1)
+    assert result.scores == read_run(result.folder).epochs[result.epoch].scores
+    assert result.report is None or result.report.is_file()
+    assert onefold_jobs.load_run(result.folder).classes == ("bad", "good")
+    words = r"no option mixup in onefold_jobs\.text: it is one of onefold_jobs\.classify$"
+    with pytest.raises(ValueError, match=words):
+        onefold_jobs.text(data=data, mixup=0.2, cutmix=0.2, foreground="1")
+    with pytest.raises(AttributeError, match=r"module 'onefold_jobs' has no attribute 'cook'"):
+        onefold_jobs.cook  # noqa: B018
+
+
+def test_where_there_is_no_terminal_a_line_comes_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a notebook
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    assert not sys.stdout.isatty()
+    trainer: Any = SimpleNamespace(is_lead=True, devices=("cpu", "cpu"))
+    step: Any = SimpleNamespace(epoch=0, samples=10)
+    with TrainingBar(trainer, samples=1000, epochs=1) as bar:
+        bar.say("begun")
+        for _ in range(70):
+            clock[0] += 1
+            bar.advance(step, mean_loss=0.5)
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "begun"
+    assert [line[:27] for line in told[1:]] == [
+        "epoch 1/1  loss 0.500  31% ",
+        "epoch 1/1  loss 0.500  62% ",
+    ]
+    assert all(line.endswith(" left") for line in told[1:])
+    # After the first step, which may take minutes to compile, nobody knows yet.
+    with TrainingBar(trainer, samples=1000, epochs=1) as bar:
+        clock[0] += 100
+        bar.advance(step, mean_loss=0.5)
+    assert capsys.readouterr().out.splitlines() == ["epoch 1/1  loss 0.500  1%"]

@@ -1,5 +1,6 @@
 """Data sets of a few small files, and runs on them."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from onefold_jobs.catalog import JOBS
 from onefold_jobs.run import read_options
 from onefold_jobs.training import begin_training
 
+TESTED = {"classify": "test", "segment": "test", "text": "dev.tsv"}
+"""What of the data of a job is to test with."""
 CLASSES = ("apple", "pear", "plum")
 job_of = {job.name: job for job in JOBS}.__getitem__
 
@@ -98,6 +101,11 @@ SMALL: dict[str, dict[str, Any]] = {
 """Options that make a run of a job short."""
 
 WRITERS = {"classify": write_pictures, "segment": write_masks, "text": write_texts}
+
+
+def direct(main: Callable[..., Any], *, args: Sequence[Any], **_: Any) -> Any:
+    """Computes in this process, in place of `onefold.launch`."""
+    return main(*args)
 
 
 def run_here(job: str, data: Path | str, runs: Path, **options: Any) -> tuple[Path, dict[str, Any]]:
