@@ -12,7 +12,7 @@ from torch import nn
 import onefold
 from onefold.checkpoint.folder import prune
 from onefold.errors import CheckpointError, DataError
-from onefold_jobs.finetune import best_checkpoint, freeze, is_run, load_body, parameter_groups
+from onefold_jobs.finetune import best_checkpoint, freeze, load_body, parameter_groups, run_of
 from onefold_jobs.models.resnet import ResNet
 from onefold_jobs.options import TrainOptions
 from tests.small import Batch, bits, make_trainer
@@ -109,10 +109,10 @@ def test_the_best_weights_of_a_run_are_where_it_says(tmp_path: Path) -> None:
         with pytest.raises(error, match=words):
             best_checkpoint(tmp_path)
 
-    assert not is_run(tmp_path)
+    assert run_of(str(tmp_path)) is None
     refused(DataError, "expected the folder of a run")
     (tmp_path / "run.json").write_text('{"best": null}')
-    assert is_run(tmp_path)
+    assert run_of(str(tmp_path)) == tmp_path
     refused(CheckpointError, "has not come to the end of an epoch yet")
     where = "checkpoints/step-00000003"
     outside = ["../other", "checkpoints/../../other", "/etc", "checkpoints/step-1", 7, ["a"]]

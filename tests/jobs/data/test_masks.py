@@ -162,8 +162,12 @@ def test_a_rule_that_says_nothing_or_two_things_is_refused() -> None:
         ("9-3", [], "--foreground 9-3: expected values"),
         ("9" * 5000, [], "expected values of the masks' pixels"),
         ("1", ["#12345"], "--void #12345: expected values"),
-        ("1-5", ["3"], "--void 3: expected other values than those of --foreground, got 1-5"),
-        ("#FF0000", ["#ff0000"], "--void #ff0000: expected other values"),
+        (
+            "1-5",
+            ["3"],
+            "--void: expected values that stand for one thing each, got 1-5 for --foreground and 3",
+        ),
+        ("#FF0000", ["#ff0000"], "got #FF0000 for --foreground and #ff0000 for --void"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             MaskRule((foreground,), tuple(void))
@@ -197,8 +201,8 @@ def test_classes_that_cannot_be_told_apart_are_refused() -> None:
         with pytest.raises(ValueError, match=f"^--classes .*expected auto, a file .*{words}"):
             list_classes(names)
     for rule, words in (
-        (((), (), ("a=1|2", "b=2-5")), "got 2-5 for a and for b"),
-        (((), ("7",), ("a=1", "b=7")), "got 7 for b and for --void"),
+        (((), (), ("a=1|2", "b=2-5")), "got 2 for a and 2-5 for b"),
+        (((), ("7",), ("a=1", "b=7")), "got 7 for b and 7 for --void"),
         ((("3",), (), ("a=1", "b=7")), "expected no --foreground"),
         (((), (), ("a=1", "b=x")), "--classes x: expected values of the masks' pixels"),
     ):

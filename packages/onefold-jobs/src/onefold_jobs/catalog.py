@@ -122,12 +122,8 @@ def _run(name: str, data: str | Path, devices: int | str, options: dict[str, Any
             where = " and ".join(f"onefold_jobs.{each}" for each in have)
             words = f"there is no option {option} in onefold_jobs.{name}: it is one of {where}"
             raise ValueError(f"options: {words}")
-    given = {"data": data, "devices": str(devices), **options}
-    # Options are text and numbers, as in a file of them.
-    plain = {
-        each: str(value) if isinstance(value, Path) else value for each, value in given.items()
-    }
-    result = run_job(job, read_options(job, plain, None))
+    given = {"data": data, "devices": devices, **options}
+    result = run_job(job, read_options(job, given, None))
     folder, best = Path(result["folder"]), result["best"]
     epochs = {line.epoch: line.scores for line in read_report(folder).epochs}
     return JobResult(

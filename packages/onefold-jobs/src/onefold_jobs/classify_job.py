@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
-from onefold.errors import CheckpointError, DataError, LaunchError
+from onefold.errors import DataError
 from onefold_jobs import finetune, require
 from onefold_jobs.data.arrays import read_digits, read_idx_folder, read_labeled
 from onefold_jobs.data.augment import (
@@ -58,10 +58,9 @@ from onefold_jobs.models.catalog import (
     RESNETS,
     build_model,
     head_name,
-    head_of,
     import_library,
 )
-from onefold_jobs.named_weights import find_weights, model_named
+from onefold_jobs.named_weights import model_named
 from onefold_jobs.options import (
     FRACTION,
     MOST_SIDE,
@@ -351,7 +350,9 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
     # Every device draws the first weights by itself, and all must draw the same.
     torch.manual_seed(options.seed)
     kind = _picture_model(options, data)
-    model, kind = _with_weights(options, kind) if options.pretrained else (kind.build(), kind)
+    model, kind = (
+        finetune.with_weights(options, kind) if options.pretrained else (kind.build(), kind)
+    )
     mix = Mix(len(kind.classes), options.mixup, options.cutmix)
     pictures = partial(LabeledPictures, mode=kind.mode, normalize=kind.normalize)
     changes = _train_changes(options, kind.image_size)
@@ -407,52 +408,6 @@ def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureMod
         target=target_of(options.task, data.train.labels),
         white=data.white,
     )
-
-
-def _with_weights(options: ClassifyOptions, kind: PictureModel) -> tuple[nn.Module, PictureModel]:
-    """Build a model from pretrained weights and a new last layer, with the stem of the weights."""
-    run = finetune.run_of(options.pretrained)
-    weights = finetune.best_checkpoint(run) if run else find_weights(options.pretrained or "")
-    stems = [kind.small_stem]
-    if kind.small_stem is not None and options.stem == "auto":
-        stems.append(not kind.small_stem)
-    errors = []
-    # The file decides which of the two it is; the one that suits the pictures is tried first.
-    for stem in stems:
-        kind = msgspec.structs.replace(kind, small_stem=stem)
-        # Seeded each time: what is drawn must not depend on how many were tried before.
-        torch.manual_seed(options.seed)
-        model = kind.build()
-        head = head_name(model)
-        try:
-            finetune.load_body(model, weights, head, key=options.pretrained_key)
-            break
-        except CheckpointError as error:
-            errors.append(error)
-    else:
-        # Of the stem that the options ask for.
-        raise errors[0]
-    # Again: how many numbers were drawn by now depends on the stems that were tried.
-    torch.manual_seed(options.seed)
-    finetune.new_head(model.get_submodule(head))
-    if options.reuse_classes:
-        old_classes = _old_classes(options, run)
-        old = msgspec.structs.replace(kind, classes=tuple(old_classes)).build()
-        finetune.load_finite(old, weights, key=options.pretrained_key)
-        finetune.reuse_rows(model.get_submodule(head), kind.classes, head_of(old), old_classes)
-    return model, kind
-
-
-def _old_classes(options: ClassifyOptions, run: Path | None) -> list[str]:
-    if options.pretrained_classes:
-        lines = Path(options.pretrained_classes).read_text(encoding="utf-8").splitlines()
-        return [line.strip() for line in lines if line.strip()]
-    if run is None:
-        raise LaunchError(
-            "--reuse-classes: a file of weights does not say its classes: expected "
-            "--pretrained-classes with a file of their names, one a line, in order"
-        )
-    return list(PictureModel.of_run(run).classes)
 
 
 def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:

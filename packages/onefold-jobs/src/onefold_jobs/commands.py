@@ -25,6 +25,10 @@ AsJson = Annotated[bool, Option("--json", help="Print one JSON object; text goes
 _app = typer.Typer(rich_markup_mode=None)
 
 
+def _output(help: str, shown: str | bool = True) -> Any:
+    return Option("--output", "-o", metavar="FILE", help=help, show_default=shown)
+
+
 def _late(name: str, group: str, summary: str) -> LateCommand:
     def make() -> Any:
         from onefold_jobs.cli.train import job_commands
@@ -53,9 +57,7 @@ def _init(
     data: Annotated[
         Path | None, Argument(metavar="[DATA]", help="Folder or file of the data.")
     ] = None,
-    output: Annotated[
-        Path, Option("--output", "-o", metavar="FILE", help="The script to write.")
-    ] = Path("train.py"),
+    output: Annotated[Path, _output("The script to write.")] = Path("train.py"),
 ) -> None:
     """Write the shortest training script for your data.
 
@@ -83,14 +85,7 @@ def _export(
     run_folder: Annotated[Path, Argument(metavar="RUN", help="Folder of a trained run.")],
     to: Annotated[Literal["onnx", "torch-export", "safetensors"], Option(help="Kind of the file.")],
     output: Annotated[
-        Path | None,
-        Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="The file to write.",
-            show_default="model.* in the run",
-        ),
+        Path | None, _output("The file to write.", shown="model.* in the run")
     ] = None,
     weights: Annotated[
         Literal["best", "last"], Option(help="Which checkpoint of the run.")
@@ -125,12 +120,9 @@ def _report(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs.")],
     output: Annotated[
         Path | None,
-        Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="The page to write: of one run, its report; of several, the comparison.",
-            show_default="report.html in the run, or runs/comparison.html",
+        _output(
+            "The page to write: of one run, its report; of several, the comparison.",
+            shown="report.html in the run, or runs/comparison.html",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -23,6 +23,8 @@ from onefold_jobs.scores import Baseline
 
 __all__ = ["EvaluateOptions", "Evaluation", "evaluate_run"]
 
+_PATHS = ("run", "data", "weights")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
@@ -51,20 +53,13 @@ class Evaluation:
 
     def as_dict(self) -> dict[str, Any]:
         """All but the samples, for JSON."""
-        found: dict[str, Any] = {
-            "run": str(self.run),
-            "data": str(self.data),
-            "weights": str(self.weights),
-            "samples": len(self.prediction.rows),
-            "left_out": [str(each) for each in self.prediction.left_out],
-            "scores": self.scores,
-        }
-        if self.by_class:
-            found["classes"] = self.by_class
-        if self.confusion:
-            found["confusion"] = self.confusion
-        if self.baseline is not None:
-            found["baseline"] = msgspec.to_builtins(self.baseline)
+        found: dict[str, Any] = {name: str(getattr(self, name)) for name in _PATHS}
+        found["samples"] = len(self.prediction.rows)
+        found["left_out"] = [str(each) for each in self.prediction.left_out]
+        found["scores"] = self.scores
+        baseline = self.baseline and msgspec.to_builtins(self.baseline)
+        some = {"classes": self.by_class, "confusion": self.confusion, "baseline": baseline}
+        found |= {name: value for name, value in some.items() if value}
         return {**found, "warning": self.warning, "note": self.note}
 
 

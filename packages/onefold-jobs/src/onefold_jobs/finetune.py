@@ -24,23 +24,22 @@ from torch import nn
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.weights import Loaded, bare_name, best_scored, check_finite, check_weights
+from onefold_jobs.models.catalog import head_name, head_of
 from onefold_jobs.named_weights import find_weights
 from onefold_jobs.options import TrainOptions, scaled_rate
-from onefold_jobs.runfolder import CHECKPOINTS, SavedName, read_run
+from onefold_jobs.runfolder import CHECKPOINTS, RUN, SavedName, read_run
 from onefold_jobs.words import listed
 
 __all__ = [
     "best_checkpoint",
     "chosen_checkpoint",
     "freeze",
-    "is_run",
     "load_body",
     "load_finite",
-    "new_head",
     "parameter_groups",
     "require_pretrained",
-    "reuse_rows",
     "run_of",
+    "with_weights",
 ]
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -51,15 +50,10 @@ _SHOWN = 80
 _STEP = re.compile(r"step-([0-9]{8,})")
 
 
-def is_run(path: Path) -> bool:
-    """Whether a path is the folder of a run of onefold, rather than a file of weights."""
-    return (path / "run.json").is_file()
-
-
 def run_of(pretrained: str | None) -> Path | None:
     """The folder of the run to start from; None if weights come from a file, or from nowhere."""
     path = Path(pretrained or "")
-    return path if pretrained and is_run(path) else None
+    return path if pretrained and (path / RUN).is_file() else None
 
 
 class _Best(msgspec.Struct):
@@ -232,6 +226,64 @@ def reuse_rows(
     with torch.no_grad():
         for name, parameter in new.named_parameters():
             parameter[rows] = source[name][old_rows]
+
+
+def with_weights(options: Any, kind: Any) -> tuple[nn.Module, Any]:
+    """Build a classifier from pretrained weights, with a new last layer and the stem that they have.
+
+    Args:
+        options: of the run.
+        kind: what the run keeps of its model.
+
+    Returns:
+        The model, and what the run keeps of it: with the stem that the weights are of.
+
+    Raises:
+        CheckpointError: the weights do not fit.
+        LaunchError: the old classes are not known, or none of them is one of the data.
+    """
+    run = run_of(options.pretrained)
+    weights = best_checkpoint(run) if run else find_weights(options.pretrained or "")
+    stems = [kind.small_stem]
+    if kind.small_stem is not None and options.stem == "auto":
+        stems.append(not kind.small_stem)
+    errors = []
+    # The file decides which of the two it is; the one that suits the pictures is tried first.
+    for stem in stems:
+        kind = msgspec.structs.replace(kind, small_stem=stem)
+        # Seeded each time: what is drawn must not depend on how many were tried before.
+        torch.manual_seed(options.seed)
+        model = kind.build()
+        head = head_name(model)
+        try:
+            load_body(model, weights, head, key=options.pretrained_key)
+            break
+        except CheckpointError as error:
+            errors.append(error)
+    else:
+        # Of the stem that the options ask for.
+        raise errors[0]
+    # Again: how many numbers were drawn by now depends on the stems that were tried.
+    torch.manual_seed(options.seed)
+    new_head(model.get_submodule(head))
+    if options.reuse_classes:
+        old_classes = _old_classes(options, kind, run)
+        old = msgspec.structs.replace(kind, classes=tuple(old_classes)).build()
+        load_finite(old, weights, key=options.pretrained_key)
+        reuse_rows(model.get_submodule(head), kind.classes, head_of(old), old_classes)
+    return model, kind
+
+
+def _old_classes(options: Any, kind: Any, run: Path | None) -> list[str]:
+    if options.pretrained_classes:
+        lines = Path(options.pretrained_classes).read_text(encoding="utf-8").splitlines()
+        return [line.strip() for line in lines if line.strip()]
+    if run is None:
+        raise LaunchError(
+            "--reuse-classes: a file of weights does not say its classes: expected "
+            "--pretrained-classes with a file of their names, one a line, in order"
+        )
+    return list(kind.of_run(run).classes)
 
 
 class _Still(nn.Module):

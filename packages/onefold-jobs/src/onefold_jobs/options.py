@@ -41,7 +41,6 @@ from onefold_jobs.loggers import LoggerName
 from onefold_jobs.words import OTHER_NAMES, seconds_of
 
 __all__ = [
-    "RUN_OPTIONS",
     "Augment",
     "PictureOptions",
     "TrainOptions",
@@ -331,13 +330,6 @@ class PictureOptions(TrainOptions):
             expect(useful, name, "", "with --pretrained")
 
 
-RUN_OPTIONS = frozenset(
-    {"data", "devices", "epochs", "log", "max_time", "patience", "placement"}
-    | {"resume", "runs", "save_every", "workers"}
-)
-"""Options that may change when a run resumes. The data may have moved: their digest is compared."""
-
-
 def from_mapping(kind: type[_Options], values: Mapping[str, Any], source: str) -> _Options:
     """Make options from names and values.
 
@@ -365,7 +357,7 @@ def from_mapping(kind: type[_Options], values: Mapping[str, Any], source: str) -
 def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
     """Convert a value to its option's type.
 
-    Numbers do for texts, and for a list a text as on the command line does.
+    Numbers and paths do for texts, and for a list a text as on the command line does.
 
     Raises:
         ValueError: the value has another type.
@@ -387,7 +379,7 @@ def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
 
 
 def _spelled(value: object) -> object:
-    return str(value) if type(value) in (int, float) else value
+    return str(value) if type(value) in (int, float) or isinstance(value, Path) else value
 
 
 def _short(value: object) -> str:

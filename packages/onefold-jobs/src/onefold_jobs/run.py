@@ -30,7 +30,7 @@ from onefold_jobs.data.layouts import refuse_other_layouts
 from onefold_jobs.data.scan import Scanning, read_scan
 from onefold_jobs.job import Job
 from onefold_jobs.loggers import require_logger
-from onefold_jobs.options import RUN_OPTIONS, TrainOptions, from_mapping, read_config
+from onefold_jobs.options import TrainOptions, from_mapping, read_config
 from onefold_jobs.progress import reading_bar
 from onefold_jobs.runfolder import (
     CONFIG,
@@ -44,11 +44,14 @@ from onefold_jobs.runfolder import (
 from onefold_jobs.training import STOPPED_CODE, begin_training
 from onefold_jobs.words import counted, in_shell, tell
 
-__all__ = ["read_options", "run_job"]
+__all__ = ["MAY_CHANGE", "read_options", "run_job"]
 
-_MAY_CHANGE = RUN_OPTIONS | {"name", "cache", "dev", "labels_as_is"}
-"""The options of all jobs that may change, with those of single jobs: where run and data lie, and
-which labels are refused."""
+MAY_CHANGE = frozenset(
+    {"data", "devices", "epochs", "log", "max_time", "name", "patience", "placement"}
+    | {"resume", "runs", "save_every", "workers", "cache", "dev", "labels_as_is"}
+)
+"""Options that may change when a run resumes; the last three are those of single jobs. The data may
+have moved: their digest is compared."""
 _GRACE_S = 60.0
 """How many seconds a run may take to save itself when it is asked to stop."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -95,12 +98,12 @@ def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainO
     for name in named:
         now, then = getattr(asked, name), getattr(before, name)
         # The saved options are settled: "auto" has become something else in them.
-        if name not in _MAY_CHANGE and now not in ("auto", then):
+        if name not in MAY_CHANGE and now not in ("auto", then):
             raise ValueError(
                 f"--{name.replace('_', '-')} {now}: the run {asked.name} was begun with {then}, "
                 f"and --resume goes on with the same; a new --name begins another run"
             )
-    kept = {**saved, **{name: value for name, value in named.items() if name in _MAY_CHANGE}}
+    kept = {**saved, **{name: value for name, value in named.items() if name in MAY_CHANGE}}
     resumed: TrainOptions = from_mapping(job.options, {**kept, "resume": True}, str(source))
     return resumed
 

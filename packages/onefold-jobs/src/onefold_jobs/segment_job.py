@@ -9,22 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import numpy as np
 import torch
-from torch import nn
 
 from onefold.errors import DataError
-from onefold.files import aside_of
 from onefold_jobs import finetune, require
 from onefold_jobs.data.classes import test_folder
 from onefold_jobs.data.files import BadFile
 from onefold_jobs.data.labels import Label
 from onefold_jobs.data.masks import (
     AUTO,
-    MASK_NOTE,
     MaskClass,
     MaskRule,
-    colored_mask,
     list_classes,
     mask_name,
 )
@@ -76,8 +71,7 @@ from onefold_jobs.segment_pictures import (
     mask_examples,
     mask_scores,
     mask_scores_of_each,
-    predicted_numbers,
-    whole_logits,
+    mask_writer,
 )
 from onefold_jobs.targets import ClassWeights, compared
 from onefold_jobs.training import Task
@@ -401,48 +395,19 @@ def _weight_of(run: Path) -> float:
 
 def _predict(use: Use) -> Predicted:
     """Masks, which are written, and the share of each that is foreground."""
-    from PIL import Image
-    from PIL.PngImagePlugin import PngInfo
-
-    note = PngInfo()
-    note.add_text("Software", MASK_NOTE)
     kind, model = MaskModel.built(use.run)
-    padded, folder = Padded(model.stride), use.options.output or Path()
-
-    def draw(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Write the masks of a shard where it is computed; return the share of each."""
-        logits = whole_logits(model, batch, padded.stride)
-        masks = predicted_numbers(logits, kind.threshold)
-        shares = []
-        # The mask's first pixel; float32 holds numbers exactly up to 16,777,216 pictures.
-        numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()
-        for mask, number, size in zip(masks, numbers, batch["sizes"].tolist(), strict=True):
-            pixels = mask[: size[0], : size[1]].cpu()
-            path = folder / mask_name(use.inputs[number].name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            levels = pixels.numpy().astype(np.uint8)
-            if kind.classes:
-                drawn = colored_mask(levels, kind.classes, values=True)
-            else:
-                drawn = Image.fromarray(levels * np.uint8(255))
-            # Whole or not at all, so that nothing half-written lies there after a stop.
-            with aside_of(path) as file:
-                drawn.save(file, format="PNG", pnginfo=note)
-            counts = torch.bincount(pixels.flatten(), minlength=max(2, len(kind.classes)))
-            shares.append(counts.to(torch.float64) / pixels.numel())
-        return {"share": torch.stack(shares)}
-
-    numbers = range(len(use.inputs))
-    data = kind.inputs_of(use, numbers)
+    padded, names = Padded(model.stride), [mask_name(each.name) for each in use.inputs]
+    paths = [(use.options.output or Path()) / name for name in names]
+    draw = mask_writer(paths, model.stride, kind.threshold, kind.classes)
+    data = kind.inputs_of(use, range(len(use.inputs)))
     collate = partial(_numbered, padded=padded)
-    size = EVALUATION_BATCH_SIZE
-    found = use.measured(model, draw, data, collate, batch_size=size)
+    found = use.measured(model, draw, data, collate, batch_size=EVALUATION_BATCH_SIZE)
     # Of two values, the share of the foreground.
-    names = [f"share {each.name}" for each in kind.classes] or ["share"]
+    columns = [f"share {each.name}" for each in kind.classes] or ["share"]
     shares = found["share"][:, 0 if kind.classes else 1 :].tolist()
     return [
-        {**each.row, "mask": mask_name(each.name), **dict(zip(names, own, strict=True))}
-        for each, own in zip(use.inputs, shares, strict=True)
+        {**each.row, "mask": name, **dict(zip(columns, own, strict=True))}
+        for each, name, own in zip(use.inputs, names, shares, strict=True)
     ], found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +20,17 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 import onefold
+from onefold.files import aside_of
 from onefold_jobs.data.augment import Normalize, below, between
-from onefold_jobs.data.masks import VOID, MaskClass, MaskRule, colored_mask, mask_tensor, read_mask
+from onefold_jobs.data.masks import (
+    MASK_NOTE,
+    VOID,
+    MaskClass,
+    MaskRule,
+    colored_mask,
+    mask_tensor,
+    read_mask,
+)
 from onefold_jobs.data.pairs import Pair
 from onefold_jobs.data.pictures import open_picture
 from onefold_jobs.runfolder import RunFolder
@@ -42,6 +52,7 @@ __all__ = [
     "mask_examples",
     "mask_scores",
     "mask_scores_of_each",
+    "mask_writer",
     "predicted_numbers",
     "whole_logits",
 ]
@@ -463,3 +474,46 @@ def _shown_size(height: int, width: int) -> tuple[int, int]:
     """Height and width of a picture's mask in a report."""
     scale = min(1.0, LARGEST_SHOWN / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))
+
+
+def mask_writer(
+    paths: Sequence[Path], stride: int, threshold: float, classes: Sequence[MaskClass]
+) -> Measure:
+    """Make what predicts masks and writes them where they are computed.
+
+    Args:
+        paths: of the masks; in place of a mask, a sample has the number of its path.
+        stride: of the model.
+        threshold: probability from which a pixel is in the mask.
+        classes: of the masks.
+
+    Returns:
+        A measure: ``share`` (n, classes or 2) float64, the share of the pixels of each class.
+    """
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    note = PngInfo()
+    note.add_text("Software", MASK_NOTE)
+
+    def draw(model: nn.Module, batch: Any) -> Measured:
+        masks = predicted_numbers(whole_logits(model, batch, stride), threshold)
+        shares = []
+        # The mask's first pixel; float32 holds numbers exactly up to 16,777,216 pictures.
+        numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()
+        for mask, number, size in zip(masks, numbers, batch["sizes"].tolist(), strict=True):
+            pixels = mask[: size[0], : size[1]].cpu()
+            paths[number].parent.mkdir(parents=True, exist_ok=True)
+            levels = pixels.numpy().astype(np.uint8)
+            if classes:
+                drawn = colored_mask(levels, classes, values=True)
+            else:
+                drawn = Image.fromarray(levels * np.uint8(255))
+            # Whole or not at all, so that nothing half-written lies there after a stop.
+            with aside_of(paths[number]) as file:
+                drawn.save(file, format="PNG", pnginfo=note)
+            counts = torch.bincount(pixels.flatten(), minlength=max(2, len(classes)))
+            shares.append(counts.to(torch.float64) / pixels.numel())
+        return {"share": torch.stack(shares)}
+
+    return draw

@@ -452,16 +452,14 @@ class Training:
             if step.number % self.steps and limit.is_over():
                 self.ended = "max-time"
                 # Inside of the loop: a pass that has been left is over for a run that resumes.
-                self._evaluate(epoch, meter, bar, done=False)
+                with self._averaged():
+                    self._evaluate(epoch, meter, bar, done=False)
                 return
-        self._evaluate(epoch, meter, bar, done=True)
+        with self._averaged():
+            self._evaluate(epoch, meter, bar, done=True)
 
     def _evaluate(self, epoch: int, meter: Meter, bar: TrainingBar, *, done: bool) -> None:
         """Evaluate and save, at the end of an epoch or, if that is not done, in its midst."""
-        with self._averaged():
-            self._evaluate_model(epoch, meter, bar, done=done)
-
-    def _evaluate_model(self, epoch: int, meter: Meter, bar: TrainingBar, *, done: bool) -> None:
         # Taken before the evaluation, during which the clock runs on.
         training, task, start_s = meter.whole(), self.task, time.perf_counter()
         part = {} if done else meter.saved()

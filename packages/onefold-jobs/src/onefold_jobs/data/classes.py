@@ -129,20 +129,22 @@ def read_classes(
             probably not those of the task.
     """
     bad: list[BadFile] = []
+    notes, columns = [], None
     if isinstance(source, ListedSamples):
-        bad += source.bad
-        directory, trained = source.paths[0].parent, source.paths[0]
+        bad, notes, columns = [*source.bad], source.notes, source.columns
+        directory, where = source.paths[0].parent, source.paths[0]
+        trained = where
         sets = zip([source.train, source.test], source.paths, strict=True)
         found = [listed_files(lines, path, bad) for lines, path in sets if lines is not None]
     else:
-        directory, trained = source, source / "train"
+        directory = where = source
+        trained = source / "train"
         folders = [trained, test_folder(source, choosing=True)] if trained.is_dir() else [source]
         names: dict[str, str] = {}
         found = [class_files(folder, names, bad, task) for folder in folders]
     # Labels are checked before the pictures are read, which may take minutes.
-    where = readable(trained if isinstance(source, ListedSamples) else directory)
-    notes = list(source.notes) if isinstance(source, ListedSamples) else []
-    notes += check_task([label for _, label in found[0]], task, where, labels_as_is=labels_as_is)
+    labels = [label for _, label in found[0]]
+    notes = [*notes, *check_task(labels, task, readable(where), labels_as_is=labels_as_is)]
     parts = _looked_through(found, directory, scanning, bad)
     if len(parts) == 1:
         parts = [*hold_out(parts[0], strata([x.label for x in parts[0]]), share=holdout, seed=seed)]
@@ -157,8 +159,7 @@ def read_classes(
     require_two([picture.label for picture in train], directory, bad)
     if not test:
         raise DataError(f"{readable(directory)}: expected a picture to test with, found none")
-    data = _of_pictures(directory, classes, train, test, bad, notes, where)
-    columns = source.columns if isinstance(source, ListedSamples) else None
+    data = _of_pictures(directory, classes, train, test, bad, notes, readable(where))
     return replace(data, columns=columns, own_test=len(found) > 1)
 
 

@@ -1,4 +1,4 @@
-"""Masks: which pixels of a picture are foreground, which are not, and which count for neither.
+"""Masks: which pixels of a picture are foreground, or of which class, and which count for neither.
 
 Without a rule a mask has two values. Its pixels are foreground where they are brighter than half,
 or, in a mask without any value above 1, where they are 1. A colored pixel is as bright as its
@@ -135,15 +135,18 @@ class MaskRule:
     def __post_init__(self) -> None:
         if self.classes and self.foreground:
             raise ValueError("--classes: expected no --foreground, which makes two of them")
-        self._refuse_doubles()
-        # A pixel that is both would silently be void.
-        void = self.spans("void")
-        for mine in self.spans("foreground"):
-            for other in void:
-                if mine.meets(other):
+        # A pixel that stands for two things would silently be the last of them. Two values of the
+        # foreground may meet, which does no harm.
+        known = [(span, name) for name, spans in self.named for span in spans]
+        known += [(span, "--foreground") for span in self.spans("foreground")]
+        known += [(span, "--void") for span in self.spans("void")]
+        for place, (span, name) in enumerate(known):
+            for other, second in known[:place]:
+                if span.meets(other) and (self.classes or name != second):
                     raise ValueError(
-                        f"--void {other.text}: expected other values than those of --foreground, "
-                        f"got {mine.text} there"
+                        f"{'--classes' if self.classes else '--void'}: expected values that stand "
+                        f"for one thing each, got {other.text} for {second} and {span.text} for "
+                        f"{name}"
                     )
 
     def __str__(self) -> str:
@@ -162,18 +165,6 @@ class MaskRule:
             (name, [_Span.read("classes", text) for text in values.split("|")])
             for name, _, values in parts
         ]
-
-    def _refuse_doubles(self) -> None:
-        """Refuse a value that stands for two things."""
-        known = [(span, name) for name, spans in self.named for span in spans]
-        known += [(span, "--void") for span in self.spans("void")]
-        for place, (span, name) in enumerate(known):
-            for other, second in known[:place]:
-                if span.meets(other) and self.classes:
-                    raise ValueError(
-                        f"--classes: expected values that stand for one thing each, got "
-                        f"{span.text} for {second} and for {name}"
-                    )
 
     def spans(self, option: str) -> list[_Span]:
         """Read the values of ``foreground`` or ``void``."""

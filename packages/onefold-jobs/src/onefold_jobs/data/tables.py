@@ -1,9 +1,10 @@
-"""Reads tables with a header: CSV, JSONL, Parquet, and what Hugging Face's ``datasets`` has saved.
+"""Reads samples from TSV files and from tables: CSV, JSONL, Parquet, and saved ``datasets``.
 
-CSV and JSONL are text, and are read line by line with the checks of `onefold_jobs.data.tables`. The
-others are read by pyarrow (extra ``tables``): the folder that ``Dataset.save_to_disk`` writes holds
-Arrow files, so ``datasets`` itself is not needed. A row that is wrong is reported, and never mended
-by guessing.
+A TSV file has a text, a tab and a label on each line, and no header; the others have columns. CSV
+and JSONL are read line by line, as TSV files are. pyarrow would read them faster, but it mends
+quotes, rounds numbers, and refuses a whole file for one bad line. It reads the others (extra
+``tables``): the folder that ``Dataset.save_to_disk`` writes holds Arrow files, so ``datasets``
+itself is not needed. A row that is wrong is reported, and never mended by guessing.
 
 Note: quotes
 ------------

@@ -32,7 +32,7 @@ FIXED: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
 )
 """Builders of models that are made for one size of image, ``image_size``."""
 RESNETS: Mapping[str, Callable[..., ResNet]] = MappingProxyType(
-    {build.__name__: build for build in (resnet18, resnet34, resnet50, resnet101)}
+    {"resnet18": resnet18, "resnet34": resnet34, "resnet50": resnet50, "resnet101": resnet101}
 )
 """Builders of models that take images of any size; ``small_images`` is the kind of their stem."""
 MODELS = (*FIXED, *RESNETS)

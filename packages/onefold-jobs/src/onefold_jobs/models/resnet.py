@@ -14,6 +14,7 @@ small images it is one of the `feature_maps`, which a decoder still needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -207,61 +208,11 @@ def initialize(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def resnet18(
-    num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
-) -> ResNet:
-    """Build ResNet-18: four stages of two basic blocks.
-
-    Args:
-        num_classes: number of logits for each image; None for no last layer, see `ResNet`.
-        in_channels: channels of the images.
-        small_images: see `ResNet`.
-        width: channels of the stem and of the first stage.
-
-    Returns:
-        The network, with fresh weights from PyTorch's global generator.
-
-    Example:
-        >>> sum(p.numel() for p in resnet18(num_classes=1000, small_images=False).parameters())
-        11689512
-    """
-    return ResNet((2, 2, 2, 2), num_classes, in_channels, small_images, width)
-
-
-def resnet34(
-    num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
-) -> ResNet:
-    """Build ResNet-34: stages of 3, 4, 6 and 3 basic blocks; see `resnet18` for the arguments.
-
-    Example:
-        >>> sum(p.numel() for p in resnet34(num_classes=1000, small_images=False).parameters())
-        21797672
-    """
-    return ResNet((3, 4, 6, 3), num_classes, in_channels, small_images, width)
-
-
-def resnet50(
-    num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
-) -> ResNet:
-    """Build ResNet-50: stages of 3, 4, 6 and 3 bottlenecks; see `resnet18` for the arguments.
-
-    Example:
-        >>> sum(p.numel() for p in resnet50(num_classes=1000, small_images=False).parameters())
-        25557032
-    """
-    return ResNet((3, 4, 6, 3), num_classes, in_channels, small_images, width, bottleneck=True)
-
-
-def resnet101(
-    num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
-) -> ResNet:
-    """Build ResNet-101: stages of 3, 4, 23 and 3 bottlenecks; see `resnet18` for the arguments.
-
-    Example:
-        >>> import torch
-        >>> with torch.device("meta"):  # shapes without weights
-        ...     model = resnet101(num_classes=1000, small_images=False)
-        >>> sum(parameter.numel() for parameter in model.parameters())
-        44549160
-    """
-    return ResNet((3, 4, 23, 3), num_classes, in_channels, small_images, width, bottleneck=True)
+resnet18 = partial(ResNet, (2, 2, 2, 2))
+"""Build ResNet-18, of two basic blocks in each stage; takes the other arguments of `ResNet`."""
+resnet34 = partial(ResNet, (3, 4, 6, 3))
+"""Build ResNet-34, of 3, 4, 6 and 3 basic blocks."""
+resnet50 = partial(ResNet, (3, 4, 6, 3), bottleneck=True)
+"""Build ResNet-50, of 3, 4, 6 and 3 bottlenecks."""
+resnet101 = partial(ResNet, (3, 4, 23, 3), bottleneck=True)
+"""Build ResNet-101, of 3, 4, 23 and 3 bottlenecks."""

@@ -106,10 +106,10 @@ def vgg16(in_channels: int = 3, width: int = 64) -> VGG:
 Encoder = ResNet | VGG
 
 
-_RESNETS = (resnet18, resnet34, resnet101)
+_RESNETS = {"resnet18": resnet18, "resnet34": resnet34, "resnet101": resnet101}
 # The large stem even for small images: published weights have no other.
 ENCODERS: Mapping[str, Callable[..., Encoder]] = MappingProxyType(
-    {build.__name__: partial(build, None, small_images=False) for build in _RESNETS}
+    {name: partial(build, None, small_images=False) for name, build in _RESNETS.items()}
     | {"vgg16": vgg16}
 )
 """Builders of the encoders by name, without a last layer; they take two keywords."""
