@@ -229,7 +229,7 @@ def reuse_rows(
 
 
 def with_weights(options: Any, kind: Any) -> tuple[nn.Module, Any]:
-    """Build a classifier from pretrained weights, with a new last layer and the stem that they have.
+    """Build a classifier from pretrained weights, with their stem and a new last layer.
 
     Args:
         options: of the run.
