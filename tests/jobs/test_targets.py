@@ -175,10 +175,7 @@ def test_several_classes_of_texts_are_predicted(tmp_path: Path) -> None:
             {"task": "multi-label", "balanced": True},
             "--balanced: expected --task single-label with it",
         ),
-        (
-            {"task": "regression", "label_smoothing": 0.1},
-            "with it, got --task regression",
-        ),
+        ({"task": "regression", "label_smoothing": 0.1}, "with it, got --task regression"),
     ],
 )
 def test_options_that_are_not_for_a_task_are_refused(

@@ -9,14 +9,7 @@ from safetensors.torch import save_file
 from onefold.errors import CheckpointError
 from onefold_jobs.job import Target
 from onefold_jobs.targets import target_measure
-from onefold_jobs.text_job import (
-    TextModel,
-    TextOptions,
-    answer,
-    make_task,
-    prepare,
-    settle,
-)
+from onefold_jobs.text_job import TextModel, TextOptions, answer, make_task, prepare, settle
 from tests.capabilities import needs_text
 from tests.jobs.tiny import SMALL, run_here, write_texts
 

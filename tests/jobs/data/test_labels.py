@@ -3,13 +3,7 @@ from collections.abc import Iterable
 import pytest
 
 from onefold.errors import DataError
-from onefold_jobs.data.labels import (
-    Sample,
-    check_labels,
-    check_same,
-    read_label,
-    separator,
-)
+from onefold_jobs.data.labels import Sample, check_labels, check_same, read_label, separator
 from onefold_jobs.data.pictures import Look, Sums, white_of
 from tests.tables import for_each
 

@@ -203,10 +203,7 @@ def test_a_list_is_not_divided_as_texts_are(tmp_path: Path) -> None:
     assert [x.label for x in found.train] == [("x, y", "z"), ("z", "w"), (), ("x, y",)]
 
 
-@for_each(
-    ("name", "noted"),
-    [("Split", True), ("fold", True), ("length", False)],
-)
+@for_each(("name", "noted"), [("Split", True), ("fold", True), ("length", False)])
 def test_a_column_of_parts_is_noted(name: str, noted: bool, tmp_path: Path) -> None:
     put(tmp_path / "a.csv", f"image,label,{name}\n0,a,0\n1,b,1\n")
     found = read_listed(tmp_path / "a.csv", None, Columns("image"))

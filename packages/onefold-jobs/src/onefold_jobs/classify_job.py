@@ -72,12 +72,7 @@ from onefold_jobs.options import (
     option,
     within,
 )
-from onefold_jobs.picture_model import (
-    KeptModel,
-    noise,
-    paths_of,
-    statistics_of,
-)
+from onefold_jobs.picture_model import KeptModel, noise, paths_of, statistics_of
 from onefold_jobs.runfolder import RunFolder
 from onefold_jobs.targets import (
     LabelOptions,

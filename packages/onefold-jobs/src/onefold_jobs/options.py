@@ -178,9 +178,7 @@ class TrainOptions:
     resume: bool = option(False, "Resume the run of this name from its last checkpoint.")
     devices: str = option("auto", "N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
     placement: str = option(
-        _RUN["placement"].default,
-        _RUN["placement"].metadata["help"],
-        variable="ONEFOLD_PLACEMENT",
+        _RUN["placement"].default, _RUN["placement"].metadata["help"], variable="ONEFOLD_PLACEMENT"
     )
     holdout: float = option(
         0.1, "Share (of each class) to test with, where there is no test set.", PART

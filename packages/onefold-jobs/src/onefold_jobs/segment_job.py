@@ -16,13 +16,7 @@ from onefold_jobs import finetune, require
 from onefold_jobs.data.classes import test_folder
 from onefold_jobs.data.files import BadFile
 from onefold_jobs.data.labels import Label
-from onefold_jobs.data.masks import (
-    AUTO,
-    MaskClass,
-    MaskRule,
-    list_classes,
-    mask_name,
-)
+from onefold_jobs.data.masks import AUTO, MaskClass, MaskRule, list_classes, mask_name
 from onefold_jobs.data.pairs import MaskedPictures, Pair, read_pairs, read_pairs_to_test
 from onefold_jobs.data.pictures import require_folder
 from onefold_jobs.data.scan import Scanning

@@ -489,11 +489,7 @@ def spread(samples: int, most: int = SHOWN) -> list[int]:
 
 
 def target_examples(
-    predict: Predict,
-    answer: Answer,
-    kind: Labels,
-    data: Any,
-    show: Callable[[int], dict[str, Any]],
+    predict: Predict, answer: Answer, kind: Labels, data: Any, show: Callable[[int], dict[str, Any]]
 ) -> dict[str, Any]:
     """Collect what a report shows of a trained model: samples, mistakes, and its confusions.
 

@@ -42,15 +42,7 @@ from onefold_jobs.meter import Meter, TimeLimit
 from onefold_jobs.options import TrainOptions, make_optimizer, rate_factor
 from onefold_jobs.progress import TrainingBar, epoch_line
 from onefold_jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
-from onefold_jobs.scores import (
-    Baseline,
-    Measure,
-    Measured,
-    Predict,
-    count_line,
-    rule_of,
-    spell,
-)
+from onefold_jobs.scores import Baseline, Measure, Measured, Predict, count_line, rule_of, spell
 from onefold_jobs.words import counted
 
 __all__ = ["Task", "begin_training"]
@@ -479,11 +471,7 @@ class Training:
         # this one counted, and nothing of it in its meter.
         self.saved["part"], self.saved["epochs_done"] = part, epoch + done
         self.trainer.save(
-            self.folder.checkpoints,
-            scores=scores,
-            keep=KEPT,
-            best=self._rule,
-            extra={**self.saved},
+            self.folder.checkpoints, scores=scores, keep=KEPT, best=self._rule, extra={**self.saved}
         )
         self.folder.say(best=self.saved["best"])
 

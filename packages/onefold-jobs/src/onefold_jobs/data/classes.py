@@ -299,10 +299,7 @@ def _learned(
 
 
 def class_files(
-    directory: Path,
-    names: dict[str, str],
-    bad: list[BadFile],
-    task: TaskName = "single-label",
+    directory: Path, names: dict[str, str], bad: list[BadFile], task: TaskName = "single-label"
 ) -> list[tuple[Path, Label]]:
     """Find all pictures below the class folders, and their classes, in the order of their paths.
 
