@@ -1,12 +1,10 @@
 """Pretrained weights by name, from servers and caches of this machine."""
 
 import hashlib
-import http.server
 import importlib.machinery
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -23,57 +21,17 @@ from onefold_jobs.named_weights import find_weights
 from onefold_jobs.run import read_options, run_job
 from onefold_jobs.text_models import build_classifier, train_tokenizer
 from tests.capabilities import needs_text
+from tests.jobs.server import COMMIT, Server, send, serving
 from tests.jobs.tiny import job_of, run_here, write_pictures, write_texts
 
 needs_text()
 pytest.importorskip("pooch", reason='needs pip install "onefold-jobs[images]"')
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Gives files by their paths, as torchvision's server and the hub do."""
-
-    files: dict[str, bytes]
-    asked: list[str]
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Answer(http.server.BaseHTTPRequestHandler):
-    server: Server
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        content = self.server.files.get(self.path)
-        self.server.asked.append(self.path)
-        self.send_response(404 if content is None else 200)
-        self.send_header("Content-Length", str(len(content or b"")))
-        self.send_header("ETag", f'"{hashlib.sha256(content or b"").hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content or b"")
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-COMMIT = "0123456789" * 4
-
-
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server(("127.0.0.1", 0), Answer)
-    made.files, made.asked = {}, []
-    thread = threading.Thread(target=made.serve_forever)
-    thread.start()
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+    with serving({}) as made:
+        yield made
 
 
 @pytest.fixture
@@ -92,9 +50,9 @@ def test_torchvisions_weights_are_fetched_once_and_begin_a_run(
     server: Server, weights: bytes, tmp_path: Path
 ) -> None:
     name = named_weights.TORCHVISION["resnet18"]
-    server.files[f"/{name}"] = weights
+    server.answers[f"/{name}"] = send(weights)
     for _ in range(2):
-        found = find_weights("torchvision:resnet18", server=f"{server.address}/")
+        found = find_weights("torchvision:resnet18", server=server.address)
         assert found == tmp_path / "hub" / "checkpoints" / name
         assert found.read_bytes() == weights
     assert server.asked == [f"/{name}"]
@@ -113,11 +71,11 @@ def test_weights_that_cannot_be_had_say_from_where_and_to_where(
     name = named_weights.TORCHVISION["resnet18"]
     path = tmp_path / "hub" / "checkpoints" / name
     for content in (None, weights[:-1], weights[:-1] + b"x"):
-        server.files = {} if content is None else {f"/{name}": content}
+        server.answers = {} if content is None else {f"/{name}": send(content)}
         with pytest.raises(
-            CheckpointError, match=f"{server.address}/{name}: .*\n.*by hand at {path}"
+            CheckpointError, match=f"{server.address}{name}: .*\n.*by hand at {path}"
         ):
-            find_weights("torchvision:resnet18", server=f"{server.address}/")
+            find_weights("torchvision:resnet18", server=server.address)
         assert [*path.parent.iterdir()] == []
     path.write_bytes(b"other")
     with pytest.raises(CheckpointError, match=f"{name}: expected a file whose SHA-256 begins"):
@@ -174,19 +132,20 @@ def test_a_model_of_the_hub_comes_from_its_server_and_then_from_the_cache(
     ]
     facts = {"id": "org/name", "sha": COMMIT, "siblings": listed}
     base = "/api/models/org/name"
-    server.files = {f"{base}/revision/main": json.dumps(facts).encode()}
+    files = {f"{base}/revision/main": json.dumps(facts).encode()}
     tree = f"{base}/tree/{COMMIT}?recursive=true&expand=false"
-    server.files[tree] = json.dumps(listed).encode()
-    server.files |= {f"/org/name/resolve/{COMMIT}/{n}": c for n, c in contents.items()}
-    server.files |= {f"/org/name/resolve/main/{n}": c for n, c in contents.items()}
+    files[tree] = json.dumps(listed).encode()
+    places = [f"/org/name/resolve/{place}" for place in (COMMIT, "main")]
+    files |= {f"{place}/{name}": each for place in places for name, each in contents.items()}
+    server.answers = {path: send(content) for path, content in files.items()}
     home = tmp_path / "home"
     offline = ask_hub(home, "hf:org/name", HF_HUB_OFFLINE="1")
     assert offline.startswith("refused: --pretrained hf:org/name: https://huggingface.co/org/name ")
     assert "hf download org/name --local-dir FOLDER" in offline
-    folder = ask_hub(home, "hf:org/name", "whole", HF_ENDPOINT=server.address)
+    folder = ask_hub(home, "hf:org/name", "whole", HF_ENDPOINT=server.address.rstrip("/"))
     assert folder.endswith(f"snapshots/{COMMIT}"), (folder, server.asked)
     count = len(server.asked)
-    file = Path(ask_hub(home, "hf:org/name", HF_ENDPOINT=server.address))
+    file = Path(ask_hub(home, "hf:org/name", HF_ENDPOINT=server.address.rstrip("/")))
     assert file == Path(folder) / "model.safetensors"
     assert len(server.asked) == count
     options = {"data": str(write_texts(tmp_path / "data")), "runs": str(tmp_path / "runs")}

@@ -13,10 +13,9 @@ from PIL import Image
 import onefold
 from onefold.errors import DataError
 from onefold_jobs.evaluate import EvaluateOptions, evaluate_run
-from onefold_jobs.job import Target
 from onefold_jobs.predict import PredictOptions, as_csv, predict_run
 from onefold_jobs.report import build_report
-from onefold_jobs.targets import label_scores, number_scores, purpose_of, target_of
+from onefold_jobs.targets import label_scores, number_scores, target_of
 from tests.capabilities import needs_text
 from tests.jobs.tiny import run_here, write_class_masks
 from tests.tables import for_each
@@ -213,9 +212,3 @@ def test_masks_of_several_classes_are_learned_drawn_and_scored(tmp_path: Path) -
     page = build_report(run).read_text()
     assert "Overlap on the whole test set" in page
     assert "background: #c08080" in page
-
-
-def test_the_purpose_of_a_run_names_its_task() -> None:
-    assert purpose_of(Target()) == "classification"
-    assert purpose_of(Target(task="regression")) == "regression"
-    assert purpose_of(Target(task="multi-label")) == "multi-label classification"

@@ -4,9 +4,8 @@ import re
 import socket
 import stat
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,23 +15,10 @@ pytest.importorskip("pooch", reason='needs pip install "onefold-jobs[images]"')
 
 from onefold.errors import DataError, LaunchError
 from onefold_jobs.data.fetch import RemoteSet, fetch_dataset
+from tests.jobs.server import Answer, Server, send, serving
 
 FILES = {"images.gz": b"images" * 1000, "labels.gz": b"labels"}
 SUMS = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
-
-Answer = Callable[[http.server.BaseHTTPRequestHandler], None]
-
-
-def send(content: bytes, *, length_bytes: int | None = None, status: int = 200) -> Answer:
-    """Answer with this content, announced with another length if one is given."""
-
-    def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
-        handler.send_response(status)
-        handler.send_header("Content-Length", str(length_bytes or len(content)))
-        handler.end_headers()
-        handler.wfile.write(content)
-
-    return answer
 
 
 def drip(piece: bytes) -> Answer:
@@ -62,33 +48,6 @@ def lead_to(address: str) -> Answer:
     return answer
 
 
-class Server:
-    """An HTTP server on this machine that notes what it is asked for."""
-
-    def __init__(self) -> None:
-        self.answers = {f"/{name}": send(content) for name, content in FILES.items()}
-        self.asked: list[str] = []
-        server = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                server.asked.append(self.path)
-                server.answers.get(self.path, send(b"", status=404))(self)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self.http = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,))
-        self.thread.start()
-        self.address = f"http://127.0.0.1:{self.http.server_port}/"
-
-    def stop(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-        self.thread.join()
-
-
 @pytest.fixture(autouse=True)
 def _without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -96,9 +55,8 @@ def _without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.stop()
+    with serving({f"/{name}": content for name, content in FILES.items()}) as made:
+        yield made
 
 
 mirror = server

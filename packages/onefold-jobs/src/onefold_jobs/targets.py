@@ -295,8 +295,8 @@ def target_measure(answer: Answer, target: Target, *, brief: bool = False) -> Me
 def purpose_of(target: Target) -> str:
     """The task in words, for a report.
 
-    >>> purpose_of(Target())
-    'classification'
+    >>> [purpose_of(Target(task)) for task in ("single-label", "multi-label", "regression")]
+    ['classification', 'multi-label classification', 'regression']
     """
     kinds = {"multi-label": "multi-label classification", "regression": "regression"}
     return kinds.get(target.task, "classification")
