@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,58 +18,19 @@ import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold_jobs.finetune import best_checkpoint
 from onefold_jobs.predict import Prediction, PredictOptions, predict_run, write_prediction
-from onefold_jobs.report.folder import read_run
 from tests import simulated
 from tests.capabilities import needs_text
 from tests.checkpoint.folders import reseal
-from tests.jobs.tiny import direct, run_here
-from tests.masked import gray, on_cpu, save, save_pairs
+from tests.jobs import tiny
+from tests.jobs.tiny import TESTED, direct
+from tests.masked import gray, on_cpu, save
 from tests.tables import for_each
 
 pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold-jobs[images]"')
 needs_text()
 
-CLASSES = ("dark, all", "light", 'mid "way"')
-FILMS = ["a fine film ", " dull", "so  dull", "fine, fine", "a film", '"fine"', "très fine", "du"]
-SMALL: dict[str, dict[str, Any]] = {
-    "classify": {"model": "lenet", "augment": "shift", "epochs": 3, "lr": 0.01},
-    "segment": {"crop": 32, "epochs": 1},
-    "text": {"layers": 1, "max_length": 16},
-}
 FACTS = {"classify": "picture_model", "segment": "mask_model", "text": "text_model"}
-
-
-class Kinds(NamedTuple):
-    """By kind."""
-
-    run: dict[str, Path]
-    tested: dict[str, Path]
-    """What it was tested with."""
-
-
-@pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
-    """Runs on pictures of three brightnesses, masks of several sizes, and texts with spaces."""
-    folder, runs = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("runs")
-    for number, name in enumerate(CLASSES):
-        for seed in range(9):
-            pixels = (gray(16, 16, seed=seed) // 3 + 85 * number).astype(np.uint8)
-            part = "train" if seed < 4 else "test"
-            save(folder / "classify" / part / name / f"{seed}.png", pixels)
-    save_pairs(folder / "segment" / "train", [(40, 40)] * 4)
-    save_pairs(folder / "segment" / "test", [(40, 30), (33, 70), (20, 20)], first=4)
-    (folder / "text").mkdir()
-    lines = [f"{text}\t{'good' if 'fine' in text else 'bad'}\n" for text in FILMS]
-    trained = [f"{number} {line}" for number in range(2) for line in lines]
-    (folder / "text" / "train.tsv").write_text("".join(trained), encoding="utf-8")
-    (folder / "text" / "dev.tsv").write_text("".join(lines), encoding="utf-8")
-    usual = {"epochs": 2, "batch_size": 4, "shards": 4}
-    run = {
-        kind: run_here(kind, folder / kind, runs, name=kind, **{**usual, **small})[0]
-        for kind, small in SMALL.items()
-    }
-    tested = {"classify": "test", "segment": "test/images", "text": "dev.tsv"}
-    return Kinds(run, {kind: folder / kind / name for kind, name in tested.items()})
+Paths = dict[str, Path]
 
 
 @pytest.fixture
@@ -123,55 +84,34 @@ def drawn(folder: Path) -> dict[Path, bytes]:
 
 
 @here
-def test_every_kind_gets_the_scores_of_the_run(kinds: Kinds, tmp_path: Path) -> None:
-    def scores(kind: str) -> dict[str, float]:
-        best = facts_of(kinds.run[kind])["best"]["epoch"]
-        (found,) = (each for each in read_run(kinds.run[kind]).epochs if each.epoch == best)
-        return dict(found.scores)
-
-    rows = predicted(kinds.run["classify"], kinds.tested["classify"]).rows
-    right = [row["classes"][0]["class"] == Path(row["file"]).parent.name for row in rows]
-    assert sum(right) / 15 == pytest.approx(scores("classify")["accuracy"])
-
-    rows = predicted(kinds.run["text"], kinds.tested["text"]).rows
-    labels = [line.split("\t")[1] for line in kinds.tested["text"].read_text().splitlines()]
-    right = [row["classes"][0]["class"] == label for row, label in zip(rows, labels, strict=True)]
-    assert [row["text"] for row in rows] == FILMS
-    assert sum(right) / 8 == pytest.approx(scores("text")["accuracy"])
-    shown = json.loads((kinds.run["text"] / "examples.json").read_text())["samples"]
-    sure = [(each["predicted"], each["confidence"]) for each in shown]
-    assert [tuple(row["classes"][0].values()) for row in rows] == sure
-
-    overlap = both = 0
-    for row in predicted(kinds.run["segment"], kinds.tested["segment"], output=tmp_path / "o").rows:
-        said = np.asarray(pillow.open(tmp_path / "o" / row["mask"])) > 127
-        meant = (
-            np.asarray(pillow.open(kinds.tested["segment"].parent / "masks" / row["file"])) > 127
-        )
-        overlap, both = overlap + (said & meant).sum(), both + said.sum() + meant.sum()
-        assert row["share"] == said.mean()
-    assert overlap / (both - overlap) == pytest.approx(scores("segment")["iou"])
-
-
-@here
-def test_the_batch_size_and_an_older_record_change_nothing(kinds: Kinds, tmp_path: Path) -> None:
-    run, data = kinds.run["classify"], kinds.tested["classify"]
+def test_the_batch_size_and_an_older_record_change_nothing(
+    runs: Paths, data: Paths, tmp_path: Path
+) -> None:
+    run, pictures = runs["classify"], data["classify"] / "test"
     # Earlier versions knew no white.
     old = changed(run, tmp_path / "old", lambda facts: facts["picture_model"].pop("white"))
-    usual, other = predicted(run, data, top=7).rows, predicted(old, data, top=7, batch_size=1).rows
+    usual = predicted(run, pictures, top=7).rows
+    other = predicted(old, pictures, top=7, batch_size=1).rows
     for one, two in zip(usual, other, strict=True):
         sure = [each["confidence"] for each in one["classes"]]
         assert sure == sorted(sure, reverse=True)
         assert sum(sure) == pytest.approx(1, abs=1e-6)
         of_each = [{c["class"]: c["confidence"] for c in row["classes"]} for row in (one, two)]
         assert of_each[0] == pytest.approx(of_each[1], abs=1e-6)
-        assert set(of_each[0]) == set(CLASSES)
+        assert set(of_each[0]) == set(tiny.CLASSES)
 
 
-@pytest.mark.parametrize("kind", [*SMALL, pytest.param("processes", marks=pytest.mark.processes)])
-def test_several_devices_give_the_bytes_of_one(kind: str, kinds: Kinds, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [*FACTS, pytest.param("processes", marks=pytest.mark.processes)])
+def test_several_devices_give_the_bytes_of_one(
+    kind: str, runs: Paths, data: Paths, tmp_path: Path
+) -> None:
     started = onefold.launch if kind == "processes" else simulated.launch
     kind = "segment" if kind == "processes" else kind
+    inputs = data[kind] / TESTED[kind]
+    if kind == "segment":
+        inputs = tmp_path / "in"
+        for number, size in enumerate([(40, 30), (33, 70), (20, 20)]):
+            save(inputs / f"{number}.png", gray(*size, 3))
     for devices, launch in ((1, direct), (3, started)):
         output = tmp_path / str(devices)
         if kind != "segment":
@@ -181,7 +121,7 @@ def test_several_devices_give_the_bytes_of_one(kind: str, kinds: Kinds, tmp_path
         options = PredictOptions(devices=f"cpu:{devices}", output=output, batch_size=5, top=top)
         with on_cpu() as patch:
             patch.setattr(onefold, "launch", launch)
-            prediction = predict_run(kinds.run[kind], [kinds.tested[kind]], options)
+            prediction = predict_run(runs[kind], [inputs], options)
         write_prediction(prediction, options, io.StringIO())
     one = drawn(tmp_path / "1")
     assert one == drawn(tmp_path / "3")
@@ -192,8 +132,8 @@ ODD = ["a,b.png", 'say "x".png', "two\nlines.png", " .png", "é.png", os.fsdecod
 
 
 @here
-def test_each_picture_is_told_once_in_the_given_order(kinds: Kinds, tmp_path: Path) -> None:
-    classifier = kinds.run["classify"]
+def test_each_picture_is_told_once_in_the_given_order(runs: Paths, tmp_path: Path) -> None:
+    classifier = runs["classify"]
     for name in ("b/2.png", "b/10.png", "b/a/1.png", "z.png", "a.png"):
         save(tmp_path / name, gray(16, 16))
     (tmp_path / "linked").symlink_to(tmp_path / "b")
@@ -208,14 +148,14 @@ def test_each_picture_is_told_once_in_the_given_order(kinds: Kinds, tmp_path: Pa
 
 
 @here
-def test_what_cannot_be_read_is_left_out_when_asked(kinds: Kinds, tmp_path: Path) -> None:
-    run, bad = kinds.run["classify"], tmp_path / "b.png"
+def test_what_cannot_be_read_is_left_out_when_asked(runs: Paths, tmp_path: Path) -> None:
+    run, bad = runs["classify"], tmp_path / "b.png"
     save(tmp_path / "a.png", gray(16, 16))
     bad.write_bytes(b"no picture")
     refused(f"1 file cannot be used:\n  {bad}: ", run, tmp_path)
     prediction = predicted(run, tmp_path, skip_bad=True)
     assert (names(prediction), [each.path for each in prediction.left_out]) == (["a.png"], [bad])
-    run, texts = kinds.run["text"], tmp_path / "x.txt"
+    run, texts = runs["text"], tmp_path / "x.txt"
     texts.write_bytes(b"fine\n\n\tgood\nd\xfcll\ndull\n")
     reasons = ((2, "expected a text"), (3, "likewise"), (4, "expected UTF-8"))
     told = [f"{texts}, line {n}: {words}" for n, words in reasons]
@@ -228,11 +168,11 @@ def test_what_cannot_be_read_is_left_out_when_asked(kinds: Kinds, tmp_path: Path
 
 @here
 @for_each("end", ["", "\n", "\r\n", "\n\n \n"])
-def test_texts_are_read_as_in_training(kinds: Kinds, tmp_path: Path, end: str) -> None:
+def test_texts_are_read_as_in_training(runs: Paths, tmp_path: Path, end: str) -> None:
     one, two = tmp_path / "x.txt", tmp_path / "a.txt"
     one.write_bytes(('\ufeff a fine film \r\ndull\tgood\n"so, so"\rdull' + end).encode())
     two.write_text("fine\n")
-    rows = predicted(kinds.run["text"], one, two).rows
+    rows = predicted(runs["text"], one, two).rows
     assert [(row["file"], row["line"], row["text"]) for row in rows] == [
         *((str(one), 1, " a fine film "), (str(one), 2, "dull"), (str(one), 3, '"so, so"\rdull')),
         (str(two), 1, "fine"),
@@ -240,8 +180,8 @@ def test_texts_are_read_as_in_training(kinds: Kinds, tmp_path: Path, end: str) -
 
 
 @nowhere
-def test_what_cannot_be_looked_at_is_refused(kinds: Kinds, tmp_path: Path) -> None:
-    run, text = kinds.run["classify"], kinds.run["text"]
+def test_what_cannot_be_looked_at_is_refused(runs: Paths, tmp_path: Path) -> None:
+    run, text = runs["classify"], runs["text"]
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").write_bytes(b"\n")
     save(tmp_path / "bad" / "x.png", gray(2, 2)).write_bytes(b"")
@@ -253,7 +193,7 @@ def test_what_cannot_be_looked_at_is_refused(kinds: Kinds, tmp_path: Path) -> No
 
 
 @nowhere
-def test_what_is_no_run_or_has_no_weights_is_refused(kinds: Kinds, tmp_path: Path) -> None:
+def test_what_is_no_run_or_has_no_weights_is_refused(runs: Paths, tmp_path: Path) -> None:
     refused("expected the folder of a run, with run.json in it", tmp_path, tmp_path)
     for content, words in (
         ("{", "run.json: expected the JSON of a run"),
@@ -264,15 +204,15 @@ def test_what_is_no_run_or_has_no_weights_is_refused(kinds: Kinds, tmp_path: Pat
         (tmp_path / "run.json").write_text(content)
         refused(f"^{tmp_path}.*{words}", tmp_path, tmp_path)
     refused("expected the run's checkpoints, found", tmp_path, tmp_path, weights="last")
-    run = shutil.copytree(kinds.run["classify"], tmp_path / "run")
+    run = shutil.copytree(runs["classify"], tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
     words = f"{run}/checkpoints/step-.*: expected the run's best weights there, found nothing"
     refused(words, run, tmp_path)
 
 
 @nowhere
-def test_an_output_that_does_not_suit_is_refused(kinds: Kinds, tmp_path: Path) -> None:
-    run, text, masks = (kinds.run[kind] for kind in ("classify", "text", "segment"))
+def test_an_output_that_does_not_suit_is_refused(runs: Paths, tmp_path: Path) -> None:
+    run, text, masks = (runs[kind] for kind in ("classify", "text", "segment"))
     picture, file = save(tmp_path / "a" / "x.png", gray(8, 8)), tmp_path / "x.txt"
     file.write_text("fine\n")
     (tmp_path / "link").symlink_to(picture.parent)
@@ -293,8 +233,10 @@ def test_an_output_that_does_not_suit_is_refused(kinds: Kinds, tmp_path: Path) -
 
 
 @here
-def test_the_best_and_the_last_weights_are_those_of_the_run(kinds: Kinds, tmp_path: Path) -> None:
-    old, where = kinds.run["classify"], "checkpoints/step-00000002"
+def test_the_best_and_the_last_weights_are_those_of_the_run(
+    runs: Paths, data: Paths, tmp_path: Path
+) -> None:
+    old, where = runs["classify"], "checkpoints/step-00000002"
     run = changed(old, tmp_path / "run", lambda said: said["best"].update(checkpoint=where))
     for step in (2, 10_000_000_000):
         copy = run / "checkpoints" / f"step-{step:08d}"
@@ -303,20 +245,22 @@ def test_the_best_and_the_last_weights_are_those_of_the_run(kinds: Kinds, tmp_pa
     save_file({name: torch.zeros_like(value) for name, value in load_file(file).items()}, file)
     reseal(file.parent)
     best, last, unchanged = (
-        predicted(which, kinds.tested["classify"], weights=weights, top=3).rows
+        predicted(which, data["classify"] / "test", weights=weights, top=3).rows
         for which, weights in ((run, "best"), (run, "last"), (old, "best"))
     )
     # Of equal classes the first is told first.
     third = torch.tensor(1.0).div(3).item()
-    alike = [{"class": name, "confidence": third} for name in CLASSES]
-    assert [row["classes"] for row in best] == [alike] * 15
+    alike = [{"class": name, "confidence": third} for name in tiny.CLASSES]
+    assert [row["classes"] for row in best] == [alike] * 12
     assert last == unchanged != best
 
 
 @here
 @for_each("damage", ["flipped", "no record", "infinite"])
-def test_damaged_weights_are_refused_by_name(kinds: Kinds, tmp_path: Path, damage: str) -> None:
-    run = shutil.copytree(kinds.run["classify"], tmp_path / "run")
+def test_damaged_weights_are_refused_by_name(
+    runs: Paths, data: Paths, tmp_path: Path, damage: str
+) -> None:
+    run = shutil.copytree(runs["classify"], tmp_path / "run")
     for file in run.glob("checkpoints/step-*/model.safetensors"):
         if damage == "flipped":
             file.write_bytes(file.read_bytes()[:-1] + b"?")
@@ -331,7 +275,7 @@ def test_damaged_weights_are_refused_by_name(kinds: Kinds, tmp_path: Path, damag
         "infinite": "step-[0-9]+: .* has values that are NaN or infinite",
     }
     for weights in ("best", "last"):
-        refused(words[damage], run, kinds.tested["classify"], weights=weights)
+        refused(words[damage], run, data["classify"] / "test", weights=weights)
 
 
 KEPT = r"run\.json: expected what the run has kept of its model"
@@ -356,13 +300,16 @@ OF_ONE = r"expected model_config\.json and run\.json to be of one"
         ("text", {"classes": ["good"]}, OF_ONE),
     ],
 )
-def test_facts_of_no_run(kind: str, changes: Any, words: str, kinds: Kinds, tmp_path: Path) -> None:
+def test_facts_of_no_run(
+    kind: str, changes: Any, words: str, runs: Paths, data: Paths, tmp_path: Path
+) -> None:
     outer = set(changes) <= {*FACTS.values(), "shards"} or (kind == "text" and "classes" in changes)
     change = lambda said: (said if outer else said[FACTS[kind]]).update(changes)  # noqa: E731
-    run = changed(kinds.run[kind], tmp_path / "run", change)
-    refused(words, run, kinds.tested[kind], output=tmp_path / "out")
+    run = changed(runs[kind], tmp_path / "run", change)
+    refused(words, run, data[kind] / TESTED[kind], output=tmp_path / "out")
 
 
+CLASSES = ("dark, all", "light", 'mid "way"')
 FOUND = [{"class": CLASSES[2], "confidence": 0.75}, {"class": CLASSES[0], "confidence": 0.25}]
 
 
@@ -415,8 +362,8 @@ def test_files_of_others_are_not_written_over(tmp_path: Path, name: str, kind: s
 
 
 @here
-def test_masks_are_not_written_over_pictures_of_others(kinds: Kinds, tmp_path: Path) -> None:
-    run, given, masks, elsewhere = kinds.run["segment"], *(tmp_path / n for n in ("a", "b", "c"))
+def test_masks_are_not_written_over_pictures_of_others(runs: Paths, tmp_path: Path) -> None:
+    run, given, masks, elsewhere = runs["segment"], *(tmp_path / n for n in ("a", "b", "c"))
     save(given / "x.png", gray(16, 16, 3))
     save(given / "sub" / "y.png", gray(16, 16, 3))
     before = save(masks / "x.png", gray(4, 4)).read_bytes()
@@ -450,12 +397,12 @@ def test_no_cell_is_a_formula(text: str) -> None:
 
 @here
 @for_each("format", ["csv", "json"])
-def test_masks_have_the_size_of_their_pictures(kinds: Kinds, tmp_path: Path, format: Any) -> None:
+def test_masks_have_the_size_of_their_pictures(runs: Paths, tmp_path: Path, format: Any) -> None:
     sizes = {"a/x.jpg": (40, 30), "a/b/x.1.png": (33, 70), "y.bmp": (1, 65)}
     for name, size in sizes.items():
         save(tmp_path / "in" / name, gray(*size, 3))
     folder = tmp_path / "new" / "out"
-    prediction = predicted(kinds.run["segment"], tmp_path / "in", output=folder)
+    prediction = predicted(runs["segment"], tmp_path / "in", output=folder)
     assert put(prediction, folder, format=format) == folder / f"masks.{format}"
     masks = {row["file"]: row["mask"] for row in prediction.rows}
     assert masks == {"a/x.jpg": "a/x.png", "a/b/x.1.png": "a/b/x.1.png", "y.bmp": "y.png"}

@@ -242,7 +242,6 @@ SHARED = "devices cannot share {} shards: a shard is never divided. Use --device
         ("text", "--data: expected the folder or file of the data, got none"),
         ("text --data x --epochs 0", "--epochs 0: expected 1 or more"),
         (f"text --data x --seed {'9' * 4000}", "--seed "),
-        ("text --resume", "--resume: expected with --name, which run it is"),
         ("text --resume --name a", "--resume: there is no run in runs/a; leave --resume out to"),
         ("classify --data x --devices 9", f"--devices 9: 9 {SHARED.format(8, 8)}"),
         ("segment --data x --devices cpu,cpu,cpu,cpu,cpu", SHARED.format(4, 4)),
