@@ -39,8 +39,8 @@ from onefold_jobs.training import Task
 
 __all__ = [
     "Answer",
+    "LabelModel",
     "LabelOptions",
-    "Labels",
     "best_by_of",
     "compared",
     "description_of",
@@ -77,8 +77,8 @@ _SCORES: dict[TaskName, tuple[BestBy, ...]] = {
 _Array = np.ndarray[Any, Any]
 
 
-class Labels(Protocol):
-    """What a model predicts of a sample: facts that a run keeps of it."""
+class LabelModel(Protocol):
+    """A model that predicts labels, or numbers: facts that a run keeps of it."""
 
     @property
     def target(self) -> Target:
@@ -161,7 +161,7 @@ def best_by_of(options: LabelOptions) -> BestBy:
 
 def label_task(
     noun: str,
-    kind: Labels,
+    kind: LabelModel,
     answer: Answer,
     options: Any,
     *,
@@ -302,7 +302,7 @@ def purpose_of(target: Target) -> str:
     return kinds.get(target.task, "classification")
 
 
-def _target_rows(found: Measured, kind: Labels, top: int) -> list[dict[str, Any]]:
+def _target_rows(found: Measured, kind: LabelModel, top: int) -> list[dict[str, Any]]:
     """What was measured of each sample, as the columns of a prediction.
 
     Args:
@@ -489,7 +489,11 @@ def spread(samples: int, most: int = SHOWN) -> list[int]:
 
 
 def target_examples(
-    predict: Predict, answer: Answer, kind: Labels, data: Any, show: Callable[[int], dict[str, Any]]
+    predict: Predict,
+    answer: Answer,
+    kind: LabelModel,
+    data: Any,
+    show: Callable[[int], dict[str, Any]],
 ) -> dict[str, Any]:
     """Collect what a report shows of a trained model: samples, mistakes, and its confusions.
 
@@ -539,7 +543,7 @@ def target_examples(
 
 def rows_of(
     use: Use,
-    kind: Labels,
+    kind: LabelModel,
     model: nn.Module,
     answer: Answer,
     data: Any,
@@ -555,7 +559,7 @@ def rows_of(
     ], found
 
 
-def labels_of(use: Use, kind: Labels) -> Any:
+def labels_of(use: Use, kind: LabelModel) -> Any:
     """The number of each input's class; 0 where it is not known, so that its loss is void."""
     classes = kind.classes
     if kind.target.task != "single-label":
@@ -610,7 +614,7 @@ def lines_to_score(
     return path, known, [*bad, *strange]
 
 
-def description_of(kind: Labels, preprocessing: dict[str, Any]) -> dict[str, Any]:
+def description_of(kind: LabelModel, preprocessing: dict[str, Any]) -> dict[str, Any]:
     """Describe a model for programs without onefold."""
     facts = {
         "target": msgspec.to_builtins(kind.target),
