@@ -1,4 +1,4 @@
-"""Pictures with labels: the options, the data, the model, and what is shown of it."""
+"""Pictures with labels: the options, the data, the model, and how its runs are used."""
 
 from __future__ import annotations
 
@@ -93,7 +93,6 @@ __all__ = ["CLASSIFY", "ClassifyOptions", "PictureModel"]
 
 
 JOB = "classify"
-HELP = "Pictures with one label each: from class folders, IDX files or digits."
 FETCHED = ("mnist", "fashion-mnist")
 FASHION_CLASSES = (
     "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot",
@@ -486,7 +485,7 @@ def _load(run: Path) -> LoadedModel:
 
 CLASSIFY = Job(
     name=JOB,
-    help=HELP,
+    help="Pictures with one label each: from class folders, IDX files or digits.",
     example="photos",
     options=ClassifyOptions,
     check_early=check_early,

@@ -1,4 +1,4 @@
-"""Pictures with a mask each: the options, the data, the model, and what is shown of it."""
+"""Pictures with a mask each: the options, the data, the model, and how its runs are used."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ __all__ = ["SEGMENT", "MaskModel", "SegmentOptions"]
 Switch = Literal["yes", "no"]
 
 JOB = "segment"
-HELP = "Pictures with a mask each, by a U-Net."
 USUAL_ENCODER = "resnet34"
 USUAL_WIDTH = 64
 MOST_WIDTH = 4096
@@ -481,7 +480,7 @@ def _load(run: Path) -> LoadedModel:
 
 SEGMENT = Job(
     name=JOB,
-    help=HELP,
+    help="Pictures with a mask each, by a U-Net.",
     example="cracks",
     options=SegmentOptions,
     check_early=check_early,

@@ -1,6 +1,7 @@
-"""Models that predict a class of a sample, several, or a number: losses, scores and examples.
+"""Models that predict a class of a sample, several, or a number: losses, scores and runs.
 
-`label_task` makes the `Task` of a job, and `target_examples` what a report shows.
+`label_task` makes the `Task` of a job, and `target_examples` what a report shows. `rows_of`
+predicts with a run, and `sum_up_targets` scores it.
 """
 
 from __future__ import annotations

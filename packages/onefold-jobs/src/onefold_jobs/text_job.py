@@ -1,4 +1,4 @@
-"""Texts with labels: the options, the data, the model, and what is shown of it.
+"""Texts with labels: the options, the data, the model, and how its runs are used.
 
 A run keeps its tokenizer and the description of its model as files, so that it can be used without
 the folder of the pretrained model that it may have started from.
@@ -58,7 +58,6 @@ from onefold_jobs.words import counted
 __all__ = ["TEXT", "TextModel", "TextOptions"]
 
 JOB = "text"
-HELP = "Texts with labels, from TSV files and other tables."
 TINY = "tiny"
 CONFIG_FILE = "model_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -424,7 +423,7 @@ class TextLogits(nn.Module):
 
 TEXT = Job(
     name=JOB,
-    help=HELP,
+    help="Texts with labels, from TSV files and other tables.",
     example="reviews",
     options=TextOptions,
     check_early=check_early,
