@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from onefold.core.batch import ShardedBatch
 from onefold.core.options import RunOptions
 from onefold.core.placements import PLACEMENTS, PlacementKind
 from onefold.core.results import Gradients, ShardResult
@@ -52,7 +51,6 @@ class InADict(Placement):
 
     def run_shards(
         self,
-        batch: ShardedBatch,
         task: ShardTask,
         done: Mapping[int, ShardResult],
         before: Before,
@@ -60,7 +58,7 @@ class InADict(Placement):
         context = self.context
         self.parameters.load()
         with context.attached(context.first), before(context.first):
-            gradients = run_share(context.first, batch, task, context.exchange, done)
+            gradients = run_share(context.first, task, context.exchange, done)
         return gradients if task.shards == 1 else None
 
     def publish(self) -> None:

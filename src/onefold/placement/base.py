@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onefold.core.assignment import Assignment, Devices
-from onefold.core.batch import ShardedBatch
 from onefold.core.call_digest import Call
 from onefold.core.late import load
 from onefold.core.placements import implementation_of
@@ -246,13 +245,10 @@ class Placement(ABC):
         self.context = context
 
     @abstractmethod
-    def run_shards(
-        self, batch: ShardedBatch, task: ShardTask, done: Done, before: Before
-    ) -> Gradients | None:
+    def run_shards(self, task: ShardTask, done: Done, before: Before) -> Gradients | None:
         """Compute this process's shards, and hand their gradients over.
 
         Args:
-            batch: the batch of the step.
             task: what all shards of the step have in common.
             done: the results of shards that have run already; their gradients are added to in
                 place.
@@ -267,20 +263,18 @@ class Placement(ABC):
             PeerError: another device is lost or has failed.
         """
 
-    def compute(
-        self, batch: ShardedBatch, task: ShardTask, done: Done, before: Before
-    ) -> StepTotals:
+    def compute(self, task: ShardTask, done: Done, before: Before) -> StepTotals:
         """Compute the shards of a step, and add up the gradients of what this process owns.
 
         Arguments and errors are those of `run_shards`.
         """
         context = self.context
-        whole = self.run_shards(batch, task, done, before)
+        whole = self.run_shards(task, done, before)
         if not self.may_write(task.shards):
             # Before `collect`: no process must update with what was computed of such parameters.
             context.guard.refuse_writing(task.step, values=context.checks.run_checks)
         with context.timed("exchange", "collect"):
-            context.exchange.collect(batch.shares)
+            context.exchange.collect(task.batch.shares)
         segments = [total for n in context.own for total in context.exchange.totals(n)]
         return StepTotals(segments, context.table.times_given(), whole)
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.core.assignment import Devices
-from onefold.core.batch import ShardedBatch
 from onefold.core.fold import blocks_of
 from onefold.core.results import Gradients, ShardResult
 from onefold.core.settings import Settings
@@ -123,10 +122,9 @@ class Partitioned(Placement):
         assert isinstance(reduction, StageReduction)
         return reduction
 
-    def run_shards(
-        self, batch: ShardedBatch, task: ShardTask, done: Done, before: Before
-    ) -> Gradients | None:
+    def run_shards(self, task: ShardTask, done: Done, before: Before) -> Gradients | None:
         context, table, reduction = self.context, self.context.table, self._reduction
+        batch = task.batch
         # One shard of each device of this process in every round.
         with self.parameters.rounds(task) as task:
             reduction.start_step(shard for shard, size in enumerate(batch.sizes) if not size)
@@ -146,7 +144,7 @@ class Partitioned(Placement):
                         found = done.get(shard)
                         if found is None:
                             with context.attached(replica):
-                                found = replica.compute(shard, batch, task)
+                                found = replica.compute(shard, task)
                         if found.gradients:
                             _give_all(reduction, shard, found)
                         table.record(replica.number, shard, found)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.core.batch import ShardedBatch
 from onefold.core.fold import Block, before_last, blocks_of, fold
 from onefold.core.results import Gradients, ShardResult
 from onefold.core.shard import Shares
@@ -40,7 +39,6 @@ __all__ = ["Replicated", "partial_sums", "run_share"]
 
 def run_share(
     replica: Replica,
-    batch: ShardedBatch,
     task: ShardTask,
     exchange: Exchange,
     done: Done | None = None,
@@ -51,7 +49,6 @@ def run_share(
 
     Args:
         replica: the model on the device.
-        batch: the batch of the step.
         task: what all shards of the step have in common.
         exchange: with all devices.
         done: the results of shards that have run already; their gradients are added to in place.
@@ -66,16 +63,17 @@ def run_share(
             hook has handed over twice.
     """
     device, table, watch = replica.number, exchange.table, replica.watch
+    shares = task.batch.shares
     # Only our own rows: the others' may be full of this step's results already. An empty shard
     # records nothing, so that without this its row would still hold the step before.
-    table.clear_rows(device, batch.shares.shards_of(device))
+    table.clear_rows(device, shares.shards_of(device))
     replica.start_step(task)
-    exchange.start_step(batch.shares)
+    exchange.start_step(shares)
     record, gradients = partial(table.record, device), Gradients()
-    blocks = blocks_of(batch.shares.shards_of(device), batch.shares.shards)
-    sent = blocks[-1:] if early and _may_send_early(replica, batch, task, done) else ()
+    blocks = blocks_of(shares.shards_of(device), shares.shards)
+    sent = blocks[-1:] if early and _may_send_early(replica, task, done) else ()
     whole = blocks[: len(blocks) - len(sent)]
-    for slot, gradients in enumerate(partial_sums(replica, batch, task, record, done, whole)):
+    for slot, gradients in enumerate(partial_sums(replica, task, record, done, whole)):
         start = watch.now()
         # From here until `publish_parameters` these tensors belong to the exchange, which adds to
         # them in place. A single shard's are added to nothing, so that `GradientRules.norm`
@@ -83,18 +81,17 @@ def run_share(
         exchange.publish(device, slot, gradients)
         watch.note("exchange", "publish", start)
     for block in sent:
-        _send_early(replica, batch, task, exchange, block, slot=len(whole))
+        _send_early(replica, task, exchange, block, slot=len(whole))
     replica.end()
     return gradients
 
 
-def _may_send_early(
-    replica: Replica, batch: ShardedBatch, task: ShardTask, done: Done | None
-) -> bool:
+def _may_send_early(replica: Replica, task: ShardTask, done: Done | None) -> bool:
     """Whether a device may send its last block stage by stage, while its last shard runs backward.
 
     Not where the shard runs in microbatches, or beside others.
     """
+    batch = task.batch
     shards = batch.shares.shards_of(replica.number)
     if replica.stages is None or task.gatherers is not None or not shards:
         return False
@@ -105,19 +102,13 @@ def _may_send_early(
 
 
 def _send_early(
-    replica: Replica,
-    batch: ShardedBatch,
-    task: ShardTask,
-    exchange: Exchange,
-    block: Block,
-    *,
-    slot: int,
+    replica: Replica, task: ShardTask, exchange: Exchange, block: Block, *, slot: int
 ) -> None:
     """Compute a block, and send each stage of its sum as soon as it is complete."""
     assert replica.stages is not None
     entries, record = replica.stages.stages.entries, partial(exchange.table.record, replica.number)
     # The leftmost first, as in `fold`, which takes what is added to it where it is sent from.
-    found = partial_sums(replica, batch, task, record, None, before_last(block)[::-1])
+    found = partial_sums(replica, task, record, None, before_last(block)[::-1])
     sums = [*map(partial(exchange.memory.hold, slot), islice(found, 1)), *found][::-1]
 
     def send(given: GradientSend) -> None:
@@ -128,12 +119,11 @@ def _send_early(
         exchange.publish_stage(slot, given.stage, gradients)
 
     last = block.stop - 1
-    record(last, replica.compute(last, batch, replace(task, send=send)))
+    record(last, replica.compute(last, replace(task, send=send)))
 
 
 def partial_sums(
     replica: Replica,
-    batch: ShardedBatch,
     task: ShardTask,
     record: Callable[[int, ShardResult], None],
     done: Done | None = None,
@@ -143,12 +133,13 @@ def partial_sums(
 
     Args:
         replica: has begun the step.
-        batch: the batch of the step.
         task: what all shards of the step have in common.
         record: called with the number and the result of each shard that has samples.
         done: the results of shards that have run already.
         blocks: only these of them; all if None.
     """
+
+    batch = task.batch
 
     def leaf(node: Block) -> Gradients | None:
         if node.stop - node.start > 1:
@@ -158,7 +149,7 @@ def partial_sums(
             # An empty shard stays in the tree and adds nothing: the tree depends on V alone.
             return replica.nothing
         computed = (done or {}).get(node.start)
-        result = computed or replica.compute(node.start, batch, task)
+        result = computed or replica.compute(node.start, task)
         record(node.start, result)
         return result.gradients
 
@@ -196,15 +187,13 @@ class Replicated(Placement):
         early = StageModules(parts.module, stages, parts.trained, merged=stages is None)
         return PlacementLayout(early=early, mirrors=mirrors)
 
-    def run_shards(
-        self, batch: ShardedBatch, task: ShardTask, done: Done, before: Before
-    ) -> Gradients | None:
+    def run_shards(self, task: ShardTask, done: Done, before: Before) -> Gradients | None:
         context, gradients = self.context, Gradients()
         for replica in context.replicas:
             with context.attached(replica), before(replica):
                 # Compiled code knows no stages, and would be compiled once more with their hooks.
                 early = not context.compilers.compiled
-                gradients = run_share(replica, batch, task, context.exchange, done, early=early)
+                gradients = run_share(replica, task, context.exchange, done, early=early)
         return gradients if task.shards == 1 else None
 
 

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from onefold.core.batch import ShardedBatch
 from onefold.core.gathering import SyncBatchNorm
 from onefold.core.mean import Contribution
 from onefold.core.settings import Settings
@@ -180,7 +179,7 @@ class EagerComparison:
         self._warned = False
 
     def before(
-        self, replica: Replica, batch: ShardedBatch, task: ShardTask, table: ShardTable
+        self, replica: Replica, task: ShardTask, table: ShardTable
     ) -> AbstractContextManager[None]:
         """Surround a device's shards: its first one is rehearsed, if a check is due.
 
@@ -189,21 +188,22 @@ class EagerComparison:
             StateError: the loss changes a module that is no part of the model.
         """
         # What sees the whole batch may do what a plain loop may.
-        if not self._on or not task.run_checks or task.is_plain(batch):
+        if not self._on or not task.run_checks or task.is_plain:
             return nullcontext()
-        shards = [n for n in batch.shares.shards_of(replica.number) if n in batch.shards]
-        return self._rehearsed(shards[0], replica, batch, task, table) if shards else nullcontext()
+        own = task.batch.shares.shards_of(replica.number)
+        shards = [n for n in own if n in task.batch.shards]
+        return self._rehearsed(shards[0], replica, task, table) if shards else nullcontext()
 
     @contextmanager
     def _rehearsed(
-        self, shard: int, replica: Replica, batch: ShardedBatch, task: ShardTask, table: ShardTable
+        self, shard: int, replica: Replica, task: ShardTask, table: ShardTable
     ) -> Iterator[None]:
         where = f"step {task.step}, shard {shard}"
         notes = self._notes and task.shards > 1
         with self._external.refusing_changes(f"{where}, the loss") if notes else nullcontext():
-            part = replica.rehearse(shard, batch, task)
+            part = replica.rehearse(shard, task)
         yield
-        samples = batch.count_of(shard).samples
+        samples = task.batch.count_of(shard).samples
         whole = task.microbatch is None or samples <= task.microbatch
         if part is not None and whole and part.kind != "means" and not self._warned:
             self._compare(part, float(table.totals[shard]), samples, where)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from onefold.core.batch import ShardedBatch, move
+from onefold.core.batch import move
 from onefold.core.flat import FlatTensors
 from onefold.core.gatherer import Gatherer, GatherRequest, Refusing, gathering
 from onefold.core.late import load
@@ -186,7 +186,7 @@ class Replica:
         # memory between steps, and parameters unfrozen since Trainer was made would go on adding.
         drop_gradients([*self.parts.other.values(), *self.parts.frozen.values()])
 
-    def compute(self, shard: int, batch: ShardedBatch, task: ShardTask) -> ShardResult:
+    def compute(self, shard: int, task: ShardTask) -> ShardResult:
         """Run one shard forward and backward; called between `start_step` and `end`.
 
         See the note on pure functions at the head of this file.
@@ -197,12 +197,13 @@ class Replica:
                 own.
         """
         where = self.begin_shard(shard, task)
-        samples = batch.count_of(shard).samples
+        samples = task.batch.count_of(shard).samples
         result: ShardResult | None = None
         try:
             for start, stop in microbatch_bounds(samples, task.microbatch):
-                microbatch = Microbatch(shard, start, stop, samples)
-                given = self.compute_microbatch(microbatch, batch, task, where)
+                given = self.compute_microbatch(
+                    Microbatch(shard, start, stop, samples, task, where)
+                )
                 result = add_microbatch(result, given, task.step) if result else given
         except GatherRequest:
             drop_gradients(self._parameters)
@@ -210,14 +211,14 @@ class Replica:
             return ShardResult(self.nothing, None, GATHERS)
         except Exception as error:
             self.put_back(task)
-            self.explain(error, shard, batch, where)
+            self.explain(error, shard, task, where)
             raise
         # Only now: backward may change buffers as well, as checkpointed layers run forward again.
         buffers = self.buffers.changed()
         self.put_back(task)
         assert result is not None  # a shard that runs has samples
         # By hand: `replace` looks at every field by its name, in every shard.
-        left_out, values = batch.size_of(shard) - samples, result.values
+        left_out, values = task.batch.size_of(shard) - samples, result.values
         return ShardResult(
             result.gradients,
             result.total,
@@ -229,18 +230,15 @@ class Replica:
             end_notes(task, shard, result.total),
         )
 
-    def compute_microbatch(
-        self, microbatch: Microbatch, batch: ShardedBatch, task: ShardTask, where: str
-    ) -> ShardResult:
+    def compute_microbatch(self, microbatch: Microbatch) -> ShardResult:
         """Run a microbatch of a shard, mostly all of it, forward and backward."""
-        payload = self.on_device(microbatch, batch)
-        gatherer = task.gatherer_of(microbatch, batch)
+        payload, task, gatherer = self.on_device(microbatch), microbatch.task, microbatch.gatherer
         handing = None
         if task.send is not None and self.stages is not None:  # else shards keep their gradients
             handing = GradientHooks(
                 self.stages,
                 microbatch,
-                lambda stage: self.taken(self.of_stages[stage], microbatch, batch, task, where),
+                lambda stage: self.taken(self.of_stages[stage], microbatch),
                 task.send,
             )
         start = self.watch.now()
@@ -249,13 +247,13 @@ class Replica:
             handing.watched() if handing else _NOTHING,
             task.gathered() if task.gathered else _NOTHING as begin_backward,
         ):
-            part, values = self.loss_of(microbatch, payload, batch, task, where, gatherer)
+            part, values = self.loss_of(microbatch, payload, gatherer)
             middle = self.watch.now()
             if handing:
                 handing.begin_backward()
             if begin_backward:
                 begin_backward()
-            task.backward(part, batch, gatherer.roots if gatherer else ())
+            task.backward(part, gatherer.roots if gatherer else ())
         if gatherer is None or not gatherer.takes_turns:
             self.watch.note("forward", f"forward shard {microbatch.shard}", start, middle)
             self.watch.note("backward", f"backward shard {microbatch.shard}", middle)
@@ -263,27 +261,21 @@ class Replica:
         if handing:
             handing.finish()
         else:
-            gradients = self.taken(self._all, microbatch, batch, task, where)
+            gradients = self.taken(self._all, microbatch)
         # Without divisors backward has not run: the step is begun again once they are known.
         total = None if part.kind == "means" else part.total()
         given = handing.given if handing else ()
         weight = LATE if handing and handing.is_late else code_of(part)
         return ShardResult(gradients, total, weight, values=values, given=given)
 
-    def taken(
-        self,
-        taken: ParameterSet,
-        microbatch: Microbatch,
-        batch: ShardedBatch,
-        task: ShardTask,
-        where: str,
-    ) -> Gradients:
+    def taken(self, taken: ParameterSet, microbatch: Microbatch) -> Gradients:
         """Take the gradients of some parameters, as they are added up, out of ``.grad``."""
-        gradients = take_gradients(taken, where, task.left_out)
+        task = microbatch.task
+        gradients = take_gradients(taken, microbatch.where, task.left_out)
         for notes in task.notes:
             notes.add(microbatch.shard, taken.numbers, gradients)
         # The whole batch: nothing is added to it, and its bits are a plain loop's.
-        if self._narrow and (self._rounds or not task.is_plain(batch)):
+        if self._narrow and (self._rounds or not task.is_plain):
             gradients = widened(gradients, taken.places_of(self._narrow))
         # A hook that put a tensor of its own into .grad may write to it in the next shard, while
         # the fold still adds to this one.
@@ -305,7 +297,8 @@ class Replica:
         """The gradients of a shard without samples: none for any parameter."""
         return [None] * len(self._parameters)
 
-    def on_device(self, microbatch: Microbatch, batch: ShardedBatch) -> Any:
+    def on_device(self, microbatch: Microbatch) -> Any:
+        batch = microbatch.task.batch
         payload = batch.shards[microbatch.shard]
         if microbatch.samples < microbatch.of:
             payload = rows_of(payload, microbatch[1:3], microbatch.of, dim=batch.dim)
@@ -317,51 +310,46 @@ class Replica:
         return payload
 
     def loss_of(
-        self,
-        microbatch: Microbatch,
-        payload: Any,
-        batch: ShardedBatch,
-        task: ShardTask,
-        where: str,
-        gatherer: Gatherer | None,
+        self, microbatch: Microbatch, payload: Any, gatherer: Gatherer | None
     ) -> tuple[Contribution, ShardValues | None]:
         """Run the forward pass; read what its result adds to the batch's loss, and the rest."""
-        with seeing_whole_batch(task.is_plain(batch)):
+        task, where = microbatch.task, microbatch.where
+        with seeing_whole_batch(task.is_plain):
             with self.autocast():
                 result = task.loss(self.module, payload)
             # Now or never: once our backward has run, the two gradients are one sum.
             self._refuse_leftovers(where)
             loss, values, outputs = split(result, f"the loss of {where}")
-            refuse_uneven(batch, (loss, *values.values()), where)
+            refuse_uneven(task.batch, (loss, *values.values()), where)
             late = gatherer is None or isinstance(gatherer, Refusing)
             part = weigh(loss, microbatch.samples, f"the loss of {where}", late=late)
-        if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
-            self._inspect(loss, microbatch, batch, run_checks=task.run_checks, where=where)
+        if not task.is_plain and not (gatherer and gatherer.sees_batch):
+            self._inspect(loss, microbatch, run_checks=task.run_checks)
             if task.run_checks:
-                self.loss_watch.look_at_count(loss, batch.count_of(microbatch.shard), where)
+                self.loss_watch.look_at_count(loss, task.batch.count_of(microbatch.shard), where)
         if gatherer is not None and not isinstance(gatherer, Refusing):
             divisors = gatherer.end_forward([(k, known(w)) for k, w in part.kinds_and_weights()])
             task = task if divisors is None else replace(task, divisors=divisors)
         if part.kind == "means":
-            part = task.of_one_divisor(part, batch)
+            part = task.of_one_divisor(part)
         # Before backward, which would keep waiting what only they have of the graph.
         if not values and not outputs:
             return part, None
         read = load("core.values").read_values
         return part, read(values, outputs, microbatch.samples, where)
 
-    def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Weighed:
+    def weigh_shards(self, task: ShardTask) -> Weighed:
         """Compute the kind and weight of each term of the loss, for each of this device's shards.
 
         Forward alone: what it returns decides the divisors with which backward can begin. The same
         shards run again afterwards, from the same buffers and seeds.
         """
         rows: dict[int, list[list[tuple[str, float | LateWeight]]]] = {}
-        for shard in batch.shares.shards_of(self.number):
-            if shard in batch.shards:
+        for shard in task.batch.shares.shards_of(self.number):
+            if shard in task.batch.shards:
                 read = Contribution.kinds_and_weights
                 try:
-                    rows[shard] = self._forward_alone(shard, batch, task, read)
+                    rows[shard] = self._forward_alone(shard, task, read)
                 except GatherRequest:
                     # The shards run next and find the same; of one term, no divisors are sought.
                     rows[shard] = [[("sum", 1.0)]]
@@ -371,7 +359,7 @@ class Replica:
             for shard, each in rows.items()
         }
 
-    def rehearse(self, shard: int, batch: ShardedBatch, task: ShardTask) -> Contribution | None:
+    def rehearse(self, shard: int, task: ShardTask) -> Contribution | None:
         """Run a shard, or its first microbatch, without compiled code; inspect what the loss
         returns.
 
@@ -380,13 +368,12 @@ class Replica:
         """
         with torch.compiler.set_stance("force_eager"), suppress(GatherRequest):
             read = Contribution.without_graph
-            return self._forward_alone(shard, batch, task, read, inspected=True)[0]
+            return self._forward_alone(shard, task, read, inspected=True)[0]
         return None
 
     def _forward_alone(
         self,
         shard: int,
-        batch: ShardedBatch,
         task: ShardTask,
         read: Callable[[Contribution], Read],
         *,
@@ -394,43 +381,37 @@ class Replica:
     ) -> list[Read]:
         """Run a shard's microbatches forward, or only the first to inspect it; read the losses."""
         drop_gradients(self._parameters)
-        where, samples = self.begin_shard(shard, task), batch.count_of(shard).samples
+        where, samples = self.begin_shard(shard, task), task.batch.count_of(shard).samples
         microbatches, found = microbatch_bounds(samples, task.microbatch), []
         try:
             for start, stop in microbatches[:1] if inspected else microbatches:
-                microbatch = Microbatch(shard, start, stop, samples)
+                microbatch = Microbatch(shard, start, stop, samples, task, where)
                 # Read at once: the next microbatch must not begin while this one's graph is there.
-                found.append(read(self.run_forward(microbatch, batch, task, where, inspected)))
+                found.append(read(self.run_forward(microbatch, inspected)))
                 drop_gradients(self._parameters)
         except Exception as error:
-            self.explain(error, shard, batch, where)
+            self.explain(error, shard, task, where)
             raise
         finally:
             drop_gradients(self._parameters)
             self.put_back(task)
         return found
 
-    def run_forward(
-        self,
-        microbatch: Microbatch,
-        batch: ShardedBatch,
-        task: ShardTask,
-        where: str,
-        inspected: bool = False,
-    ) -> Contribution:
+    def run_forward(self, microbatch: Microbatch, inspected: bool = False) -> Contribution:
         """Run a microbatch forward alone; return what its loss adds, with its graph."""
-        payload = self.on_device(microbatch, batch)
+        payload, what = self.on_device(microbatch), f"the loss of {microbatch.where}"
         # Not under no_grad: a loss that differentiates something itself (a gradient penalty) needs
         # a graph, and would fail here and not in the step proper.
-        with gathering(task.gatherer_of(microbatch, batch)), self.autocast():
-            result = task.loss(self.module, payload)
-        loss = split(result, f"the loss of {where}")[0]
+        with gathering(microbatch.gatherer), self.autocast():
+            result = microbatch.task.loss(self.module, payload)
+        loss = split(result, what)[0]
         if inspected:
-            self._inspect(loss, microbatch, batch, run_checks=True, where=where)
-        return weigh(loss, microbatch.samples, f"the loss of {where}", late=not inspected)
+            self._inspect(loss, microbatch, run_checks=True)
+        return weigh(loss, microbatch.samples, what, late=not inspected)
 
-    def _inspect(self, loss: object, part: Microbatch, batch: ShardedBatch, **how: Any) -> None:
-        self.loss_watch.inspect(loss, samples=part.samples, batch_samples=batch.samples, **how)
+    def _inspect(self, loss: object, part: Microbatch, *, run_checks: bool) -> None:
+        sizes = {"samples": part.samples, "batch_samples": part.task.batch.samples}
+        self.loss_watch.inspect(loss, **sizes, run_checks=run_checks, where=part.where)
 
     def begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
@@ -455,11 +436,11 @@ class Replica:
             self.parts.modes.restore(task.modes)
             self.parts.restore_frozen(task.trainable)
 
-    def explain(self, error: Exception, shard: int, batch: ShardedBatch, where: str) -> None:
+    def explain(self, error: Exception, shard: int, task: ShardTask, where: str) -> None:
         """Note where an error was raised; raise its cause instead, if a buffer was resized."""
         error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
-        samples, shards = batch.count_of(shard).samples, batch.shares.shards
-        advice = load("shard.advice").advice_on(error, samples=samples, shards=shards)
+        samples = task.batch.count_of(shard).samples
+        advice = load("shard.advice").advice_on(error, samples=samples, shards=task.shards)
         if advice:
             error.add_note(advice)
         self.buffers.check_shapes()
@@ -551,5 +532,5 @@ class GradientHooks:
             gradients = self._handed.apart(self._take(stage))
             for number, gradient in zip(numbers, gradients, strict=True):
                 self.given[number] = gradient is not None
-            last = self._microbatch.stop == self._microbatch.of
-            self._give(GradientSend(self._microbatch.shard, stage, last, gradients))
+            part = self._microbatch
+            self._give(GradientSend(part.shard, stage, part.is_last, gradients))

@@ -73,12 +73,12 @@ class ShardTask:
     """What all shards of a step have in common."""
 
     loss: LossFunction
+    batch: ShardedBatch
+    """The batch of the step, with the shards of this process."""
     seed: int
     """The run's seed."""
     step: int
     """The number of the step."""
-    shards: int
-    """How many shards every batch is cut into."""
     modes: bytes
     """The modes of the module's parts, put back after every shard where there are several."""
     trainable: Sequence[bool]
@@ -105,23 +105,22 @@ class ShardTask:
     """Surrounds a forward pass and its backward, and has parameters brought while they are needed;
     what it yields is called between the two. None where they are at hand."""
 
-    def is_plain(self, batch: ShardedBatch) -> bool:
+    @property
+    def shards(self) -> int:
+        """How many shards every batch is cut into."""
+        return self.batch.shares.shards
+
+    @property
+    def is_plain(self) -> bool:
         """Whether one forward pass sees the whole batch, as in a plain loop."""
-        return self.shards == 1 and (self.microbatch is None or batch.samples <= self.microbatch)
+        fits = self.microbatch is None or self.batch.samples <= self.microbatch
+        return self.shards == 1 and fits
 
-    def gatherer_of(self, microbatch: Microbatch, batch: ShardedBatch) -> Gatherer | None:
-        """Find what `onefold.gather` does in a microbatch; None if it sees the whole batch."""
-        if self.is_plain(batch):
-            return None
-        if microbatch.samples < microbatch.of:
-            return Refusing(partial(LossError, _OF_PIECES))
-        return self.gatherers(microbatch.shard) if self.gatherers else Refusing(GatherRequest)
-
-    def of_one_divisor(self, part: Contribution, batch: ShardedBatch) -> Contribution:
+    def of_one_divisor(self, part: Contribution) -> Contribution:
         """Combine the terms of a loss into one, where the whole batch's weights are known."""
         # Of the whole batch the own weights are already the divisors.
         divisors = self.divisors
-        if self.is_plain(batch):
+        if self.is_plain:
             divisors = [each.known_weight for each in part.parts]
         if divisors is None:
             return part
@@ -132,10 +131,7 @@ class ShardTask:
         return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
 
     def backward(
-        self,
-        part: Contribution,
-        batch: ShardedBatch,
-        beside: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        self, part: Contribution, beside: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
         """Run backward where it can begin and there is something to differentiate."""
         # A loss that depends on no parameter is legal in one shard (one without positives, say);
@@ -147,24 +143,24 @@ class ShardTask:
             return
         # Divided before backward and not after the fold: with one shard these are the bits of a
         # plain loop, and gradients of low precision do not overflow on the way.
-        weight, plain = part.weight, self.is_plain(batch)
+        weight, plain = part.weight, self.is_plain
         if plain and isinstance(weight, LateWeight) and part.kind != "sum":
             # If it is 0, there is nothing to count, and nothing is updated.
             part.backward(weight.divisor(self.scale), beside)
             return
         # Not read unless it divides: on an accelerator this would wait for it.
         own = part.known_weight if plain else math.nan
-        divisor = 1.0 if part.kind == "sum" else self.divisor(batch, own)
+        divisor = 1.0 if part.kind == "sum" else self.divisor(own)
         if divisor:
             part.backward(divisor / self.scale, beside)
 
-    def divisor(self, batch: ShardedBatch, weight: float) -> float:
+    def divisor(self, weight: float) -> float:
         """What gradients are divided by in backward, before the whole batch's weight is known.
 
         That is the number of samples, the only divisor that every device knows before all forwards
         are done. Where one forward pass sees the whole batch, its ``weight`` is that of the batch.
         """
-        return weight if self.is_plain(batch) else float(batch.samples)
+        return weight if self.is_plain else float(self.batch.samples)
 
 
 class Microbatch(NamedTuple):
@@ -175,10 +171,28 @@ class Microbatch(NamedTuple):
     stop: int
     of: int
     """Number of samples in the whole shard."""
+    task: ShardTask
+    where: str
+    """Step and shard, for errors."""
 
     @property
     def samples(self) -> int:
         return self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing more of the shard follows."""
+        return self.stop == self.of
+
+    @property
+    def gatherer(self) -> Gatherer | None:
+        """What `onefold.gather` does in it; None if it sees the whole batch."""
+        if self.task.is_plain:
+            return None
+        if self.samples < self.of:
+            return Refusing(partial(LossError, _OF_PIECES))
+        gatherers = self.task.gatherers
+        return gatherers(self.shard) if gatherers else Refusing(GatherRequest)
 
 
 def end_notes(task: ShardTask, shard: int, total: torch.Tensor | None) -> Digest | None:

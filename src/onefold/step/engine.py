@@ -153,7 +153,7 @@ class Engine:
         context = self.context
         agreed = self._agree_on_step(batch, number, Call.STEP, name, asked_to_stop)
         totals, weight = self._compute(batch, number)
-        outcome, failure = self._judge(batch, number, totals, weight, agreed, now=False)
+        outcome, failure = self._judge(totals, weight, agreed, now=False)
         if outcome.norm is not None and outcome.verdict.updates:
             with context.timed("update", "update"):
                 self.follow_parameters()
@@ -167,7 +167,7 @@ class Engine:
             context.update.drop()
         # Shards' gradients go before the next step makes its own.
         del totals
-        self._end_shards(batch, failure)
+        self._end_shards(failure)
         if outcome.verdict.updates:
             self._follow_average(name)
         with context.timed("exchange", "publish parameters"):
@@ -190,9 +190,9 @@ class Engine:
         agreed = self._agree_on_step(batch, number, Call.GRADIENT, name, asked_to_stop)
         totals, weight = self._compute(batch, number)
         # What the script will use must be looked at before it does.
-        outcome, failure = self._judge(batch, number, totals, weight, agreed, now=True)
+        outcome, failure = self._judge(totals, weight, agreed, now=True)
         del totals
-        self._end_shards(batch, failure)
+        self._end_shards(failure)
         with context.timed("exchange", "share the gradient"):
             if outcome.norm is not None and outcome.verdict.updates:
                 self.rules.clip(outcome.norm)
@@ -220,8 +220,8 @@ class Engine:
         totals, weight = self._compute(batch, number)
         norm: torch.Tensor | None = None
         if weight.value > 0 and any(totals.gave):
-            self.rules.load_totals(batch, weight, totals, self._task)
-            norm = self._norm(batch, totals)
+            self.rules.load_totals(weight, totals, self._task)
+            norm = self._norm(totals)
         numbers, weights = context.table.numbers.clone(), context.table.weights.tolist()
         if norm is not None and not self.placement.partitioned:
             write_gradient(context)
@@ -262,14 +262,14 @@ class Engine:
 
     def _compute(self, batch: ShardedBatch, number: int) -> tuple[StepTotals, StepWeight]:
         """Compute all shards' gradients and losses; once more where a loss turns out to need it."""
-        context, shards, parts = self.context, batch.shares.shards, self.context.parts
+        context, parts, several = self.context, self.context.parts, batch.shares.shards > 1
         objective, run_checks = self.objective, context.checks.run_checks
-        several, objective.trained = shards > 1, parts.trainable()
+        objective.trained = parts.trainable()
         task = ShardTask(
             loss=objective.run,
+            batch=batch,
             seed=context.settings.seed,
             step=number,
-            shards=shards,
             modes=parts.modes.read() if several else b"",
             trainable=objective.trained if several else (),
             scale=self.rules.loss_scale,
@@ -278,7 +278,7 @@ class Engine:
         )
         for add in self.hooks.tasks:
             task = add(task)
-        if context.alone and not self.placement.may_write(shards):
+        if context.alone and not self.placement.may_write(task.shards):
             # What the user has changed since the last step is the user's affair.
             context.guard.note(values=run_checks)
         watched = run_checks and several  # one shard may do what a plain loop may
@@ -289,17 +289,17 @@ class Engine:
         ):
             if self._cuts_shards:
                 with self._gathered_if_needed():
-                    task = self.microbatches.fitted(task, batch)
+                    task = self.microbatches.fitted(task)
             while True:
                 with self._gathered_if_needed():
                     done: dict[int, ShardResult] = {}
                     if objective.gathers or objective.several_terms:
-                        task, done = self._joint.prepared(objective, batch, task)
+                        task, done = self._joint.prepared(objective, task)
                     self._task = task
-                    before = self._before(batch, task)
-                    attempt = Attempt(batch, task)
+                    before = self._before(task)
+                    attempt = Attempt(task)
                     with self.hooks.around_compute(attempt):
-                        totals = self.placement.compute(batch, task, done, before)
+                        totals = self.placement.compute(task, done, before)
                         if self._launches is not None:
                             self._launches.sample_device(
                                 len(batch.shares.shards_of(context.own[-1]))
@@ -319,11 +319,11 @@ class Engine:
                     self._comparison.check_gathering(gathers=weight.gathers)
                 self.placement.publish()  # nothing was updated; the table is free again
 
-    def _before(self, batch: ShardedBatch, task: ShardTask) -> Before:
+    def _before(self, task: ShardTask) -> Before:
         """What surrounds all shards of a device."""
         if self._comparison is None:
             return _nothing_before
-        return partial(self._comparison.before, batch=batch, task=task, table=self.context.table)
+        return partial(self._comparison.before, task=task, table=self.context.table)
 
     @cached_property
     def microbatches(self) -> MicrobatchSearch:
@@ -362,53 +362,42 @@ class Engine:
         return self.placement.gathered() if all_of_it else nullcontext()
 
     def _judge(
-        self,
-        batch: ShardedBatch,
-        number: int,
-        totals: StepTotals,
-        weight: StepWeight,
-        agreed: Agreed,
-        *,
-        now: bool,
+        self, totals: StepTotals, weight: StepWeight, agreed: Agreed, *, now: bool
     ) -> tuple[StepResult, str]:
         """Decide what becomes of a step; return that, and what is not finite in it.
 
         Args:
-            batch: the batch of the step.
-            number: the number of the step.
             totals: of all shards.
             weight: of the whole batch.
             agreed: what all devices reported when the step began.
             now: whether to look at loss and gradient at once, though that waits for a GPU.
         """
-        context = self.context
-        seen = self._gradient_taken
+        context, task, seen = self.context, self._task, self._gradient_taken
         alone = weight.value <= 0 or seen is not None
-        failure = self._finite.of_loss(batch, number, now=now, alone=alone)
+        failure = self._finite.of_loss(task, now=now, alone=alone)
         norm: torch.Tensor | None = None
         if weight.value > 0 and not failure:
             with context.timed("exchange", "norm"):
-                self.rules.load_totals(batch, weight, totals, self._task)
+                self.rules.load_totals(weight, totals, self._task)
                 if seen is not None:
                     seen(weight.value)
-                norm = self._norm(batch, totals)
+                norm = self._norm(totals)
             if seen is None:
-                name = partial(self._name_bad_gradient, batch)
-                failure, norm = self._finite.of_gradient(norm, number, name)
+                failure, norm = self._finite.of_gradient(norm, task.step, self._name_bad_gradient)
             if norm is not None:
                 self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the table is written again.
         beside = any(context.table.kinds.tolist())
-        values = self._values.of_step(batch, number) if beside else None
+        values = self._values.of_step(task.batch, task.step) if beside else None
         numbers, weights = context.table.numbers.clone(), context.table.weights.tolist()
         return StepResult(numbers, weights, weight.value, verdict, norm, values), failure
 
-    def _norm(self, batch: ShardedBatch, totals: StepTotals) -> torch.Tensor:
+    def _norm(self, totals: StepTotals) -> torch.Tensor:
         """The norm of the whole gradient that was taken."""
-        widened = self.context.update.storage.rounds or not self._task.is_plain(batch)
+        widened = self.context.update.storage.rounds or not self._task.is_plain
         share = self.context.exchange.transport.all_gather_rows
-        return self.rules.norm(batch.shares.shards, totals, share, widened=widened)
+        return self.rules.norm(self._task.shards, totals, share, widened=widened)
 
     def _follow_average(self, name: str) -> None:
         """Update the averages after a step of a loss that updated the model."""
@@ -417,12 +406,13 @@ class Engine:
             with context.timed("update", "average"):
                 averages.follow(context.update.exact_values(), context.first.buffers.flat)
 
-    def _end_shards(self, batch: ShardedBatch, failure: str) -> None:
+    def _end_shards(self, failure: str) -> None:
         """Have buffers follow the shards unless something is not finite."""
-        context = self.context
+        table, batch, run_checks = self.context.table, self._task.batch, self._task.run_checks
         # What is not finite would stay in running means for ever: they are as before the step.
-        for replica in context.replicas if not failure else ():
-            replica.buffers.end_step(context.table, batch, run_checks=context.checks.run_checks)
+        for replica in self.context.replicas if not failure else ():
+            replica.buffers.end_step(table, batch, run_checks=run_checks)
+        del self._task  # with the batch, which the script may have dropped already
 
     def agree(self, head: CallDigest, *, function: object = None, stop: bool = False) -> Agreed:
         """Wait for all devices to have begun the same call; see `Agreement.start_call`."""
@@ -537,17 +527,17 @@ class Engine:
             update.follow_parameters()
             context.exchange.memory.broadcast_from_lead(context.first.buffers.flat)
 
-    def _name_bad_gradient(self, batch: ShardedBatch) -> str:
+    def _name_bad_gradient(self) -> str:
         """Compute the step's shards once more, to name the first gradient that is not finite."""
         task, done = replace(self._task, scale=1.0), dict[int, ShardResult]()
         try:
             with self.context.computing(), self.placement.gathered():
-                if self.objective.gathers and not task.is_plain(batch):
-                    bad = self._joint.spoilt(batch, task)
+                if self.objective.gathers and not task.is_plain:
+                    bad = self._joint.spoilt(task)
                     if bad:
                         return bad
-                    task, done = self._joint.prepared(self.objective, batch, task)
-                return bad_gradient(self.context, batch, task, done)
+                    task, done = self._joint.prepared(self.objective, task)
+                return bad_gradient(self.context, task, done)
         except torch.OutOfMemoryError:
             # Others would wait for one that gives up.
             if not self.context.alone:

@@ -110,7 +110,6 @@ class ScriptCall:
 class Attempt:
     """One computation of all shards of a step. There may be several, until it is whole."""
 
-    batch: ShardedBatch
     task: ShardTask
     whole: bool = False
     """Whether its result is one that a step can be made of; known once it is computed."""

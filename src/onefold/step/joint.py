@@ -67,7 +67,7 @@ class JointShards:
         self._once = any(isinstance(module, SyncBatchNorm) for module in modules)
 
     def prepared(
-        self, objective: Objective, batch: ShardedBatch, task: ShardTask
+        self, objective: Objective, task: ShardTask
     ) -> tuple[ShardTask, dict[int, ShardResult]]:
         """Complete the task of a step; called on all devices.
 
@@ -78,23 +78,23 @@ class JointShards:
         Raises:
             LossError: shards do not gather alike, or have different numbers of terms.
         """
-        if task.is_plain(batch):
+        if task.is_plain:
             return task, {}
         if objective.gathers and self._once:
-            run = _JointRun(self._context, batch, task)
+            run = _JointRun(self._context, task)
             run.drive()
             return replace(task, divisors=run.divisors), run.results
         if objective.gathers:
-            return self._first_run(batch, task).known(task), {}
+            return self._first_run(task).known(task), {}
         if objective.several_terms:
             found: dict[int, Sequence[tuple[str, float]]] = {}
             for replica in self._context.replicas:
                 with self._context.attached(replica):
-                    found.update(replica.weigh_shards(batch, task))
-            task = replace(task, divisors=trade_divisors(self._context, batch, found, task.step))
+                    found.update(replica.weigh_shards(task))
+            task = replace(task, divisors=trade_divisors(self._context, task, found))
         return task, {}
 
-    def spoilt(self, batch: ShardedBatch, task: ShardTask) -> str:
+    def spoilt(self, task: ShardTask) -> str:
         """Describe the first gradient of what was gathered that is not finite, by a new run.
 
         What is gathered carries such a gradient to all shards, so that it cannot be seen in theirs
@@ -103,7 +103,7 @@ class JointShards:
         Returns:
             Which shard gave it; empty if there is none.
         """
-        found = self._first_run(batch, task, looks=True).spoilt
+        found = self._first_run(task, looks=True).spoilt
         # Backward begins with the last call, and goes from it to those before.
         own = min(((-call, shard) for shard, call in found), default=None)
         transport = self._context.exchange.transport
@@ -113,16 +113,16 @@ class JointShards:
             return ""
         call, shard = -first[0] + 1, first[1]
         return (
-            f"step {task.step}, shard {shard} ({batch.describe(shard)}): the gradient of what call "
-            f"{call} of onefold.gather (or onefold.SyncBatchNorm) returned is not finite"
+            f"step {task.step}, shard {shard} ({task.batch.describe(shard)}): the gradient of what "
+            f"call {call} of onefold.gather (or onefold.SyncBatchNorm) returned is not finite"
         )
 
-    def _first_run(self, batch: ShardedBatch, task: ShardTask, *, looks: bool = False) -> _JointRun:
+    def _first_run(self, task: ShardTask, *, looks: bool = False) -> _JointRun:
         parts = self._context.parts
         parts.restore_frozen([False] * len(parts.named))
         try:
             frozen = replace(task, trainable=parts.trainable())
-            run = _JointRun(self._context, batch, frozen, looks=looks)
+            run = _JointRun(self._context, frozen, looks=looks)
             run.drive()
         finally:
             parts.restore_frozen(task.trainable)
@@ -134,17 +134,14 @@ class _JointRun:
 
     Args:
         context: this process's part of the run.
-        batch: the batch of the step.
         task: what all shards of the step have in common.
         looks: whether to look for gradients that are not finite.
     """
 
-    def __init__(
-        self, context: StepContext, batch: ShardedBatch, task: ShardTask, *, looks: bool = False
-    ) -> None:
+    def __init__(self, context: StepContext, task: ShardTask, *, looks: bool = False) -> None:
         self._context, self._replicas = context, context.replicas
-        self._batch, self._task, self._looks = batch, task, looks
-        self._trade = RowExchange(context, batch, task.step)
+        self._task, self._looks = task, looks
+        self._trade = RowExchange(context, task)
         self._current = context.first
         self._turns = self._make_turns()
         self._phase: Phase = "forward"
@@ -183,7 +180,7 @@ class _JointRun:
         return replace(task, gatherers=gatherer, divisors=self.divisors)
 
     def _make_turns(self) -> dict[int, JointShard]:
-        batch = self._batch
+        batch = self._task.batch
         homes = {
             shard: replica
             for replica in self._replicas
@@ -193,7 +190,7 @@ class _JointRun:
         turns: dict[int, JointShard] = {}
         task = replace(self._task, gatherers=turns.__getitem__)
         for shard, replica in homes.items():
-            compute = partial(replica.compute, shard, batch, task)
+            compute = partial(replica.compute, shard, task)
             turns[shard] = JointShard(replica, shard, compute, alone=len(homes) == 1)
         return turns
 
@@ -207,7 +204,7 @@ class _JointRun:
             stops = self._resume(self._join(standings, stops))
         if max(standing.terms for standing in standings.values()) > 1:
             terms = {shard: stop.terms for shard, stop in stops.items()}
-            self.divisors = trade_divisors(self._context, self._batch, terms, self._task.step)
+            self.divisors = trade_divisors(self._context, self._task, terms)
         self._phase = "backward"
         return self._resume(dict.fromkeys(stops, self.divisors))
 
@@ -286,7 +283,7 @@ def _standing(stop: GatherPosition) -> ShardPosition:
 
 
 def trade_divisors(
-    context: StepContext, batch: ShardedBatch, found: Weighed, step: int
+    context: StepContext, task: ShardTask, found: Weighed
 ) -> tuple[float, ...] | None:
     """Add up the weight of each term of the loss over the whole batch; None if it has one term.
 
@@ -294,23 +291,20 @@ def trade_divisors(
 
     Args:
         context: this process's part of the run.
-        batch: the batch, with this process's shards of it.
+        task: what all shards of the step have in common.
         found: for each shard of this process, the kind and weight of each term.
-        step: number of the step, for errors.
 
     Raises:
         LossError: shards have different numbers of terms.
     """
-    given = context.of_all_shards(found)
+    given, size_of = context.of_all_shards(found), task.batch.size_of
     # A shard without samples never ran, and has no terms.
-    rows: list[Sequence[tuple[str, float]]] = [
-        given.get(shard, ()) for shard in range(batch.shares.shards)
-    ]
+    rows: list[Sequence[tuple[str, float]]] = [given.get(s, ()) for s in range(task.shards)]
     terms = max(map(len, rows))
-    wrong = next((s for s, row in enumerate(rows) if batch.size_of(s) and len(row) != terms), None)
+    wrong = next((s for s, row in enumerate(rows) if size_of(s) and len(row) != terms), None)
     if wrong is not None:
         raise LossError(
-            f"the loss of step {step}, shard {wrong} has {len(rows[wrong])} terms and that of "
+            f"the loss of step {task.step}, shard {wrong} has {len(rows[wrong])} terms and that of "
             f"another shard {terms}: expected the same terms for every shard; one in which there "
             f"is nothing to count has the weight 0"
         )
@@ -462,15 +456,14 @@ class RowExchange:
 
     Args:
         context: this process's part of the run.
-        batch: the batch of the step.
-        step: its number, for errors.
+        task: what all shards of the step have in common.
     """
 
-    def __init__(self, context: StepContext, batch: ShardedBatch, step: int) -> None:
+    def __init__(self, context: StepContext, task: ShardTask) -> None:
         self._context = context
         self._homes = {replica.number: replica.device for replica in context.replicas}
-        self._shares, self._step = batch.shares, step
-        self._sizes = batch.sizes
+        self._shares, self._step = task.batch.shares, task.step
+        self._sizes = task.batch.sizes
 
     def agree(self, own: Mapping[int, ShardPosition]) -> dict[int, ShardPosition]:
         """Learn where all shards with samples have stopped.

@@ -16,7 +16,6 @@ import gc
 import logging
 from dataclasses import replace
 
-from onefold.core.batch import ShardedBatch
 from onefold.core.gathering import SyncBatchNorm
 from onefold.core.results import Gradients, total_weight
 from onefold.core.shard import Search
@@ -62,28 +61,28 @@ class MicrobatchSearch:
         """Note that the optimizer has made an update, and with the first one its state."""
         self._updated = True
 
-    def fitted(self, task: ShardTask, batch: ShardedBatch) -> ShardTask:
+    def fitted(self, task: ShardTask) -> ShardTask:
         """Have a step run its shards in microbatches that fit.
 
         Raises:
             MemoryError: not even a single sample fits; raised alike on all devices.
         """
-        largest = batch.size_of(0)
+        largest = task.batch.size_of(0)
         if self.trials == _TRIALS or (self.trials and self._updated):
             self.trials -= 1
-            self._find(task, batch, largest)
+            self._find(task, largest)
         self._warn_of_batch_norm(largest)
         return task if self.samples is None else replace(task, microbatch=self.samples)
 
-    def _find(self, task: ShardTask, batch: ShardedBatch, largest: int) -> None:
+    def _find(self, task: ShardTask, largest: int) -> None:
         search, before = Search(largest), self.samples
         if before is not None:
-            if self._fits(replace(task, microbatch=before), batch):
+            if self._fits(replace(task, microbatch=before)):
                 return
             search = Search(largest, too_large=before)
         while not search.is_over:
             trial = replace(task, microbatch=search.size)
-            search = search.tried(fits=self._fits(trial, batch))
+            search = search.tried(fits=self._fits(trial))
         if not search.found:
             raise MemoryError(
                 f"not even a single sample of step {task.step} fits into the memory of every "
@@ -101,12 +100,12 @@ class MicrobatchSearch:
                 self.samples,
             )
 
-    def _fits(self, task: ShardTask, batch: ShardedBatch) -> bool:
+    def _fits(self, task: ShardTask) -> bool:
         """Whether a step can be computed everywhere; called on all devices."""
         fits = {}
         for replica in self._context.replicas:
             with self._context.attached(replica):
-                fits[replica.number] = _fits_here(replica, task, batch)
+                fits[replica.number] = _fits_here(replica, task)
         return all(self._context.exchange.transport.all_gather_values(fits))
 
     def _warn_of_batch_norm(self, largest: int) -> None:
@@ -131,16 +130,16 @@ class MicrobatchSearch:
             )
 
 
-def _fits_here(replica: Replica, task: ShardTask, batch: ShardedBatch) -> bool:
+def _fits_here(replica: Replica, task: ShardTask) -> bool:
     """Compute a device's share and drop what comes out."""
     fits, sums = True, list[Gradients]()
     replica.start_step(task)
     try:
         # All of them are kept, as a step would keep them.
-        sums, terms = _share(replica, task, batch)
+        sums, terms = _share(replica, task)
         if terms > 1 and task.divisors is None:
             # Without divisors backward has not run; any others do, as nothing is used.
-            sums, _ = _share(replica, replace(task, divisors=(1.0,) * terms), batch)
+            sums, _ = _share(replica, replace(task, divisors=(1.0,) * terms))
     except Exception as error:
         if not is_shortage(error):
             raise
@@ -156,11 +155,9 @@ def _fits_here(replica: Replica, task: ShardTask, batch: ShardedBatch) -> bool:
     return fits
 
 
-def _share(replica: Replica, task: ShardTask, batch: ShardedBatch) -> tuple[list[Gradients], int]:
+def _share(replica: Replica, task: ShardTask) -> tuple[list[Gradients], int]:
     """Compute a device's partial sums, and find how many terms the loss has."""
     weights: list[float] = []
-    sums = list(
-        partial_sums(replica, batch, task, lambda _, result: weights.append(result.known_weight))
-    )
+    sums = list(partial_sums(replica, task, lambda _, result: weights.append(result.known_weight)))
     terms = total_weight(weights, [1] * len(weights), task.step).terms if weights else 1
     return sums, terms

@@ -25,20 +25,19 @@ decide whether the step is skipped, the host waits once for both, when the norm 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
-from onefold.core.batch import ShardedBatch
 from onefold.core.flat import FlatTensors, all_finite
 from onefold.core.late import load
-from onefold.core.results import ShardResult, StepWeight
+from onefold.core.results import StepWeight
 from onefold.core.settings import LossScale, Settings
 from onefold.errors import GradientError, LossError
 from onefold.exchange.shard_table import ShardTable
-from onefold.placement.base import StepTotals
+from onefold.placement.base import Done, StepTotals
 from onefold.placement.context import StepContext
 from onefold.shard.replica import Replica, ShardTask
 from onefold.system.accelerator import HostCopy
@@ -68,13 +67,10 @@ class GradientRules:
         """What losses are multiplied by before backward."""
         return 1.0 if self.scale is None else self.scale.value
 
-    def load_totals(
-        self, batch: ShardedBatch, weight: StepWeight, totals: StepTotals, task: ShardTask
-    ) -> None:
+    def load_totals(self, weight: StepWeight, totals: StepTotals, task: ShardTask) -> None:
         """Take the totals of a step, divided as the loss is.
 
         Args:
-            batch: the batch of the step.
             weight: the weight of the whole batch.
             totals: of all shards.
             task: what all shards of the step have in common.
@@ -88,8 +84,8 @@ class GradientRules:
                 f"the loss of step {task.step} does not depend on any parameter that requires a "
                 f"gradient, in any shard: was it computed under no_grad, or detached?"
             )
-        update.load_gradients(totals.segments, totals.gave, shards=batch.shares.shards)
-        divisor = task.divisor(batch, weight.value) if weight.divided else 1.0
+        update.load_gradients(totals.segments, totals.gave, shards=task.shards)
+        divisor = task.divisor(weight.value) if weight.divided else 1.0
         factor = divisor / weight.value / self.loss_scale
         if factor != 1.0:
             update.scale(factor)
@@ -185,15 +181,14 @@ _ADVICE = (
 class _Unread:
     """What nobody has looked at yet, so as not to wait for a GPU."""
 
-    step: int
-    batch: ShardedBatch
+    task: ShardTask
     totals: HostCopy
     now: bool
     """Whether they are read in the same step, with the norm."""
     norm: HostCopy | None = None
 
     def bad_loss(self) -> str:
-        return _bad_loss(self.totals.read(), self.batch, self.step)
+        return _bad_loss(self.totals.read(), self.task)
 
 
 class FiniteCheck:
@@ -216,14 +211,11 @@ class FiniteCheck:
         self._is_late = not on_host and not self._skips and rules.scale is None
         self._unread: _Unread | None = None
 
-    def of_loss(
-        self, batch: ShardedBatch, step: int, *, now: bool = False, alone: bool = False
-    ) -> str:
+    def of_loss(self, task: ShardTask, *, now: bool, alone: bool) -> str:
         """Describe the first loss that is not finite, if the step is to be skipped for it.
 
         Args:
-            batch: of the step.
-            step: its number.
+            task: what all shards of the step have in common.
             now: look in this step, at gradient as well, though that waits for a GPU.
             alone: whether there will be no gradient, beside which a GPU's losses could be read.
 
@@ -232,9 +224,9 @@ class FiniteCheck:
         """
         totals = self._table.totals
         if totals.device.type == "cpu" and not self._is_late:
-            return self._checked(_bad_loss(totals, batch, step))
+            return self._checked(_bad_loss(totals, task))
         now = now or not self._is_late
-        unread = _Unread(step, batch, HostCopy(totals), now)
+        unread = _Unread(task, HostCopy(totals), now)
         if now and alone:
             return self._checked(unread.bad_loss())
         self._unread = unread
@@ -291,8 +283,8 @@ class FiniteCheck:
             self._checked(last.bad_loss())
             if last.norm is not None and not math.isfinite(float(last.norm.read())):
                 raise GradientError(
-                    f"the gradient of step {last.step} is not finite, and has been used for its "
-                    f"update: go on from a checkpoint. {_ADVICE}"
+                    f"the gradient of step {last.task.step} is not finite, and has been used for "
+                    f"its update: go on from a checkpoint. {_ADVICE}"
                 )
 
     @contextmanager
@@ -316,40 +308,37 @@ class FiniteCheck:
         return failure
 
 
-def _bad_loss(totals: torch.Tensor, batch: ShardedBatch, step: int) -> str:
+def _bad_loss(totals: torch.Tensor, task: ShardTask) -> str:
     """Describe the first loss that is not finite; empty if all are.
 
     Args:
         totals: (V,) float64, the shards' parts of the loss.
-        batch: the batch of the step.
-        step: number of the step.
+        task: what all shards of the step have in common.
     """
+    batch = task.batch
     for shard, total in enumerate(totals.tolist()):
         if not math.isfinite(total):
             advice = load("shard.advice").ONE_SAMPLE
             alone = f". {advice}" if batch.size_of(shard) == 1 < batch.samples else ""
             return (
-                f"the loss of step {step}, shard {shard} is {total}: expected a finite number for "
-                f"{batch.describe(shard)}{alone}"
+                f"the loss of step {task.step}, shard {shard} is {total}: expected a finite number "
+                f"for {batch.describe(shard)}{alone}"
             )
     return ""
 
 
-def bad_gradient(
-    context: StepContext, batch: ShardedBatch, task: ShardTask, done: Mapping[int, ShardResult]
-) -> str:
+def bad_gradient(context: StepContext, task: ShardTask, done: Done) -> str:
     """Describe the first gradient that is not finite; called on every device.
 
     Args:
         context: this process's part of the run.
-        batch: the batch of the step.
         task: what all shards of the step have in common.
         done: the results of shards that have been computed again already.
     """
     found = {}
     for replica in context.replicas:
         with context.attached(replica):
-            found[replica.number] = _of_shards(replica, batch, task, done)
+            found[replica.number] = _of_shards(replica, task, done)
     rows = context.exchange.transport.all_gather_values(found)
     first = min(filter(None, rows), default=None)
     if first is None:
@@ -361,16 +350,15 @@ def bad_gradient(
     return f"{where}: the gradient of {name} is not finite"
 
 
-def _of_shards(
-    replica: Replica, batch: ShardedBatch, task: ShardTask, done: Mapping[int, ShardResult]
-) -> tuple[int, str, str] | None:
+def _of_shards(replica: Replica, task: ShardTask, done: Done) -> tuple[int, str, str] | None:
     """Find the first of a device's shards with such a gradient, and name the parameter."""
+    batch = task.batch
     replica.start_step(task)
     try:
         for shard in batch.shares.shards_of(replica.number):
             if shard not in batch.shards:
                 continue
-            gradients = (done.get(shard) or replica.compute(shard, batch, task)).gradients
+            gradients = (done.get(shard) or replica.compute(shard, task)).gradients
             for name, gradient in zip(replica.parts.trained, gradients, strict=True):
                 if gradient is not None and not all_finite(gradient):
                     where = f"step {task.step}, shard {shard} ({batch.describe(shard)})"

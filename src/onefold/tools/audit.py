@@ -168,12 +168,12 @@ class Auditor(Hook):
     @contextmanager
     def around_compute(self, attempt: Attempt) -> Iterator[None]:
         """Keep what the audit needs, and audit a computation that is whole."""
-        batch, task = attempt.batch, attempt.task
-        with self.keeping(batch, task):
+        task = attempt.task
+        with self.keeping(task):
             yield
         if attempt.whole and self._digests.shards:
             with self._context.timed("exchange", "audit"):
-                attempt.again |= not self.is_sound(batch, task)
+                attempt.again |= not self.is_sound(task)
 
     def around_update(
         self,
@@ -197,11 +197,10 @@ class Auditor(Hook):
         first = derive_seed("audit first", self._context.settings.seed, step)
         return frozenset((first + place) % shards for place in range(min(count, shards)))
 
-    def is_sound(self, batch: ShardedBatch, task: ShardTask) -> bool:
+    def is_sound(self, task: ShardTask) -> bool:
         """Audit the shards of a step that were chosen; whether the step may be used as it is.
 
         Args:
-            batch: the batch of the step.
             task: what all shards have in common.
 
         Raises:
@@ -209,7 +208,7 @@ class Auditor(Hook):
         """
         if task.gatherers is not None:
             return True
-        shared = self._shared(batch, task)
+        shared, batch = self._shared(task.batch), task.batch
         first = {number: dict(each["results"]) for number, each in enumerate(shared)}
         payloads = {shard: unpacked(text) for each in shared for shard, text in each["payloads"]}
         # Of a shard whose payload cannot be sent, or was changed, there is nothing here.
@@ -217,29 +216,29 @@ class Auditor(Hook):
         if not found:
             self._end_early()
             return True
-        batch = replace(batch, shards={**payloads, **batch.shards})
+        task = replace(task, batch=replace(batch, shards={**payloads, **batch.shards}))
         owners = {shard: _owner_of(batch, shard) for shard in found}
         others = {shard: self._auditor_of(shard, owners[shard], task) for shard in found}
         self._limit_s = self.least_limit_s + _LIMIT_STEPS * (time.monotonic() - self._began)
-        second = self._again(others, batch, task, apart=True)
+        second = self._again(others, task, apart=True)
         sound = True
         for shard in found:
             owner, other = owners[shard], others[shard]
             if first[owner][shard] == second[other][shard]:
                 continue
-            fault = self._judged(shard, owner, other, first, second, batch, task)
+            fault = self._judged(shard, owner, other, first, second, task)
             self._report(fault, again=self._healed == task.step)
             sound &= fault.devices != (owner,)
         self._healed = self._healed if sound else task.step
         return sound
 
     @contextmanager
-    def keeping(self, batch: ShardedBatch, task: ShardTask) -> Iterator[None]:
+    def keeping(self, task: ShardTask) -> Iterator[None]:
         """Surround the shards of a step; the payloads of audited ones are kept as they are before.
 
         If there is one device, and other cores are idle, they compute these shards meanwhile.
         """
-        self._step, self._began = task.step, time.monotonic()
+        self._step, self._began, batch = task.step, time.monotonic(), task.batch
         own = [shard for shard in self._digests.shards if shard in batch.shards]
         self._kept = {shard: self._written(batch.shards[shard]) for shard in own}
         who = {shard: 0 for shard, kept in self._kept.items() if kept is not None}
@@ -247,7 +246,7 @@ class Auditor(Hook):
         # Compiled code is there once this process has made it.
         ready = task.gatherers is None and not self._context.compilers.compiled
         if who and ready and self._forks and has_idle_cores():
-            self._early = self._child(lambda: self._here(who, batch, task)[0])
+            self._early = self._child(lambda: self._here(who, task)[0])
         try:
             yield
         except BaseException:
@@ -259,7 +258,7 @@ class Auditor(Hook):
             self._early.end()
             self._early = None
 
-    def _shared(self, batch: ShardedBatch, task: ShardTask) -> list[dict[str, Any]]:
+    def _shared(self, batch: ShardedBatch) -> list[dict[str, Any]]:
         """What each device has computed of the chosen shards, and their payloads."""
         own = {}
         for replica in self._context.replicas:
@@ -295,34 +294,29 @@ class Auditor(Hook):
         distance = 1 + derive_seed("auditor", task.step, shard) % max(1, self._context.devices - 1)
         return (owner + distance) % self._context.devices
 
-    def _again(
-        self, who: Mapping[int, int], batch: ShardedBatch, task: ShardTask, *, apart: bool = False
-    ) -> Results:
+    def _again(self, who: Mapping[int, int], task: ShardTask, *, apart: bool = False) -> Results:
         """Compute shards once more, each on one device; return what all devices have computed.
 
         Args:
             who: for each shard, the device.
-            batch: the batch of the step.
             task: what all shards have in common.
             apart: whether a child computes them, if there is only one device.
         """
         if apart and self._forks:
             early, self._early = self._early, None
-            child = early or self._child(lambda: self._here(who, batch, task)[0])
+            child = early or self._child(lambda: self._here(who, task)[0])
             if (own := self._result_of(child)) is not None:
                 return {0: dict(own)}
-        rows = self._context.exchange.transport.all_gather_values(self._here(who, batch, task))
+        rows = self._context.exchange.transport.all_gather_values(self._here(who, task))
         return {number: dict(row) for number, row in enumerate(rows)}
 
-    def _here(
-        self, who: Mapping[int, int], batch: ShardedBatch, task: ShardTask
-    ) -> dict[int, list[tuple[int, str]]]:
+    def _here(self, who: Mapping[int, int], task: ShardTask) -> dict[int, list[tuple[int, str]]]:
         """What each device of this process computes of its share of some shards."""
         own = {}
         with self._engine.placement.gathered():
             for replica in self._context.replicas:
                 shards = [shard for shard, device in who.items() if device == replica.number]
-                own[replica.number] = self._computed(replica, shards, batch, task)
+                own[replica.number] = self._computed(replica, shards, task)
         return own
 
     def _child(self, function: Callable[[], object]) -> Child | None:
@@ -347,13 +341,13 @@ class Auditor(Hook):
         _log.warning("%s", told)
 
     def _computed(
-        self, replica: Replica, shards: Sequence[int], batch: ShardedBatch, task: ShardTask
+        self, replica: Replica, shards: Sequence[int], task: ShardTask
     ) -> list[tuple[int, str]]:
         with self._context.attached(replica):
             again = WholeDigest(shards)
             replica.start_step(task)
             for shard in shards:
-                replica.compute(shard, batch, replace(task, notes=(again,)))
+                replica.compute(shard, replace(task, notes=(again,)))
             replica.end()
             return list(again.results.items())
 
@@ -364,13 +358,12 @@ class Auditor(Hook):
         other: int,
         first: Results,
         second: Results,
-        batch: ShardedBatch,
         task: ShardTask,
     ) -> WrongResult:
         """Find out who is at fault, where two results of a shard differ."""
         once, twice = first[owner][shard], second[other][shard]
-        of_owner = self._again({shard: owner}, batch, task)[owner][shard]
-        of_other = self._again({shard: other}, batch, task, apart=True)[other][shard]
+        of_owner = self._again({shard: owner}, task)[owner][shard]
+        of_other = self._again({shard: other}, task, apart=True)[other][shard]
         if owner == other:
             truth, times = Counter([once, twice, of_owner, of_other]).most_common(1)[0]
             healed = times > 2 and self._heals
@@ -382,7 +375,7 @@ class Auditor(Hook):
         third = next((d for d in range(self._context.devices) if d not in (owner, other)), None)
         if third is None:
             return WrongResult(task.step, shard, (owner, other), persistent=True, healed=False)
-        truth = self._again({shard: third}, batch, task)[third][shard]
+        truth = self._again({shard: third}, task)[third][shard]
         wrong = tuple(
             device for device, it in ((owner, of_owner), (other, of_other)) if it != truth
         )

@@ -148,7 +148,7 @@ class Inspector(Hook):
                 self._compare(number, outcome)
                 self._note_step(outcome)
             with keeping_gradients(engine.context.parts.trained.values()):
-                rows = self._look_at_shards(batch, task, outcome)
+                rows = self._look_at_shards(task, outcome)
             if self._engine.context.leads:
                 found.shards = sorted(rows, key=lambda each: each.shard)
                 found.shards = [_with_first(each, found.shards) for each in found.shards]
@@ -197,12 +197,10 @@ class Inspector(Hook):
             if parameter.requires_grad
         ]
 
-    def _look_at_shards(
-        self, batch: ShardedBatch, task: ShardTask, outcome: StepResult
-    ) -> list[ShardFinding]:
+    def _look_at_shards(self, task: ShardTask, outcome: StepResult) -> list[ShardFinding]:
         """Compute the shards that were asked for by themselves; bring what is found to the lead."""
-        engine, asked = self._engine, self._asked.shards
-        if engine.objective.gathers and not task.is_plain(batch):
+        engine, asked, batch = self._engine, self._asked.shards, task.batch
+        if engine.objective.gathers and not task.is_plain:
             return []  # a shard of such a loss cannot be computed by itself
         found: dict[int, str] = {}
         with engine.context.computing():
@@ -210,7 +208,7 @@ class Inspector(Hook):
                 with engine.context.attached(replica):
                     replica.start_step(task)
                     own = [
-                        self._look_at(replica, shard, batch, task, outcome)
+                        self._look_at(replica, shard, task, outcome)
                         for shard in batch.shares.shards_of(replica.number)
                         if shard in batch.shards and (asked is None or shard in asked)
                     ]
@@ -220,12 +218,7 @@ class Inspector(Hook):
         return [each for row in rows for each in msgspec.json.decode(row, type=list[ShardFinding])]
 
     def _look_at(
-        self,
-        replica: Replica,
-        shard: int,
-        batch: ShardedBatch,
-        task: ShardTask,
-        outcome: StepResult,
+        self, replica: Replica, shard: int, task: ShardTask, outcome: StepResult
     ) -> ShardFinding:
         seen: list[object] = []
 
@@ -235,7 +228,7 @@ class Inspector(Hook):
 
         watch = OperationWatch(replica.module, digests=self._asked.digests)
         with watch.watching():
-            result = replica.compute(shard, batch, replace(task, loss=loss))
+            result = replica.compute(shard, replace(task, loss=loss))
         total = math.nan if result.total is None else float(result.total)
         given = [each for each in result.gradients if each is not None]
         bad = [
@@ -246,9 +239,7 @@ class Inspector(Hook):
         spoilt = bool(bad) or not math.isfinite(total)
         samples = []
         if self._asked.samples:
-            own = ShardSamples(
-                replica, shard, batch, task, self._datasets, digests=self._asked.digests
-            )
+            own = ShardSamples(replica, shard, task, self._datasets, digests=self._asked.digests)
             samples = own.findings(seen, spoilt=spoilt)
         return ShardFinding(
             shard=shard,

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from onefold.core.batch import ShardedBatch
 from onefold.core.flat import all_finite
 from onefold.core.results import split
 from onefold.core.shard import rows_of
@@ -38,7 +37,6 @@ class ShardSamples:
     Args:
         replica: computes them.
         shard: the number of the shard.
-        batch: the batch of the step.
         task: what all shards of the step have in common.
         datasets: those of the loaders, by the loaders' numbers.
         digests: whether what samples hold is digested.
@@ -48,14 +46,14 @@ class ShardSamples:
         self,
         replica: Replica,
         shard: int,
-        batch: ShardedBatch,
         task: ShardTask,
         datasets: Mapping[int, Any],
         *,
         digests: bool,
     ) -> None:
         self._digests = digests
-        self._replica, self._shard, self._batch, self._task = replica, shard, batch, task
+        self._replica, self._shard, self._task = replica, shard, task
+        self._batch = batch = task.batch
         self._count = batch.count_of(shard).samples
         self._first = sum(batch.size_of(each) for each in range(shard))
         self._dataset = datasets.get(batch.loader)
@@ -138,9 +136,9 @@ class ShardSamples:
 
     def _microbatch(self, start: int, stop: int, run: Callable[..., Any]) -> Any:
         where = self._replica.begin_shard(self._shard, self._task)
-        microbatch = Microbatch(self._shard, start, stop, self._count)
+        microbatch = Microbatch(self._shard, start, stop, self._count, self._task, where)
         try:
-            return run(microbatch, self._batch, self._task, where)
+            return run(microbatch)
         finally:
             self._replica.put_back(self._task)
             self._replica.start_step(self._task)

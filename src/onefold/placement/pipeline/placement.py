@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.core.assignment import Devices
-from onefold.core.batch import ShardedBatch
 from onefold.core.results import Gradients
 from onefold.core.settings import Settings
 from onefold.core.stages import ROOT, Stages, cut_pipeline, waiting
@@ -68,17 +67,16 @@ class Pipelined(Partitioned):
         if context.leads:
             _tell(modules.stages, context.devices // self.pipeline, self.settings.shards)
 
-    def run_shards(
-        self, batch: ShardedBatch, task: ShardTask, done: Done, before: Before
-    ) -> Gradients | None:
-        context, exchange, reduction = self.context, self.context.exchange, self._reduction
+    def run_shards(self, task: ShardTask, done: Done, before: Before) -> Gradients | None:
+        context, batch, reduction = self.context, task.batch, self._reduction
+        exchange = context.exchange
         exchange.transport.forget_messages()  # of a step that failed, and was survived
         reduction.start_step(shard for shard, size in enumerate(batch.sizes) if not size)
         workers = []
         for replica, boundary in zip(context.replicas, self._boundaries, strict=True):
             exchange.table.clear_rows(replica.number, batch.shares.shards_of(replica.number))
             replica.start_step(task)
-            workers.append(PipelineWorker(replica, boundary, context, batch, task))
+            workers.append(PipelineWorker(replica, boundary, context, task))
         with self.parameters.in_pipeline(run_checks=task.run_checks):
             while busy := [worker for worker in workers if not worker.is_done]:
                 for worker in busy:

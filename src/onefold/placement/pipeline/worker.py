@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from onefold.core.batch import ShardedBatch
 from onefold.core.gatherer import GatherRequest, gathering
 from onefold.core.results import Gradients, ShardResult, code_of
 from onefold.core.shard import microbatch_bounds
@@ -50,7 +49,6 @@ class PipelineWorker:
         replica: the model on the device.
         boundary: cuts the model for it.
         context: this process's part of the run.
-        batch: the batch of the step.
         task: what all shards of the step have in common.
     """
 
@@ -59,7 +57,6 @@ class PipelineWorker:
         replica: Replica,
         boundary: StageBoundary,
         context: StepContext,
-        batch: ShardedBatch,
         task: ShardTask,
     ) -> None:
         exchange = context.exchange
@@ -67,12 +64,11 @@ class PipelineWorker:
         self._replica = replica
         self._boundary = boundary
         self._attached = context.attached
-        self._batch = batch
         self._task = task
         self._transport: Transport = exchange.transport
         self._reduction: StageReduction = exchange.reduction
         self._table: ShardTable = exchange.table
-        self._device, self._devices = replica.number, batch.shares.pipeline
+        self._device, self._devices = replica.number, task.batch.shares.pipeline
         self._place = self._device % self._devices
         self._is_one_of_several = len(exchange.memory.trained) > 1
         self._is_last = self._place == self._devices - 1
@@ -86,15 +82,18 @@ class PipelineWorker:
         """What the last microbatch of a shard leaves to the next one, by the shard's number."""
 
     def _in_order(self) -> list[Microbatch | None]:
-        batch = self._batch
+        task = self._task
+        batch = task.batch
         shards = [s for s in batch.shares.read_by(self._device) if s in batch.shards]
         sizes = [batch.count_of(shard).samples for shard in shards]
-        cuts = [microbatch_bounds(size, self._task.microbatch) for size in sizes]
+        cuts = [microbatch_bounds(size, task.microbatch) for size in sizes]
         order = in_groups([len(cut) for cut in cuts], self._devices)
-        return [
-            None if at is None else Microbatch(shards[at[0]], *cuts[at[0]][at[1]], sizes[at[0]])
-            for at in order
-        ]
+
+        def at(place: int, part: int) -> Microbatch:
+            where = f"step {task.step}, shard {shards[place]}"
+            return Microbatch(shards[place], *cuts[place][part], sizes[place], task, where)
+
+        return [None if each is None else at(*each) for each in order]
 
     @property
     def is_done(self) -> bool:
@@ -128,30 +127,25 @@ class PipelineWorker:
                 self._back(number, microbatch)
         except Exception as error:
             self._replica.put_back(self._task)
-            self._replica.explain(error, microbatch.shard, self._batch, self._where(microbatch))
+            self._replica.explain(error, microbatch.shard, self._task, microbatch.where)
             raise
-
-    def _where(self, microbatch: Microbatch) -> str:
-        return f"step {self._task.step}, shard {microbatch.shard}"
 
     def _forth(self, number: int, microbatch: Microbatch) -> None:
         """Compute this device's stages of a microbatch, and send on what the last of them gives."""
-        replica, task, where = self._replica, self._task, self._where(microbatch)
+        replica, task, where = self._replica, self._task, microbatch.where
         context = self._underway[number] = PipelineContext(
             LossProgress(where, replica.device), self._arrival(), microbatch.shard, replica
         )
         with self._attached(replica), self._discarding():
             replica.begin_shard(microbatch.shard, task)
             begun = self._go_on(microbatch, context)
-            payload = replica.on_device(microbatch, self._batch)
+            payload = replica.on_device(microbatch)
             marks = marks_of(payload)
-            gatherer = task.gatherer_of(microbatch, self._batch)
+            gatherer = microbatch.gatherer
             start = replica.watch.now()
             try:
                 with gathering(gatherer), self._boundary.followed(context):
-                    context.part, context.values = replica.loss_of(
-                        microbatch, payload, self._batch, task, where, gatherer
-                    )
+                    context.part, context.values = replica.loss_of(microbatch, payload, gatherer)
             except StageHandover as passed:
                 self._send_on(context, passed.outputs, begun)
             except GatherRequest:
@@ -257,7 +251,7 @@ class PipelineWorker:
             context.backward = state
             with self._boundary.followed(context):
                 if context.part is not None:
-                    task.backward(context.part, self._batch, ())
+                    task.backward(context.part, ())
                 both = zip(context.outputs, gradients, strict=True)
                 pairs = [(tensor, gradient) for tensor, gradient in both if gradient is not None]
                 if pairs:
@@ -294,10 +288,10 @@ class PipelineWorker:
         """Hand over the gradients of own stages; return the microbatch's result up to here."""
         stages = self._reduction.stages
         given = [False] * len(stages.stage_of)
-        last = microbatch.stop == microbatch.of
         for stage in reversed(self._own):
             gradients = self._taken(stage, given, microbatch)
-            self._reduction.give(GradientSend(microbatch.shard, stage, last, gradients))
+            send = GradientSend(microbatch.shard, stage, microbatch.is_last, gradients)
+            self._reduction.give(send)
         self._refuse_foreign(microbatch)
         root = self._taken(ROOT, given, microbatch)
         digest = end_notes(self._task, microbatch.shard, None)
@@ -315,7 +309,7 @@ class PipelineWorker:
         for name, (own, other) in zip(self._replica.of_stages[ROOT].names, pairs, strict=True):
             if own is not None and other is not None:
                 raise PipelineError(
-                    f"{self._where(microbatch)}: parameter {name} is used on device {self._device} "
+                    f"{microbatch.where}: parameter {name} is used on device {self._device} "
                     f"and on a later one (its weights are tied, perhaps): a pipeline cannot add up "
                     f"what both give as one device does. Use --placement partition"
                 )
@@ -328,13 +322,7 @@ class PipelineWorker:
 
     def _taken(self, stage: int, given: list[bool], microbatch: Microbatch) -> Gradients:
         numbers = self._reduction.stages.entries[stage]
-        gradients = self._replica.taken(
-            self._replica.of_stages[stage],
-            microbatch,
-            self._batch,
-            self._task,
-            self._where(microbatch),
-        )
+        gradients = self._replica.taken(self._replica.of_stages[stage], microbatch)
         for number, gradient in zip(numbers, gradients, strict=True):
             given[number] = gradient is not None
         return gradients
@@ -351,7 +339,7 @@ class PipelineWorker:
         """Send back what the device before needs, or record what the shard has given."""
         state = ShardState.of(self._replica)
         inputs = context.inputs
-        last = microbatch.stop == microbatch.of
+        last = microbatch.is_last
         if inputs is not None:
             self._send_back(inputs, result, state)
             # They hold each other.
@@ -367,7 +355,7 @@ class PipelineWorker:
             self._left[microbatch.shard] = state, result
             return
         buffers = self._replica.buffers.changed()
-        left_out = self._batch.size_of(microbatch.shard) - microbatch.of
+        left_out = self._task.batch.size_of(microbatch.shard) - microbatch.of
         ended = replace(result, buffers=buffers, left_out=left_out)
         self._table.record(self._device, microbatch.shard, ended)
 
