@@ -10,8 +10,7 @@ import torch
 from onefold.core.options import RunOptions
 from onefold.core.placements import PLACEMENTS, PlacementKind
 from onefold.core.results import Gradients, ShardResult
-from onefold.placement.base import Before, Placement, ResidentParameters
-from onefold.placement.context import StepContext
+from onefold.placement.base import Before, Placement, ResidentParameters, StepContext
 from onefold.placement.replicated import run_share
 from onefold.shard.task import ShardTask
 from onefold.testing import simulate

@@ -118,7 +118,9 @@ def test_a_divided_parameter_has_no_state_of_another_shape() -> None:
 
 
 def begun(rule: AverageRule, *values: torch.Tensor, **buffers: torch.Tensor) -> Averages:
-    averages = Averages(DEFAULT_ALLOCATOR, Staging(torch.device("cpu"), DEFAULT_ALLOCATOR))
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    staging = Staging(torch.device("cpu"), DEFAULT_ALLOCATOR, optimizer)
+    averages = Averages(DEFAULT_ALLOCATOR, staging)
     averages.start(rule, dict(enumerate(values)), flat_of(**buffers))
     return averages
 

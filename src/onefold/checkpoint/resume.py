@@ -48,7 +48,7 @@ from onefold.data_order.position import PROMISES, Position
 from onefold.errors import CheckpointError, StateError
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests
-from onefold.placement.context import StepContext
+from onefold.placement.base import StepContext
 from onefold.step.engine import Engine
 from onefold.system.background import Background
 from onefold.update.averages import AVERAGE

@@ -50,7 +50,7 @@ from onefold.errors import CheckpointError, StateError
 from onefold.exchange.transport import host_buffer
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests
-from onefold.placement.context import StepContext
+from onefold.placement.base import StepContext
 from onefold.step.engine import Engine
 from onefold.system.background import Background
 from onefold.system.tensor_file import Bytes, TensorParts

@@ -362,21 +362,21 @@ class LoaderSize(Struct, frozen=True, kw_only=True):
         Raises:
             CheckpointError: the loaders differ.
         """
-        check_same("dataset", self.kind or _PLAIN, now.kind or _PLAIN, allow_changed, "a loader of")
-        samples = "a data set of length"
-        check_same("dataset", self.samples, now.samples, allow_changed, samples)
-        check_same("batch_size", self.batch_size, now.batch_size, allow_changed, "batch_size")
+        rows: list[tuple[str, str, object, object]] = [
+            ("dataset", "a loader of", self.kind or _PLAIN, now.kind or _PLAIN),
+            ("dataset", "a data set of length", self.samples, now.samples),
+            ("batch_size", "batch_size", self.batch_size, now.batch_size),
+            ("batch_size", "drop_last", self.drop_last, now.drop_last),
+            ("dataset", "shuffle", self.shuffle, now.shuffle),
+            ("dataset", "lengths of samples, as a digest", self.lengths, now.lengths),
+            ("dataset", "a subset of samples, as a digest,", self.subset, now.subset),
+        ]
         # Batches by length are shuffled as batches, so their size decides the order of the samples.
         if self.lengths:
             name = "batches by length, of batch_size"
-            check_same("dataset", self.batch_size, now.batch_size, allow_changed, name)
-        check_same("batch_size", self.drop_last, now.drop_last, allow_changed, "drop_last")
-        check_same("dataset", self.shuffle, now.shuffle, allow_changed, "shuffle")
-        check_same(
-            "dataset", self.lengths, now.lengths, allow_changed, "lengths of samples, as a digest"
-        )
-        name = "a subset of samples, as a digest,"
-        check_same("dataset", self.subset, now.subset, allow_changed, name)
+            rows.insert(3, ("dataset", name, self.batch_size, now.batch_size))
+        for what, name, saved, value in rows:
+            check_same(what, saved, value, allow_changed, name)
 
 
 class StreamState(Struct, frozen=True):

@@ -24,7 +24,7 @@ import torch
 from onefold.core.averaging import AverageRule
 from onefold.core.call_digest import Call, CallDigest, digest
 from onefold.core.flat import FlatTensors
-from onefold.placement.context import StepContext
+from onefold.placement.base import StepContext
 from onefold.step.engine import Engine
 from onefold.system.compat import copy_each
 from onefold.update.averages import Averages

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -42,7 +42,7 @@ from onefold.shard.stages import QUICK
 from onefold.step.engine import Engine
 from onefold.system.compat import BatchNorm
 
-__all__ = ["DataCall", "Place", "ScoreFunction", "evaluate", "predict", "recompute_statistics"]
+__all__ = ["DataCall", "ScoreFunction", "evaluate", "predict", "recompute_statistics"]
 
 
 _GATHERED = (
@@ -54,9 +54,6 @@ _GATHERED = (
 _SAME = {"clone", "cpu", "detach", "double", "float", "reshape", "squeeze", "to", "view"}
 _SAME |= {"add", "neg", "sub"}
 """What gives a scalar another dtype, device or sign, or adds others, and divides it by nothing."""
-
-Place = tuple[int, int]
-"""Numbers of a batch and of a shard in it."""
 
 ScoreFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; returns a dict of values as `onefold.core.mean` reads them."""
@@ -79,17 +76,15 @@ def evaluate(
             another device was given other data.
     """
     tallies = {number: _Tally() for number in engine.context.own}
-    seed = engine.context.settings.seed
 
-    def add(replica: Replica, score: ScoreFunction, batch: ShardedBatch, place: Place) -> None:
-        number, shard = place
-        where = f"batch {number} of an evaluation, shard {shard}"
-        sums = _Sums() if number == 0 and call.may_note_sums(engine, batch) else None
+    def add(own: DataShard) -> None:
+        where = f"batch {own.number} of an evaluation, shard {own.shard}"
+        sums = _Sums() if own.number == 0 and call.may_note_sums(engine, own.batch) else None
         with sums or nullcontext():
-            values = values_of_shard(replica, score, batch, place, seed, where)
+            values = own.values(where)
         if sums:
             sums.refuse(values, where)
-        tallies[replica.number].add(place, values, batch.count_of(shard).samples, where)
+        tallies[own.replica.number].add(own, values, where)
 
     with call.at_hand(engine), engine.evaluating():
         sizes, last = compute_shards(engine, score, batches, call, "an evaluation", add)
@@ -116,7 +111,7 @@ def compute_shards(
     batches: Iterable[ShardedBatch],
     call: DataCall,
     what: str,
-    compute: Callable[[Replica, ScoreFunction, ShardedBatch, Place], None],
+    compute: Callable[[DataShard], None],
 ) -> tuple[list[int], ShardedBatch | None]:
     """Compute this process's shards of all batches, while nobody may write to parameters.
 
@@ -126,13 +121,13 @@ def compute_shards(
         batches: the data set's, each with this process's shards.
         call: what all devices must have been given alike.
         what: the pass, for errors.
-        compute: called for each shard, with the device, the function and the shard's place.
+        compute: called for each shard.
 
     Returns:
         The number of samples in each batch; and the last batch, if there was one.
     """
     sizes: list[int] = []
-    batch = None
+    batch, seed = None, engine.context.settings.seed
     with ExitStack() as during:
         for number, batch in enumerate(batches):
             first = number == 0
@@ -150,7 +145,7 @@ def compute_shards(
                         for shard in batch.shares.shards_of(replica.number):
                             if shard in batch.shards:
                                 replica.note_shard(shard)
-                                compute(replica, function, batch, (number, shard))
+                                compute(DataShard(replica, function, batch, number, shard, seed))
                         replica.note_shard(-1)
     return sizes, batch
 
@@ -267,11 +262,12 @@ class _Tally:
     def __init__(self) -> None:
         self._lines: list[str] = []
         """One for each part of each value, as `ShardValues` has them."""
-        self._shards: dict[Place, tuple[torch.Tensor, list[float]]] = {}
-        """Totals, (lines,) float64 on the device, and weights."""
+        self._shards: dict[tuple[int, int], tuple[torch.Tensor, list[float]]] = {}
+        """By batch and shard: totals, (lines,) float64 on the device, and weights."""
 
-    def add(self, place: Place, values: dict[str, object], samples: int, where: str) -> None:
+    def add(self, own: DataShard, values: dict[str, object], where: str) -> None:
         """Add one shard's values."""
+        samples = own.batch.count_of(own.shard).samples
         found = [
             (f"{part.kind} {name}", part)
             for name, value in values.items()
@@ -288,7 +284,7 @@ class _Tally:
         # Each stays where it is: to read totals here, or to bring weights to a GPU, would wait for
         # the GPU in every shard.
         totals = torch.stack([part.total() for part in parts])
-        self._shards[place] = totals, [part.weight for part in parts]
+        self._shards[own.number, own.shard] = totals, [part.weight for part in parts]
 
     def report(self) -> tuple[list[str], torch.Tensor, torch.Tensor]:
         """Return the lines, (n, 2) int64 places, and (n, lines, 2) float64 totals and weights."""
@@ -301,60 +297,55 @@ class _Tally:
         return self._lines, places, numbers
 
 
-def compute_shard(
-    replica: Replica,
-    function: ScoreFunction,
-    batch: ShardedBatch,
-    place: Place,
-    purpose: str,
-    seed: int,
-) -> object:
-    """Compute a function of one shard, as before a shard of a step: nothing earlier may show.
+class DataShard(NamedTuple):
+    """One shard of a batch in a pass over a data set."""
 
-    Args:
-        replica: computes it.
-        function: the user's function.
-        batch: holds the shard.
-        place: numbers of the batch and the shard.
-        purpose: what random numbers are for.
-        seed: the seed of the run.
-    """
-    number, shard = place
-    payload = move(batch.shards[shard], replica.device)
-    replica.buffers.restore()
-    own = derive_seed(purpose, seed, number, shard)
-    seed_generators(own, replica.device, common=(purpose, (seed, number)))
-    with replica.autocast():
-        return function(replica.module, payload)
+    replica: Replica
+    """Computes it."""
+    function: ScoreFunction
+    """The user's."""
+    batch: ShardedBatch
+    number: int
+    """Of the batch."""
+    shard: int
+    seed: int
+    """Of the run."""
 
+    def compute(self, purpose: str) -> object:
+        """Compute the function, as before a shard of a step: nothing earlier may show.
 
-def values_of_shard(
-    replica: Replica,
-    function: ScoreFunction,
-    batch: ShardedBatch,
-    place: Place,
-    seed: int,
-    where: str,
-) -> dict[str, Any]:
-    """Compute a function's values for one shard, and check that they have names.
+        Args:
+            purpose: what random numbers are for.
+        """
+        replica, place = self.replica, (self.seed, self.number)
+        payload = move(self.batch.shards[self.shard], replica.device)
+        replica.buffers.restore()
+        own = derive_seed(purpose, *place, self.shard)
+        seed_generators(own, replica.device, common=(purpose, place))
+        with replica.autocast():
+            return self.function(replica.module, payload)
 
-    Arguments are those of `compute_shard`, and ``where`` names batch and shard in errors.
+    def values(self, where: str) -> dict[str, Any]:
+        """Compute the function's values, and check that they have names.
 
-    Raises:
-        LossError: the function returned something other than a dict of values by name.
-    """
-    refusal = partial(LossError, f"{where}: {_GATHERED}")
-    with gathering(Refusing(refusal, is_of_step=False)):
-        values = compute_shard(replica, function, batch, place, "evaluate", seed)
-    if not isinstance(values, dict) or not values:
-        raise LossError(
-            f"{where}: expected the function to return a dict of values by name, such as "
-            f'{{"loss": ..., "accuracy": ...}}, got {type(values).__name__}'
-        )
-    for name in values:
-        if not isinstance(name, str) or not name or "\n" in name:
-            raise LossError(f"{where}: expected names of one line for values, got {name!r}")
-    return values
+        Args:
+            where: names batch and shard in errors.
+
+        Raises:
+            LossError: the function returned something other than a dict of values by name.
+        """
+        refusal = partial(LossError, f"{where}: {_GATHERED}")
+        with gathering(Refusing(refusal, is_of_step=False)):
+            values = self.compute("evaluate")
+        if not isinstance(values, dict) or not values:
+            raise LossError(
+                f"{where}: expected the function to return a dict of values by name, such as "
+                f'{{"loss": ..., "accuracy": ...}}, got {type(values).__name__}'
+            )
+        for name in values:
+            if not isinstance(name, str) or not name or "\n" in name:
+                raise LossError(f"{where}: expected names of one line for values, got {name!r}")
+        return values
 
 
 def _alike(found: Sequence[list[str]]) -> list[str]:
@@ -389,19 +380,18 @@ def predict(
     # For each batch its shards' values, by shard and column, on the host.
     rows: dict[int, dict[int, dict[Column, Rows]]] = defaultdict(dict)
 
-    def add(replica: Replica, function: ScoreFunction, batch: ShardedBatch, place: Place) -> None:
-        number, shard = place
-        where = f"batch {number} of a prediction, shard {shard}"
-        samples, left = batch.size_of(shard), batch.count_of(shard).samples
+    def add(shard: DataShard) -> None:
+        where = f"batch {shard.number} of a prediction, shard {shard.shard}"
+        samples = shard.batch.size_of(shard.shard)
+        left = shard.batch.count_of(shard.shard).samples
         if left < samples:
             raise LossError(
                 f"{where}: collate returned {left} rows for {samples} samples: expected a row for "
                 f"each sample, as predictions are in the order of the data set and have one for "
                 f"each. Leave samples out of the data set instead, with torch.utils.data.Subset"
             )
-        values = values_of_shard(replica, function, batch, place, context.settings.seed, where)
         found: dict[Column, Rows] = {}
-        for name, value in values.items():
+        for name, value in shard.values(where).items():
             found |= columns_of(name, value, samples, where)
         if own and own != [*found]:
             raise DisagreementError(
@@ -409,7 +399,7 @@ def predict(
                 f"names, dtypes and shapes for every shard"
             )
         own[:] = found
-        rows[number][shard] = found
+        rows[shard.number][shard.shard] = found
 
     with call.at_hand(engine), engine.evaluating():
         sizes, last = compute_shards(engine, function, batches, call, "a prediction", add)
@@ -509,14 +499,13 @@ def _sums(
         For each shard (k,) float64, layer by layer; nothing where there were no batches.
     """
     sums: dict[int, torch.Tensor] = {}
-    seed = engine.context.settings.seed
 
-    def add(replica: Replica, loss: ScoreFunction, batch: ShardedBatch, place: Place) -> None:
-        _, shard = place
-        compute_shard(replica, loss, batch, place, "update_bn", seed)
-        replica.buffers.absorb()
-        found = _read(replica, places, batch.count_of(shard).samples / batch.samples)
-        sums[shard] = sums[shard] + found if shard in sums else found
+    def add(own: DataShard) -> None:
+        own.compute("update_bn")
+        own.replica.buffers.absorb()
+        share = own.batch.count_of(own.shard).samples / own.batch.samples
+        found = _read(own.replica, places, share)
+        sums[own.shard] = sums[own.shard] + found if own.shard in sums else found
 
     with engine.gathered(call.step), engine.evaluating(training=True):
         for layer in kept:

@@ -35,7 +35,7 @@ from onefold.passes.collectives import broadcast, written
 from onefold.shard.gradients import keeping_gradients
 from onefold.step.engine import Engine
 from onefold.update.optimizer import PartitionedOptimizer
-from onefold.update.optimizers import Optimizers, optimizers_in
+from onefold.update.optimizers import Optimizers, optimizers_in, settings_of
 from onefold.update.staging import SegmentState
 from onefold.update.state import packed, unpack
 
@@ -224,11 +224,8 @@ class Modifying:
 
     def _settle(self, step: int) -> None:
         """Make the lead's values everybody's."""
-        agreement, context, first = (
-            self._engine.agreement,
-            self._engine.context,
-            self._engine.context.first,
-        )
+        agreement, context = self._engine.agreement, self._engine.context
+        first = context.first
         first.check_places()
         first.buffers.places.check()
         first.buffers.absorb()
@@ -240,7 +237,7 @@ class Modifying:
         context.exchange.memory.broadcast_from_lead(first.buffers.flat)
         first.buffers.note_changes()
         if context.with_others:
-            settings = written(agreement.settings.as_json()) if context.leads else None
+            settings = written(settings_of(context.update.optimizer)) if context.leads else None
             agreement.settings.adopt(broadcast(context.exchange, settings))
         context.copy_first()
         context.update.follow_parameters()

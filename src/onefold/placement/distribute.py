@@ -70,16 +70,24 @@ def distribute_entries(
         leads: whether this is the lead's process.
     """
     memory, masters = exchange.memory, update.storage.masters
+    device = next(iter(memory.trained.values())).device
+
+    def shared(value: torch.Tensor | FirstValues, layout: Layout, number: int) -> torch.Tensor:
+        """(numel,) the lead's values of a parameter."""
+        own = values_of_entry(value, layout, number).to(device) if leads else None
+        values = _room(layout, number, device) if own is None else own
+        memory.broadcast_tensor_from_lead(values)
+        return values
+
     for number, value in enumerate(start.trained):
-        values = _shared(value, masters, number, exchange, leads=leads)
+        values = shared(value, masters, number)
         for item in update.owned:
             if item.segment.entry == number:
                 part = values[item.segment.start : item.segment.stop]
                 storage_order(item.values.data).copy_(part)
     for number, value in enumerate(start.frozen):
         assert memory.frozen is not None
-        layout = memory.frozen.flat.layout
-        memory.frozen.adopt_entry(number, _shared(value, layout, number, exchange, leads=leads))
+        memory.frozen.adopt_entry(number, shared(value, memory.frozen.flat.layout, number))
 
 
 def values_of_entry(value: torch.Tensor | FirstValues, layout: Layout, number: int) -> torch.Tensor:
@@ -89,24 +97,6 @@ def values_of_entry(value: torch.Tensor | FirstValues, layout: Layout, number: i
         return storage_order(laid_out(value, entry.stride))
     values = _room(layout, number, torch.device("cpu"))
     value.write_to(values.as_strided(entry.shape, entry.stride))
-    return values
-
-
-def _shared(
-    value: torch.Tensor | FirstValues,
-    layout: Layout,
-    number: int,
-    exchange: Exchange,
-    *,
-    leads: bool,
-) -> torch.Tensor:
-    """(numel,) the lead's values of a parameter."""
-    device = next(iter(exchange.memory.trained.values())).device
-    if leads:
-        values = values_of_entry(value, layout, number).to(device)
-    else:
-        values = _room(layout, number, device)
-    exchange.memory.broadcast_tensor_from_lead(values)
     return values
 
 

@@ -43,8 +43,7 @@ from onefold.deferred.access import Replace, ResidentError
 from onefold.errors import PipelineError
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.stage_exchange import ParameterRequest
-from onefold.placement.base import Function, ResidentParameters
-from onefold.placement.context import StepContext
+from onefold.placement.base import Function, ResidentParameters, StepContext
 from onefold.placement.stage_buffers import StageBuffers
 from onefold.shard.advice import is_about_hooks
 from onefold.shard.gradients import keeping_gradients

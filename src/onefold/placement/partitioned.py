@@ -22,8 +22,7 @@ from onefold.core.storage import Storage
 from onefold.exchange.exchange import has_memory_in_common
 from onefold.exchange.reduction import StageReduction
 from onefold.exchange.stage_exchange import GradientSend
-from onefold.placement.base import Before, Done, Estimates, Placement, PlacementLayout
-from onefold.placement.context import StepContext
+from onefold.placement.base import Before, Done, Estimates, Placement, PlacementLayout, StepContext
 from onefold.placement.parameters import PartitionedParameters
 from onefold.placement.replicated import Replicated
 from onefold.shard.model_parts import ModelParts

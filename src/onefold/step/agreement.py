@@ -32,10 +32,9 @@ from onefold.core.call_digest import (
     read_agreed,
     shares_checksum,
 )
-from onefold.core.json_value import from_json, to_json
+from onefold.core.json_value import from_json
 from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
-from onefold.placement.base import Placement
-from onefold.placement.context import StepContext
+from onefold.placement.base import Placement, StepContext
 from onefold.shard.model_parts import ExternalModules
 from onefold.system.words import listed
 from onefold.update.optimizers import name_of, optimizers_in, steps_by_parameter
@@ -236,10 +235,6 @@ class Agreement:
         )
 
 
-_KEPT = ("params", "param_names")
-"""Keys of a group that belong to each process itself."""
-
-
 class GroupSettings:
     """Reads the settings of an optimizer's groups; quick where they have not changed.
 
@@ -271,19 +266,8 @@ class GroupSettings:
             self._checksum = checksum("".join(sorted(map(repr, now.items()))).encode())
         return self._checksum
 
-    def as_json(self) -> list[dict[str, Any]]:
-        """Return the settings that a script may change, for other devices to adopt."""
-        return [
-            {
-                key: to_json(value, f"{key} of the optimizer's group {number}")
-                for key, value in group.items()
-                if key not in _KEPT
-            }
-            for number, group in enumerate(self._optimizer.param_groups)
-        ]
-
     def adopt(self, settings: list[dict[str, Any]]) -> None:
-        """Adopt what `as_json` returned on another device; tensors keep their identity."""
+        """Adopt the `settings_of` another device; tensors keep their identity."""
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):
             for key, value in values.items():
                 came, here = from_json(value), group.get(key)

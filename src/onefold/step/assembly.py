@@ -36,8 +36,7 @@ from onefold.core.storage import Storage, cut_segments, divides_evenly
 from onefold.deferred.access import deferred_of
 from onefold.exchange.exchange import Exchange, join
 from onefold.exchange.memory import Start
-from onefold.placement.base import PlacementLayout, placement_of
-from onefold.placement.context import StepContext
+from onefold.placement.base import PlacementLayout, StepContext, placement_of
 from onefold.shard.buffers import BufferPlaces, BufferSet
 from onefold.shard.kernels import Compilers
 from onefold.shard.model_parts import ModelParts

@@ -29,11 +29,10 @@ from onefold.core.call_digest import Agreed, Call, CallDigest
 from onefold.core.late import load
 from onefold.core.results import ShardResult, StepWeight, total_weight
 from onefold.errors import DisagreementError
-from onefold.placement.base import Before, Placement, StepTotals
-from onefold.placement.context import StepContext
+from onefold.placement.base import Before, Placement, StepContext, StepTotals
 from onefold.shard.gradients import keeping_gradients
 from onefold.shard.model_parts import ExternalModules, buffers_with_nan, in_mode
-from onefold.shard.replica import LossFunction, Replica, ShardTask
+from onefold.shard.replica import LossFunction, ShardTask
 from onefold.step.agreement import Agreement, digest_of, refuse_unfrozen
 from onefold.step.hook import Attempt, Hooks
 from onefold.step.result import StepResult, objectives_of, verdict_of
@@ -322,7 +321,7 @@ class Engine:
     def _before(self, task: ShardTask) -> Before:
         """What surrounds all shards of a device."""
         if self._comparison is None:
-            return _nothing_before
+            return lambda replica: nullcontext()
         return partial(self._comparison.before, task=task, table=self.context.table)
 
     @cached_property
@@ -546,7 +545,3 @@ class Engine:
                 f"the gradient of step {task.step} is not finite (to name the shard takes room for "
                 f"all parameters on the device, which there is not)"
             )
-
-
-def _nothing_before(replica: Replica) -> AbstractContextManager[None]:
-    return nullcontext()

@@ -40,6 +40,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -237,7 +238,7 @@ class Hooks:
     def call(self, asked: ScriptCall, make: Make) -> Any:
         """Make a call of the script; see `Hook.call`."""
         for hook in reversed(self._calls):
-            make = _before(hook, asked, make)
+            make = partial(hook, asked, make)
         return make()
 
     def around(self, asked: ScriptCall) -> AbstractContextManager[object]:
@@ -257,10 +258,6 @@ class Hooks:
         """Let go of everything."""
         for close in self._closes:
             close()
-
-
-def _before(hook: Callable[[ScriptCall, Make], Any], asked: ScriptCall, make: Make) -> Make:
-    return lambda: hook(asked, make)
 
 
 class _Shells(AbstractContextManager[None]):

@@ -45,7 +45,7 @@ from onefold.core.results import ShardResult
 from onefold.core.settings import added_up_in
 from onefold.core.values import Column, ShardValues, StepValues, names_of, values_by_name
 from onefold.errors import DisagreementError, LossError
-from onefold.placement.context import StepContext
+from onefold.placement.base import StepContext
 from onefold.shard.gather import GatherCall, GatherPosition, GatherReplay, JointShard
 from onefold.shard.replica import Replica, ShardTask, Weighed
 from onefold.step.result import Objective

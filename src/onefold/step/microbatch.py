@@ -19,7 +19,7 @@ from dataclasses import replace
 from onefold.core.gathering import SyncBatchNorm
 from onefold.core.results import Gradients, total_weight
 from onefold.core.shard import Search
-from onefold.placement.context import StepContext
+from onefold.placement.base import StepContext
 from onefold.placement.replicated import partial_sums
 from onefold.shard.advice import is_shortage
 from onefold.shard.replica import Replica, ShardTask

@@ -37,8 +37,7 @@ from onefold.core.results import StepWeight
 from onefold.core.settings import LossScale, Settings
 from onefold.errors import GradientError, LossError
 from onefold.exchange.shard_table import ShardTable
-from onefold.placement.base import Done, StepTotals
-from onefold.placement.context import StepContext
+from onefold.placement.base import Done, StepContext, StepTotals
 from onefold.shard.replica import Replica, ShardTask
 from onefold.system.accelerator import HostCopy
 from onefold.update.norms import Share, exact_norms, exact_total, plain_norm

@@ -51,7 +51,7 @@ from onefold.core.options import RunOptions
 from onefold.core.randomness import derive_seed
 from onefold.core.wire import decode, encode
 from onefold.errors import AuditError
-from onefold.placement.context import StepContext
+from onefold.placement.base import StepContext
 from onefold.session.run import RunSetup, RunView
 from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask

@@ -78,7 +78,8 @@ class PartitionedOptimizer:
         self.optimizer, self._name = optimizer, name_of(optimizer)
         self._allocator = allocator
         self._device = next(iter(memory.values())).device
-        self._staging = (DeviceStaging if allocator.apart else Staging)(self._device, allocator)
+        staging = DeviceStaging if allocator.apart else Staging
+        self._staging = staging(self._device, allocator, optimizer)
         self.averages = Averages(allocator, self._staging)
         """The averages of these segments, if the run keeps any."""
         self.users = users
@@ -317,7 +318,7 @@ class PartitionedOptimizer:
         """Call the optimizer for a part of the segments, for some of them or for all."""
         for group, segments in zip(self.optimizer.param_groups, part.divided, strict=True):
             group["params"] = segments
-        with self._staging.updating(self.optimizer, partial(self._visitors, part)):
+        with self._staging.updating(partial(self._visitors, part)):
             self._update(part)
         if self._allocator.on_disk:
             for place in part.places:

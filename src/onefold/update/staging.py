@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["DeviceStaging", "OwnedSegment", "SegmentState", "Staging", "is_by_element"]
 
 
+Divided = Callable[[], Sequence[Collection[torch.Tensor]]]
 Change = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
@@ -42,13 +43,18 @@ class Staging:
     Args:
         device: that computes.
         allocator: has what is kept.
+        optimizer: whose segments they are.
     """
 
     moves = False
     """Whether segments are kept in other memory than that in which the device computes."""
 
-    def __init__(self, device: torch.device, allocator: TensorAllocator) -> None:
-        self._device, self._allocator = device, allocator
+    def __init__(
+        self, device: torch.device, allocator: TensorAllocator, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._device, self._allocator, self._optimizer = device, allocator, optimizer
+        self._came: dict[torch.Tensor, frozenset[str]] = {}
+        """For each segment that has been updated, what of its state the optimizer had there."""
 
     def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of any content, where segments are kept."""
@@ -66,15 +72,10 @@ class Staging:
         """
         change(tensors, by)
 
-    def updating(
-        self,
-        optimizer: torch.optim.Optimizer,
-        divided: Callable[[], Sequence[Collection[torch.Tensor]]],
-    ) -> AbstractContextManager[None]:
+    def updating(self, divided: Divided) -> AbstractContextManager[None]:
         """Have segments on the device inside this context; what becomes of them is kept.
 
         Args:
-            optimizer: whose segments they are.
             divided: for each group of the optimizer, the values of those of its segments that come.
         """
         return nullcontext()
@@ -84,11 +85,6 @@ class DeviceStaging(Staging):
     """Brings segments and their state to a device while they are updated."""
 
     moves = True
-
-    def __init__(self, device: torch.device, allocator: TensorAllocator) -> None:
-        super().__init__(device, allocator)
-        self._came: dict[torch.Tensor, frozenset[str]] = {}
-        """For each segment that has been updated, what of its state the optimizer had there."""
 
     def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         flat = self._allocator.empty(math.prod(shape) * dtype.itemsize).view(dtype)
@@ -103,31 +99,20 @@ class DeviceStaging(Staging):
             tensor.copy_(there)
 
     @contextmanager
-    def updating(
-        self,
-        optimizer: torch.optim.Optimizer,
-        divided: Callable[[], Sequence[Collection[torch.Tensor]]],
-    ) -> Iterator[None]:
+    def updating(self, divided: Divided) -> Iterator[None]:
         # Each leaves, whatever happens to others, and also if some cannot come.
         with ExitStack() as leaving:
-            for group, segments in zip(optimizer.param_groups, divided(), strict=True):
+            for group, segments in zip(self._optimizer.param_groups, divided(), strict=True):
                 # Of a state that was loaded: counts of steps are read on the host, but by kernels
                 # that want them on the device.
                 counts = bool(group.get("capturable") or group.get("fused"))
                 for values in segments:
-                    self._come(values, optimizer, leaving, counts=counts)
+                    self._come(values, leaving, counts=counts)
             yield
 
-    def _come(
-        self,
-        values: torch.Tensor,
-        optimizer: torch.optim.Optimizer,
-        leaving: ExitStack,
-        *,
-        counts: bool,
-    ) -> None:
+    def _come(self, values: torch.Tensor, leaving: ExitStack, *, counts: bool) -> None:
         stays: torch.Tensor = values.data
-        state: dict[str, Any] = optimizer.state.get(values, {})
+        state: dict[str, Any] = self._optimizer.state.get(values, {})
         known = self._came.get(values)
         along = {
             key: value
@@ -135,24 +120,20 @@ class DeviceStaging(Staging):
             if isinstance(value, torch.Tensor)
             and (key in known if known is not None else key != "step" or counts)
         }
-        leaving.callback(partial(self._leave, values, stays, along, optimizer))
+        leaving.callback(partial(self._leave, values, stays, along))
         # Through .data, as the optimizer finds the state by this very object.
         values.data = stays.to(self._device, copy=True)
         for key, value in along.items():
             state[key] = value.to(self._device, copy=True)
 
     def _leave(
-        self,
-        values: torch.Tensor,
-        stays: torch.Tensor,
-        along: dict[str, torch.Tensor],
-        optimizer: torch.optim.Optimizer,
+        self, values: torch.Tensor, stays: torch.Tensor, along: dict[str, torch.Tensor]
     ) -> None:
         values.grad = None
         if values.data_ptr() != stays.data_ptr():
             stays.copy_(values.data)
             values.data = stays
-        state: dict[str, Any] = optimizer.state.get(values, {})
+        state: dict[str, Any] = self._optimizer.state.get(values, {})
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         self._came[values] = frozenset(
             key for key, value in tensors.items() if value.device == self._device

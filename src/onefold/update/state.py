@@ -20,7 +20,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -39,9 +39,6 @@ from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.dtypes import DTYPES
 from onefold.system.tensor_file import Bytes, TensorParts
 from onefold.update.staging import SegmentState, is_by_element
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "JoinedState",

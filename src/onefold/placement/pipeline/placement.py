@@ -11,8 +11,7 @@ from onefold.core.assignment import Devices
 from onefold.core.results import Gradients
 from onefold.core.settings import Settings
 from onefold.core.stages import ROOT, Stages, cut_pipeline, waiting
-from onefold.placement.base import Before, Done, Estimates, Placement
-from onefold.placement.context import StepContext
+from onefold.placement.base import Before, Done, Estimates, Placement, StepContext
 from onefold.placement.partitioned import Partitioned
 from onefold.placement.pipeline.boundary import StageBoundary
 from onefold.placement.pipeline.worker import PipelineWorker

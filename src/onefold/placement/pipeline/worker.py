@@ -20,7 +20,7 @@ from onefold.exchange.reduction import StageReduction
 from onefold.exchange.shard_table import ShardTable
 from onefold.exchange.stage_exchange import GradientSend
 from onefold.exchange.transport import Message, Transport
-from onefold.placement.context import StepContext
+from onefold.placement.base import StepContext
 from onefold.placement.pipeline.boundary import (
     PipelineContext,
     ShardState,
