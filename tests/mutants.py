@@ -148,7 +148,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "a microbatch of a shard is taken for its last one",
-        "exchange/stage_exchange.py",
+        "exchange/reduction.py",
         "return cls(shard, stage, bool(last), ",
         "return cls(shard, stage, True, ",
     ),
@@ -233,8 +233,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "buffers follow a step that is not finite",
         "step/engine.py",
-        "for replica in context.replicas if not failure else ():",
-        "for replica in context.replicas:",
+        "for replica in self.context.replicas if not failure else ():",
+        "for replica in self.context.replicas:",
     ),
     Mutant(
         "averages follow a step that is skipped",
@@ -304,15 +304,15 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "subclasses of optimizers are given parts of parameters",
-        "checks/optimizer.py",
+        "checks/model.py",
         "type(one) in BY_ELEMENT and",
         "isinstance(one, tuple(BY_ELEMENT)) and",
     ),
     Mutant(
         "an evaluation counts samples that collate has left out",
         "passes/evaluation.py",
-        "add(place, values, batch.count_of(shard).samples, where)",
-        "add(place, values, batch.size_of(shard), where)",
+        "samples = own.batch.count_of(own.shard).samples",
+        "samples = own.batch.size_of(own.shard)",
     ),
     Mutant(
         "random numbers begin anew on the next device of a pipeline",

@@ -24,9 +24,8 @@ from onefold.exchange.exchange import Exchange, exchange_over
 from onefold.exchange.group import Rendezvous, join_group
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Start, write_first
-from onefold.exchange.reduction import StageReduction
+from onefold.exchange.reduction import GradientSend, StageReduction
 from onefold.exchange.shared import SharedTransport
-from onefold.exchange.stage_exchange import GradientSend
 from onefold.exchange.transport import Transport
 from onefold.launcher.environment import current_context
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.exchange.reduction import StageReduction
-from onefold.exchange.stage_exchange import ParameterRequest
+from onefold.exchange.reduction import ParameterRequest, StageReduction
 from tests import simulated
 from tests.inside import engine_in
 

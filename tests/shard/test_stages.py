@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.shard.stages import StageModules, cut_by_itself
+from onefold.shard.model_parts import StageModules, cut_by_itself
 from tests.placement.partitioned import run, samples, squared
 from tests.tables import for_each
 

@@ -118,7 +118,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Planted | None], None]:
         def take(*arguments: Any) -> Gradients:
             gradients = real(*arguments)
             if planted[0] is not None:
-                planted[0].spoil(self, gradients, given[-1])
+                planted[0].spoil(self, gradients, given[-1].where)
             return gradients
 
         with monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.checks.optimizer import updates_by_element
+from onefold.checks.model import updates_by_element
 from onefold.core.context import LaunchContext
 from onefold.core.flat import same_bits
 from onefold.core.options import RunOptions

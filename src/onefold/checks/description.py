@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.checks.optimizer import updates_by_element
+from onefold.checks.model import updates_by_element
 from onefold.core.assignment import Devices
 from onefold.core.settings import Settings
 from onefold.core.shard import Shares

@@ -50,7 +50,7 @@ from onefold.exchange.memory import (
     Start,
     by_stage,
 )
-from onefold.exchange.stage_exchange import (
+from onefold.exchange.reduction import (
     Delivery,
     GradientSend,
     ParameterRequest,

@@ -49,8 +49,13 @@ from onefold.core.late import load
 from onefold.core.shard import Shares
 from onefold.core.storage import Storage
 from onefold.exchange.memory import LocalGradients, Memory, Partial, Start
-from onefold.exchange.reduction import BlockReduction, Reduction, StageReduction
-from onefold.exchange.stage_exchange import LocalStageExchange, StageExchange
+from onefold.exchange.reduction import (
+    BlockReduction,
+    LocalStageExchange,
+    Reduction,
+    StageExchange,
+    StageReduction,
+)
 from onefold.exchange.transport import LocalTransport, Transport
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 

@@ -12,8 +12,8 @@ from onefold.exchange.group import Rendezvous, agree_on_devices, agree_on_name, 
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Memory, Start
 from onefold.exchange.progress import NoteWait, places_of
+from onefold.exchange.reduction import LocalStageExchange, StageExchange
 from onefold.exchange.shared import SharedMemory, SharedStageExchange, SharedTransport
-from onefold.exchange.stage_exchange import LocalStageExchange, StageExchange
 from onefold.exchange.transport import Transport
 from onefold.system import accelerator
 from onefold.system.allocator import TensorAllocator

@@ -61,13 +61,13 @@ from onefold.core.storage import Storage
 from onefold.errors import PeerTimeout
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.memory import Memory, Partial, PartitionSums, Start, write_first
-from onefold.exchange.shard_table import ShardTable
-from onefold.exchange.stage_exchange import (
+from onefold.exchange.reduction import (
     Delivery,
     GradientSend,
     StageExchange,
     StageMessage,
 )
+from onefold.exchange.shard_table import ShardTable
 from onefold.exchange.transport import (
     Message,
     Ranks,

@@ -36,9 +36,8 @@ from onefold.core.values import Column, Rows, StepValues, columns_of, names_of, 
 from onefold.errors import DisagreementError, LossError
 from onefold.passes.collectives import check_names
 from onefold.shard.kernels import calls_compiled
-from onefold.shard.model_parts import modules_of
+from onefold.shard.model_parts import QUICK, modules_of
 from onefold.shard.replica import Replica
-from onefold.shard.stages import QUICK
 from onefold.step.engine import Engine
 from onefold.system.compat import BatchNorm
 

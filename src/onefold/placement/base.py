@@ -38,9 +38,8 @@ from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Start
 from onefold.exchange.shard_table import ShardTable
 from onefold.shard.kernels import Compilers, repeatable_kernels
-from onefold.shard.model_parts import ModelParts
+from onefold.shard.model_parts import ModelParts, StageModules
 from onefold.shard.replica import Replica
-from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
 from onefold.system.accelerator import as_current
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator

@@ -41,13 +41,12 @@ from onefold.core.call_digest import Call
 from onefold.core.stages import ROOT
 from onefold.deferred.access import Replace, ResidentError
 from onefold.errors import PipelineError
-from onefold.exchange.reduction import StageReduction
-from onefold.exchange.stage_exchange import ParameterRequest
+from onefold.exchange.reduction import ParameterRequest, StageReduction
 from onefold.placement.base import Function, ResidentParameters, StepContext
 from onefold.placement.stage_buffers import StageBuffers
 from onefold.shard.advice import is_about_hooks
 from onefold.shard.gradients import keeping_gradients
-from onefold.shard.stages import QUICK
+from onefold.shard.model_parts import QUICK
 from onefold.shard.task import ShardTask
 
 __all__ = ["PartitionedParameters"]

@@ -20,13 +20,11 @@ from onefold.core.results import Gradients, ShardResult
 from onefold.core.settings import Settings
 from onefold.core.storage import Storage
 from onefold.exchange.exchange import has_memory_in_common
-from onefold.exchange.reduction import StageReduction
-from onefold.exchange.stage_exchange import GradientSend
+from onefold.exchange.reduction import GradientSend, StageReduction
 from onefold.placement.base import Before, Done, Estimates, Placement, PlacementLayout, StepContext
 from onefold.placement.parameters import PartitionedParameters
 from onefold.placement.replicated import Replicated
-from onefold.shard.model_parts import ModelParts
-from onefold.shard.stages import StageModules
+from onefold.shard.model_parts import ModelParts, StageModules
 from onefold.shard.task import ShardTask
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.capacity import capacity_bytes

@@ -23,12 +23,11 @@ from onefold.core.fold import Block, before_last, blocks_of, fold
 from onefold.core.results import Gradients, ShardResult
 from onefold.core.shard import Shares
 from onefold.exchange.exchange import Exchange, has_memory_in_common
-from onefold.exchange.stage_exchange import GradientSend
+from onefold.exchange.reduction import GradientSend
 from onefold.placement.base import Before, Done, Estimates, Placement, PlacementLayout
 from onefold.shard.gradients import add_gradients
-from onefold.shard.model_parts import ModelParts
+from onefold.shard.model_parts import ModelParts, StageModules
 from onefold.shard.replica import Replica
-from onefold.shard.stages import StageModules
 from onefold.shard.task import ShardTask
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.checks.optimizer import BY_ELEMENT
+from onefold.checks.model import BY_ELEMENT
 from onefold.core.options import RunOptions
 from onefold.core.settings import Precision
 

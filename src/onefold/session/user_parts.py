@@ -10,8 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.checks.model import check_model, check_precision
-from onefold.checks.optimizer import check_optimizer
+from onefold.checks.model import check_model, check_optimizer, check_precision
 from onefold.core.late import load
 from onefold.core.settings import Settings
 from onefold.launcher.environment import have_private_caches

@@ -38,7 +38,7 @@ from onefold.core.results import GATHERS, LATE, Gradients, ShardResult, code_of,
 from onefold.core.settings import AS_GIVEN, Precision, added_up_in
 from onefold.core.shard import microbatch_bounds, rows_of
 from onefold.errors import GradientError, LossError
-from onefold.exchange.stage_exchange import GradientSend
+from onefold.exchange.reduction import GradientSend
 from onefold.shard.buffers import BufferSet
 from onefold.shard.gradients import (
     GradientHandover,
@@ -50,8 +50,7 @@ from onefold.shard.gradients import (
 )
 from onefold.shard.kernels import computing_in
 from onefold.shard.loss_watch import LossWatch, refuse_uneven
-from onefold.shard.model_parts import ModelParts
-from onefold.shard.stages import StageModules
+from onefold.shard.model_parts import ModelParts, StageModules
 from onefold.shard.task import (
     LossFunction,
     Microbatch,

@@ -20,7 +20,7 @@ from onefold.core.gatherer import Gatherer, GatherRequest, Refusing
 from onefold.core.mean import Contribution, LateWeight, known
 from onefold.core.results import LATE, Gradients, ShardResult, total_weight
 from onefold.errors import LossError
-from onefold.exchange.stage_exchange import GradientSend
+from onefold.exchange.reduction import GradientSend
 from onefold.shard.gradients import add_gradients
 
 __all__ = [

@@ -25,8 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from onefold.checks.description import compare, describe, describe_settings
-from onefold.checks.model import held_in
-from onefold.checks.optimizer import updates_by_element
+from onefold.checks.model import held_in, updates_by_element
 from onefold.core.assignment import Assignment, Devices
 from onefold.core.flat import lay_out, named_tensors, own_name, tensor_digests
 from onefold.core.late import load
@@ -39,9 +38,8 @@ from onefold.exchange.memory import Start
 from onefold.placement.base import PlacementLayout, StepContext, placement_of
 from onefold.shard.buffers import BufferPlaces, BufferSet
 from onefold.shard.kernels import Compilers
-from onefold.shard.model_parts import ModelParts
+from onefold.shard.model_parts import ModelParts, frozen_of
 from onefold.shard.replica import LossFunction, Replica
-from onefold.shard.stages import frozen_of
 from onefold.step.engine import Engine
 from onefold.update.norms import refuse_clipping
 from onefold.update.optimizer import PartitionedOptimizer

@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from onefold.checks.model import held_in
-from onefold.checks.optimizer import updates_by_element
+from onefold.checks.model import held_in, updates_by_element
 from onefold.core.flat import lay_out
 from onefold.core.placements import PLACEMENTS, implementation_of
 from onefold.core.settings import Settings, added_up_in
@@ -19,8 +18,7 @@ from onefold.placement.footprint import Footprint
 from onefold.session.run import RunSetup
 from onefold.session.user_parts import UserParts
 from onefold.shard.kernels import Compilers
-from onefold.shard.model_parts import ModelParts
-from onefold.shard.stages import StageModules
+from onefold.shard.model_parts import ModelParts, StageModules
 from onefold.step.assembly import LEAST_SENT_EARLY_BYTES
 from onefold.system.safe_files import replace_file
 from onefold.update.optimizers import name_of, optimizers_in

@@ -16,9 +16,8 @@ from onefold.core.shard import microbatch_bounds
 from onefold.core.stages import ROOT, Move, in_groups, moves
 from onefold.core.values import ShardValues
 from onefold.errors import PipelineError
-from onefold.exchange.reduction import StageReduction
+from onefold.exchange.reduction import GradientSend, StageReduction
 from onefold.exchange.shard_table import ShardTable
-from onefold.exchange.stage_exchange import GradientSend
 from onefold.exchange.transport import Message, Transport
 from onefold.placement.base import StepContext
 from onefold.placement.pipeline.boundary import (
