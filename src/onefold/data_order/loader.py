@@ -354,11 +354,7 @@ def _sample_error(bad: BadSample) -> SampleError:
 
 
 def source_of(
-    dataset: Any,
-    collate: Collate | None,
-    seed: int,
-    workers: Workers,
-    choices: Choices,
+    dataset: Any, collate: Collate | None, seed: int, workers: Workers, choices: Choices
 ) -> Indexed | Stream:
     """Find how a data set is read.
 

@@ -246,11 +246,7 @@ class LocalMemory(Memory):
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        start: Start,
-        assignment: Assignment,
-        allocator: TensorAllocator,
+        self, storage: Storage, start: Start, assignment: Assignment, allocator: TensorAllocator
     ) -> None:
         super().__init__(storage, assignment, allocator)
         self._devices = assignment.devices

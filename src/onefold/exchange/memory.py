@@ -91,20 +91,16 @@ class PartitionTensors:
         stretches: dict[int, list[Chunk]] = {}
         for chunk in sorted(cut_chunks(layout, partition, at_once=True)):
             stretches.setdefault(chunk.section, []).append(chunk)
-        self._sections = {
-            section: torch.zeros(
-                sum(each.stop - each.start for each in own),
-                dtype=layout.dtypes[section],
-                device=device,
-            )
-            for section, own in stretches.items()
-        }
-        self._starts = {section: [each.start for each in own] for section, own in stretches.items()}
+        self._sections: dict[int, torch.Tensor] = {}
+        self._starts: dict[int, list[int]] = {}
+        self._places: dict[int, list[int]] = {}
         """Where each stretch begins in its section, and in the memory here."""
-        self._places = {
-            section: [0, *accumulate(each.stop - each.start for each in own)]
-            for section, own in stretches.items()
-        }
+        for section, own in stretches.items():
+            sizes = [each.stop - each.start for each in own]
+            dtype = layout.dtypes[section]
+            self._sections[section] = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            self._starts[section] = [each.start for each in own]
+            self._places[section] = [0, *accumulate(sizes)]
 
     def chunk(self, chunk: Chunk) -> torch.Tensor:
         """A view of one chunk, (stop - start,)."""

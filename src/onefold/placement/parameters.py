@@ -90,14 +90,12 @@ class PartitionedParameters(ResidentParameters):
         self._stage_at_module = {
             part: stage for stage, part in enumerate(modules.modules, start=ROOT + 1)
         }
-        self._update = update = context.update
+        self._update = context.update
         self._memory = exchange.memory
         self._flat = exchange.memory.trained[replica.number]
         self._reduction = exchange.reduction
         self._place = replica.number % self._reduction.stages.pipeline
-        self._buffers = StageBuffers(
-            replica.parts, update, self._memory.frozen, self._flat.device, self._gather_used
-        )
+        self._buffers = StageBuffers(context, self._gather_used)
         self._stages = self._buffers.layout.stages
         self._is_serving = self._is_pipeline = False
         self._resident: dict[int, torch.Tensor] = {}

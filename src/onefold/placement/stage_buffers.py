@@ -13,9 +13,7 @@ from onefold.core.stages import ROOT, StageLayout
 from onefold.core.storage import Storage
 from onefold.deferred.access import AccessHook
 from onefold.errors import StateError
-from onefold.exchange.memory import FrozenMemory
-from onefold.shard.model_parts import ModelParts
-from onefold.update.optimizer import PartitionedOptimizer
+from onefold.placement.base import StepContext
 
 __all__ = ["StageBuffers"]
 
@@ -26,22 +24,14 @@ class StageBuffers:
     They are numbered as `Storage.partitioned_layout` numbers them.
 
     Args:
-        parts: the model.
-        update: has what this device keeps of the trained ones.
-        frozen: has what it keeps of the frozen ones, if it does not have all of them.
-        device: where it computes.
+        context: this process's part of the run; its only device keeps a partition.
         used: see `AccessHook`.
     """
 
-    def __init__(
-        self,
-        parts: ModelParts,
-        update: PartitionedOptimizer,
-        frozen: FrozenMemory | None,
-        device: torch.device,
-        used: Callable[[Sequence[torch.Tensor]], Any],
-    ) -> None:
-        storage: Storage = update.storage
+    def __init__(self, context: StepContext, used: Callable[[Sequence[torch.Tensor]], Any]) -> None:
+        parts, self._device = context.parts, context.first.trained.device
+        self._update, self.frozen = context.update, context.exchange.memory.frozen
+        storage: Storage = context.update.storage
         self.layout: StageLayout = storage.partitioned_layout()
         self.parameters = [*parts.trained.values(), *parts.frozen.values()]
         self.trained = len(parts.trained)
@@ -49,10 +39,10 @@ class StageBuffers:
         self._names = [*parts.trained, *parts.frozen]
         self._numbers = {id(parameter): n for n, parameter in enumerate(self.parameters)}
         self._segments = len(storage.segments)
-        self._update, self.frozen, self._device = update, frozen, device
         entries = enumerate(self.layout.layout.entries)
         self._placeholders = [
-            _placeholder(self.layout.layout.dtype_of(n), device).expand(e.shape) for n, e in entries
+            _placeholder(self.layout.layout.dtype_of(n), self._device).expand(e.shape)
+            for n, e in entries
         ]
         self._elsewhere = AccessHook(used)
         self._places = [0] * len(self.parameters)

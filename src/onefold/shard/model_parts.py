@@ -1,4 +1,4 @@
-"""The parts of the user's model and their modes, its stages, and modules that its loss uses beside it.
+"""The parts of the user's model, their modes, its stages, and modules used in addition to it.
 
 `ModelParts` has the parts as they were when Trainer was made, and finds out whether they still are.
 `StageModules` has the modules at whose ends a model may be cut, and `frozen_of` shares frozen

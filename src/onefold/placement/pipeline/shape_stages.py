@@ -243,10 +243,7 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _run(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    progress: LossProgress,
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], progress: LossProgress
 ) -> Any:
     def without_values(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, ShapeTensor) else progress.stand_in(tensor)

@@ -52,11 +52,7 @@ class PipelineWorker:
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        boundary: StageBoundary,
-        context: StepContext,
-        task: ShardTask,
+        self, replica: Replica, boundary: StageBoundary, context: StepContext, task: ShardTask
     ) -> None:
         exchange = context.exchange
         assert isinstance(exchange.reduction, StageReduction)
