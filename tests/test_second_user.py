@@ -1,6 +1,6 @@
 """Another user of the host tries all the while to get into a run, and to hold it up.
 
-Who stands between devices on the network: tests/exchange/test_sealing.py.
+Who stands between devices on the network: tests/exchange/test_connections.py.
 """
 
 import json

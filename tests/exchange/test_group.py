@@ -1,23 +1,40 @@
 """How processes find each other through a store, and how they part; here they are threads."""
 
+import contextlib
 import json
+import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.network import Cable, two_hosts, why_not
+from torch.distributed import TCPStore
 
 import onefold
 from onefold.core.context import LaunchContext
-from onefold.errors import DisagreementError, PeerLost, PeerTimeout
-from onefold.exchange import progress
-from onefold.exchange.group import Rendezvous, agree_on_devices, agree_on_name, tell_end
+from onefold.errors import DisagreementError, LaunchError, PeerLost, PeerTimeout
+from onefold.exchange import group, progress
+from onefold.exchange.group import (
+    Rendezvous,
+    agree_on_devices,
+    agree_on_name,
+    gloo_interface,
+    reach_store,
+    tell_end,
+)
 from tests.exchange.together import LIMIT_S, endings, together, worlds
 from tests.small import make_trainer, points
+from tests.tables import for_each
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "connecting.py"
 
@@ -165,3 +182,165 @@ def test_connections_that_break_while_they_are_made_are_made_anew(
     came = [process.communicate(timeout=3 * LIMIT_S)[0] for process in processes]
     for found, expected in zip(came, outcome, strict=True):
         assert expected in found
+
+
+WORLD = LaunchContext(rank=1, size=3, run_id="run", launcher="torch", local_rank=0, local_size=1)
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    """The port of somebody who listens there and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        return int(server.getsockname()[1])
+
+
+@for_each(
+    ("host", "words"),
+    [
+        ("no-such-machine.invalid", "the name no-such-machine.invalid does not resolve on "),
+        ("127.0.0.1", "nobody listens at this port yet"),
+        ("a stranger", "what listens there is no store of PyTorch"),
+        ("silence", r"nobody answers (timed out; is there a firewall?)"),
+    ],
+)
+def test_who_cannot_be_reached_is_named_with_the_reason(
+    host: str,
+    words: str,
+    listening: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def silent(*_: object, **__: object) -> NoReturn:
+        raise TimeoutError("timed out")
+
+    if host == "silence":
+        monkeypatch.setattr(group.socket, "create_connection", silent)
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    port = listening if host == "a stranger" else free_port()
+    address = f"{host if '.' in host else '127.0.0.1'}:{port}"
+    with pytest.raises(PeerTimeout) as caught:
+        reach_store(replace(WORLD, address=address), 0.3)
+    assert f"did not reach device 0 at {address} within 0.3 s: {words}" in str(caught.value)
+    said = f"device 0 cannot be reached at {address}, as {words}"
+    assert said in caplog.text or host == "a stranger"  # for whom PyTorch waits that long
+
+
+def test_what_cannot_be_an_address_is_refused_at_once(listening: int) -> None:
+    context = replace(WORLD, address=f"{'a' * 70}:29500")
+    with pytest.raises(LaunchError, match="expected the name of a machine in MASTER_ADDR, got aaa"):
+        reach_store(context, 60)
+    context = replace(WORLD, rank=0, address=f"127.0.0.1:{listening}")
+    with pytest.raises(LaunchError, match=r"EADDRINUSE.*Expected MASTER_PORT to be a port that is"):
+        reach_store(context, 60)
+
+
+@for_each("host", ["127.0.0.1", "no-such-machine.invalid", "192.0.2.1", "a launcher's"])
+def test_the_lead_need_not_know_the_name_by_which_others_reach_it(host: str) -> None:
+    if host == "a launcher's":
+        agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = replace(WORLD, address=f"127.0.0.1:{agent.port}", agent_store=True)
+        served = reach_store(replace(context, rank=0), 60)
+    else:
+        context = replace(WORLD, address=f"127.0.0.1:{free_port()}")
+        own = context.address.replace("127.0.0.1", host)
+        served = reach_store(replace(context, rank=0, address=own), 60)
+    found = reach_store(context, 60)
+    served.set("key", "value")
+    assert found.get("key") == b"value"
+    assert found.timeout == timedelta(seconds=60)
+
+
+NAME = "GLOO_SOCKET_IFNAME"
+
+
+@for_each(
+    ("one_host", "said", "inside"),
+    [(True, None, "lo"), (True, "eth1", "eth1"), (True, "", ""), (False, None, None)],
+)
+def test_gloo_stays_on_one_host_while_the_group_is_made(
+    one_host: bool, said: str | None, inside: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, said or "")
+    if said is None:
+        monkeypatch.delenv(NAME)
+    here = LaunchContext(one_host=one_host, address="127.0.0.1:29500")
+    with contextlib.suppress(ArithmeticError), gloo_interface(here, ["", ""]):
+        assert os.environ.get(NAME) == inside
+        raise ArithmeticError
+    assert os.environ.get(NAME) == said
+
+
+class Probe(contextlib.AbstractContextManager["Probe"]):
+    """A socket on a machine whose name has no address, and that sends from a secondary one."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, **_: object) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def bind(self, place: object) -> None:
+        raise OSError
+
+    def connect(self, place: tuple[str, int]) -> None:
+        self.asked.append(place[0])
+        if ":" in place[0]:
+            raise OSError("an address of another family")
+
+    def getsockname(self) -> tuple[str, int]:
+        return "10.9.9.9", 1
+
+
+def test_an_address_of_no_interface_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(NAME, raising=False)
+    monkeypatch.setattr("onefold.exchange.group.socket.socket", Probe)
+    monkeypatch.setattr("onefold.exchange.group.socket.if_nameindex", list)
+    caplog.set_level("INFO", "onefold")
+    here = LaunchContext(one_host=False, address="[fe80::1]:29500")
+    with gloo_interface(here, []):
+        assert NAME not in os.environ
+    assert caplog.text == ""
+    with gloo_interface(here, ["10.9.9.8", "node"]):
+        assert NAME not in os.environ
+    assert Probe.asked == ["fe80::1", "fe80::1", "10.9.9.8"]
+    assert f"10.9.9.9 is no interface's first address: gloo may need {NAME}" in caplog.text
+
+
+APART = Path(__file__).parent.parent / "scripts" / "apart.py"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@for_each("lead", ["10.77.0.1", "lead"])
+def test_hosts_whose_own_names_are_loopback_addresses_connect(lead: str, tmp_path: Path) -> None:
+    """As on Debian: /etc/hosts has 127.0.1.1 for the host's own name, the lead's included."""
+    names = (f"{socket.gethostname()} lead", f"{socket.gethostname()}\n10.77.0.1 lead")
+    place = {"MASTER_ADDR": lead, "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    place |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    environment = {k: v for k, v in os.environ.items() if k != NAME} | place
+    with two_hosts(Cable(mbit_per_s=1000)) as hosts:
+        processes = []
+        for rank, (host, own) in enumerate(zip(hosts, names, strict=True)):
+            file = tmp_path / f"hosts{rank}"
+            file.write_text(f"127.0.0.1 localhost\n127.0.1.1 {own}\n")
+            script = f"mount --bind {file} /etc/hosts && exec {sys.executable} {APART} train"
+            processes.append(
+                subprocess.Popen(
+                    host.command(["sh", "-c", script]),
+                    env=environment | {"RANK": str(rank)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        said = [process.communicate(timeout=150)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert re.fullmatch("[0-9a-f]{16}", said[0].splitlines()[-1])
+    assert not any("to connect all devices failed" in each for each in said)
