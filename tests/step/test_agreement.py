@@ -10,6 +10,7 @@ from torch import nn
 
 from onefold.errors import DisagreementError
 from onefold.step.agreement import GroupSettings
+from onefold.update.optimizers import settings_of
 from tests import simulated
 from tests.small import line, make_trainer, points
 from tests.tables import for_each
@@ -77,6 +78,6 @@ def test_a_rate_in_a_tensor_counts_by_its_value_and_keeps_its_identity() -> None
         before = settings.checksum(run_checks=run_checks)
         rate.fill_(0.2)
         assert settings.checksum(run_checks=run_checks) != before
-    settings.adopt(GroupSettings(lead).as_json())
+    settings.adopt(settings_of(lead))
     assert other.param_groups[0]["lr"] is rate
     assert float(rate) == pytest.approx(0.3)
