@@ -407,7 +407,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "a file that lacks names is loaded in part",
-        "weights/load.py",
+        "weights.py",
         "(lacking or strange or misfits)",
         "(strange or misfits)",
     ),

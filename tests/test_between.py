@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from onefold.core.wire import decode, encode
+from onefold.core.encoding import decode, encode
 from onefold.errors import DisagreementError, PeerFailed
 from onefold.launcher.environment import current_context
 from onefold.testing import outcomes, simulate

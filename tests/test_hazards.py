@@ -31,7 +31,7 @@ RUNS_CODE = """
         safetensors alone, which hold no code
     launcher/launch.py cloudpickle.loads: what our own worker wrote into a file without a name
     launcher/launch.py subprocess.Popen: this Python, with -P, on our own module; no shell
-    weights/file.py torch.load: with weights_only
+    weights.py torch.load: with weights_only
     worker.py cloudpickle.loads: the launcher's function, from a file without a name
     worker.py importlib.import_module: the compiler, part of PyTorch
     worker.py pickle.loads: as above, to have the path of imports first
@@ -89,7 +89,7 @@ WRITES_OR_REMOVES = """
     worker.py os.fdopen: the function's result, into the launcher's unnamed file
     system/safe_files.py aside.unlink: the file that was just made
     data_order/worker_processes.py os.open: the null device, to learn its number
-    system/child.py open: the null device, in the place of a child's output
+    system/background.py open: the null device, in the place of a child's output
     system/safe_files.py os.fdopen: the same; or reads
     system/safe_files.py (self.path / _MARK).write_bytes: in the private folder that was just made
     system/safe_files.py os.open: new files, through no link; a folder just made; or for looking
@@ -100,7 +100,7 @@ WRITES_OR_REMOVES = """
     system/safe_files.py shutil.rmtree: the private folder, while it is still the one that was made;
         or one of this user's, by its mark that of a process of this host whose lock is gone
     system/safe_files.py tempfile.mkdtemp: for this user alone
-    system/jsonlines.py os.fdopen: appends to comparisons, through no link
+    system/safe_files.py os.fdopen: appends to comparisons, through no link
     system/tensor_file.py open: a new file in the folder that is being written
 """
 
@@ -113,8 +113,8 @@ ENDS = """
     launcher/workers.py self.signal: by pidfd, or as above
     launcher/workers.py signal.pidfd_send_signal: to a child
     launcher/workers.py worker.signal: by pidfd, or as above
-    system/child.py os._exit: itself, forked to compute one value
-    system/child.py os.kill: a child whose end was not collected
+    system/background.py os._exit: itself, forked to compute one value
+    system/background.py os.kill: a child whose end was not collected
     system/process.py os._exit: itself, where its parent is gone
     system/process.py os.kill: itself, by a second signal, as without the run
     worker.py os._exit: itself
@@ -152,8 +152,8 @@ WAITS = """
     exchange/group.py time.sleep: in a loop with a limit
     exchange/group.py time.sleep: in a loop with a limit
     exchange/connections.py time.sleep: in a loop with a limit
-    system/child.py self._reader.poll: for the limit that the caller names
-    system/child.py os.waitpid: for a child that was killed
+    system/background.py self._reader.poll: for the limit that the caller names
+    system/background.py os.waitpid: for a child that was killed
     system/folder_lock.py time.sleep: in a loop with a limit
     exchange/connections.py self._store.wait: as the caller says, or for the limit of the store
     exchange/mailbox.py poller.poll: for part of the limit

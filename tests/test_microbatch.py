@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, LossError
 from onefold.shard.advice import is_shortage
+from onefold.step.microbatch import largest_fitting
 from onefold.testing import simulate
 from tests.inside import engine_in
 from tests.small import Batch, make_trainer, result
@@ -283,3 +287,13 @@ def of_one_process() -> tuple[str, int | None]:
 def test_processes_agree_on_the_smallest(exchange: Any) -> None:
     whole = result(trainer_of(model=Words(), microbatch=2), batches(3))[0]
     assert simulate(of_one_process, 2, exchange=exchange) == [(whole, 2)] * 2
+
+
+@given(st.integers(1, 300), st.integers(0, 300))
+def test_the_search_finds_the_largest_size_of_fewest_microbatches(samples: int, limit: int) -> None:
+    tried: list[int] = []
+    found = largest_fitting(samples, lambda size: tried.append(size) or size <= limit)  # type: ignore[func-returns-value]
+    assert len(set(tried)) == len(tried) <= 2 * math.log2(samples) + 2
+    assert found <= limit
+    if limit:
+        assert -(-samples // found) == -(-samples // min(limit, samples))

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold.core.assignment import Devices
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.core.settings import Settings
 from onefold.errors import GradientError, LaunchError, LossError
 from onefold.session.forming import settle_process

@@ -11,8 +11,7 @@ from benchmarks.token_models import LSTMClassifier, TransformerClassifier
 from torch import nn
 
 import onefold
-from onefold.core.context import LaunchContext
-from onefold.core.options import RunOptions
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import GradientError
 from onefold.testing import simulate
 from onefold_jobs.models import LeNet, resnet18

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from onefold.session.build import build
     from onefold.step.result import Step
     from onefold.trainer import Trainer
-    from onefold.weights.load import load_weights
+    from onefold.weights import load_weights
 
 __all__ = [
     "Broadcast",
@@ -86,7 +86,7 @@ _HOMES = {
     "gather": "onefold.core.gathering",
     "launch": "onefold.launcher.launch",
     "list_devices": "onefold.launcher.devices",
-    "load_weights": "onefold.weights.load",
+    "load_weights": "onefold.weights",
     "losses": "onefold.losses",
     "same_rng_for_all_shards": "onefold.core.randomness",
     "select_devices": "onefold.launcher.devices",

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import torch
 
-from onefold.core import wire
+from onefold.core import encoding
 from onefold.core.call_digest import Call, CallDigest
+from onefold.core.encoding import to_json
 from onefold.core.flat import fingerprint_of
-from onefold.core.json_value import to_json
 from onefold.core.late import load
 from onefold.core.randomness import forked_generators
 from onefold.core.settings import (
@@ -36,6 +36,7 @@ from onefold.session.user_parts import GivenOptimizer, GivenScheduler, UserParts
 from onefold.shard.replica import LossFunction
 from onefold.step.result import Step
 from onefold.tools.registry import Tools
+from onefold.update.averages import AverageRule
 
 if TYPE_CHECKING:
     from onefold.checkpoint.folder import Checkpoint
@@ -521,7 +522,7 @@ class Trainer:
         with session.telling_others():
             what = f"trainer.state of {name}"
             # The same kinds as a resumed script is given.
-            kept: _State = wire.decode(wire.encode(value, what))
+            kept: _State = encoding.decode(encoding.encode(value, what))
             return session.result(what, lambda: kept)
 
     @property
@@ -605,8 +606,7 @@ class Trainer:
         """
         session = self._session
         loss = "" if after is None else session.parts.loss_name(after)
-        average_rule = load("core.averaging").AverageRule
-        rule = average_rule.chosen(decay=decay, mean=mean, every=every, after=loss)
+        rule = AverageRule.chosen(decay=decay, mean=mean, every=every, after=loss)
         session.averaging.check_begin(rule)
         with session.telling_others():
             session.averaging.start_average(rule, self.steps + 1)

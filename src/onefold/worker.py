@@ -38,15 +38,14 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from onefold.core.context import LaunchContext
-from onefold.core.options import RECORD_FILE
+from onefold.core.late import load
+from onefold.core.options import RECORD_FILE, LaunchContext
 from onefold.errors import OnefoldError, PeerError
 from onefold.exchange.progress import progress_of
 from onefold.launcher.environment import current_context
 from onefold.launcher.hang import answer_with_stacks
 from onefold.launcher.membership import advice_on_one_file, end_well, leave
 from onefold.launcher.workers import WorkerReport, write_report
-from onefold.system.background import finish_all
 from onefold.system.output import hold_output
 from onefold.system.process import (
     NOTICES,
@@ -109,7 +108,7 @@ def main() -> int:
     try:
         if code != STOPPED_CODE:
             end_well()
-        finish_all()
+        load("system.background").finish_all()
     except BaseException as error:
         _fail(error)
     if progress is not None:
@@ -155,7 +154,7 @@ def _load_torch() -> None:
     """
     gc.disable()
     try:
-        importlib.import_module("onefold.system.compilers").load_compiler()
+        importlib.import_module("onefold.system.internals").load_compiler()
     finally:
         gc.enable()
     gc.freeze()  # these objects stay: no later collection need look at them

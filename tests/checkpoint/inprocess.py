@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import onefold
-from onefold.core.context import LaunchContext
-from onefold.core.options import RunOptions
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.exchange.progress import Progress
 from onefold.launcher import membership
 from onefold.launcher.membership import RunStopped

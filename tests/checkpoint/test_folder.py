@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from onefold.checkpoint.folder import find_checkpoint, has_checkpoints, prune, write_checkpoint
-from onefold.core.json_value import to_json
+from onefold.core.encoding import to_json
 from onefold.system.tensor_file import TensorParts
 from tests.checkpoint.folders import Tied, full_disk, names_in, steps_in
 from tests.small import bits, make_trainer

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.averaging import AverageRule
+from onefold.update.averages import AverageRule
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50))

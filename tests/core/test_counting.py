@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from onefold.core.counting import Count, count_of
+from onefold.core.structure import Count, count_of
 
 N, K, T, F = 8, 5, 3, 4
 ALL, UNSURE = Count(N), Count(N, sure=False)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.json_value import from_json, to_json
+from onefold.core.encoding import from_json, to_json
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 nested = st.recursive(

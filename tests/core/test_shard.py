@@ -1,6 +1,5 @@
 """Which samples a shard has, which shards a device has, and how shards become microbatches."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.shard import Search, Shares, cut_bounds, microbatch_bounds, rows_of
+from onefold.core.shard import Shares, cut_bounds, microbatch_bounds, rows_of
 from onefold.system.words import counted
 
 SIZES = st.integers(1, 300)
@@ -68,19 +67,6 @@ def test_microbatches_are_all_samples_in_their_order(samples: int, size: int | N
     assert 1 <= min(lengths) <= max(lengths) <= (size or samples)
     assert max(lengths) - min(lengths) <= 1
     assert len(microbatches) == -(-samples // (size or samples))
-
-
-@given(SIZES, st.integers(0, 300))
-def test_the_search_finds_the_largest_size_of_fewest_microbatches(samples: int, limit: int) -> None:
-    search, tried = Search(samples), set[int]()
-    while not search.is_over:
-        assert search.size not in tried
-        tried.add(search.size)
-        search = search.tried(fits=search.size <= limit)
-    assert len(tried) <= 2 * math.log2(samples) + 2
-    assert search.found <= limit
-    if limit:
-        assert -(-samples // search.found) == -(-samples // min(limit, samples))
 
 
 @dataclass(frozen=True)

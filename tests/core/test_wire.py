@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.core.wire import decode, encode
+from onefold.core.encoding import decode, encode
 from tests.between import mine, shown
 from tests.tables import for_each
 

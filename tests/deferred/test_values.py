@@ -14,8 +14,7 @@ from torch import nn
 
 from onefold.core.flat import lay_out
 from onefold.deferred.access import deferred_of
-from onefold.deferred.recipe import Recipe, RecordedCall, Reference, View
-from onefold.deferred.values import DeferredValues, defer
+from onefold.deferred.values import DeferredValues, Recipe, RecordedCall, Reference, View, defer
 from onefold.placement.distribute import values_of_entry
 from onefold.system.file_memory import SparseAllocator
 from tests.tables import for_each

@@ -21,7 +21,7 @@ from benchmarks.network import Cable, two_hosts, why_not
 from torch.distributed import TCPStore
 
 import onefold
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.errors import DisagreementError, LaunchError, PeerLost, PeerTimeout
 from onefold.exchange import group, progress
 from onefold.exchange.group import (

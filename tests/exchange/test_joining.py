@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from onefold.core.assignment import Devices
-from onefold.core.context import LaunchContext
-from onefold.core.options import RunOptions
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import DisagreementError, PeerFailed
 from onefold.exchange import others
 from onefold.exchange.exchange import Exchange, join

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.distributed import distributed_c10d as c10d
 
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.exchange import group
 from onefold.exchange.connections import Connections, LateWatch, PeerWatch
 from onefold.exchange.group import JoinedGroup

@@ -12,8 +12,7 @@ from torch import nn
 
 import onefold
 import onefold.trainer
-from onefold.core.context import LaunchContext
-from onefold.core.options import RunOptions
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.session import forming
 from tests.apart import apart
 from tests.gpu.device import DEVICE

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from onefold.watch.launches import LAUNCH_STEPS
+from onefold.watch.timing import LAUNCH_STEPS
 from tests.gpu.device import DEVICE, ON_GPU, each, needs
 from tests.gpu.net import Batch, batches, trainer_of
 

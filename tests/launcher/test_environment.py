@@ -3,8 +3,7 @@ import re
 
 import pytest
 
-from onefold.core.context import LaunchContext
-from onefold.core.options import RunOptions
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import LaunchError
 from onefold.launcher.environment import read_context, worker_environment
 from tests.tables import for_each

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.errors import LaunchError
 from onefold.launcher import foreign_launchers
 from onefold.launcher.environment import read_context, worker_environment

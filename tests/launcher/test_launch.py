@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import onefold
-from onefold.core.context import LaunchContext
-from onefold.core.options import RunOptions
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import LaunchError
 from tests.tables import for_each
 

@@ -13,7 +13,7 @@ from tests.tables import for_each
 
 PROGRAM = """
 import os, sys
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.errors import PeerLost
 from onefold.launcher.membership import hush_and_report, register
 

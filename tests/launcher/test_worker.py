@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import onefold
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.launcher.environment import current_context, take_context
 from tests.small import make_trainer, points
 

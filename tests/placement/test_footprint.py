@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.core.context import LaunchContext
-from onefold.core.options import RunOptions
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.core.placements import implementation_of
 from onefold.placement.footprint import Footprint
 from onefold.session.run import RunSetup

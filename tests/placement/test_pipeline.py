@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import onefold
-from onefold.core.context import LaunchContext
-from onefold.core.options import ExchangeName, RunOptions
+from onefold.core.options import ExchangeName, LaunchContext, RunOptions
 from onefold.errors import PeerFailed, PipelineError
 from onefold.placement.pipeline import shape_stages as shape_tensor
 from onefold.testing import outcomes

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.errors import DisagreementError
 from onefold.exchange import group
 

@@ -12,17 +12,17 @@ import sys
 
 REFUSED: tuple[str, ...] = (
     *("cli", "files", "integrations", "testing", "weights", "losses", "record"),
-    *("checkpoint", "passes", "worker", "core.averaging", "core.gathering", "core.values"),
+    *("checkpoint", "passes", "worker", "core.gathering", "core.values"),
     *("data_order.from_dataloader", "data_order.stream", "data_order.worker_processes"),
-    *("deferred.recipe", "deferred.recording", "deferred.values", "exchange.collective"),
+    *("deferred.recording", "deferred.values", "exchange.collective"),
     *("exchange.collective_memory", "launcher.devices", "launcher.launch", "launcher.workers"),
     *("placement.distribute", "placement.footprint"),
     *("placement.parameters", "placement.partitioned", "placement.pipeline"),
     *("placement.stage_buffers", "session.build", "session.data_calls", "session.gradient_steps"),
     *("session.script_updates", "shard.advice", "shard.compiling", "shard.gather"),
     *("shard.operations", "step.joint", "step.microbatch", "system.background"),
-    *("system.caches", "system.capacity", "system.child", "system.output", "system.tensor_file"),
-    *("tools", "update.state", "watch.launches", "watch.timeline"),
+    *("system.caches", "system.output", "system.tensor_file"),
+    *("tools", "update.state", "watch.timeline"),
 )
 """Packages and modules below onefold that a plain run must do without."""
 NEEDED: tuple[str, ...] = ("tools", "tools.registry", "tools.step_calls", "tools.checkpoints")

@@ -61,7 +61,7 @@ def channel(port: int) -> None:
 def main(rank: int, secret: str, kind: str) -> None:
     import torch.distributed as dist
 
-    from onefold.core.context import LaunchContext
+    from onefold.core.options import LaunchContext
     from onefold.errors import DisagreementError
     from onefold.exchange import group
 

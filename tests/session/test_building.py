@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.core.context import LaunchContext
-from onefold.core.options import ExchangeName, RunOptions
+from onefold.core.options import ExchangeName, LaunchContext, RunOptions
 from onefold.testing import simulate
 from tests.tables import for_each
 

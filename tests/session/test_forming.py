@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onefold.core.assignment import Devices
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.errors import LaunchError
 from onefold.session import forming
 from onefold.session.forming import choose_devices

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from onefold.core.assignment import Devices
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.core.settings import Settings
 
 CPU = torch.device("cpu")

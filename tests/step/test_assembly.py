@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.core.context import LaunchContext
-from onefold.core.options import RunOptions
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.core.shard import Shares
 from onefold.exchange.exchange import Exchange
 from onefold.placement import partitioned

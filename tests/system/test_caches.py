@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.system import caches, compilers
+from onefold.system import caches, internals
 from onefold.system.caches import check_cache, default_of_torch, other_caches, place_of_code
 from tests.somebody import NOBODY, needs_root
 from tests.tables import for_each
@@ -135,7 +135,7 @@ def test_the_compiler_keeps_nothing_elsewhere(home: Path, monkeypatch: pytest.Mo
     for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
         monkeypatch.setattr(codecache, name, "")
     monkeypatch.setenv(caches.INDUCTOR, str(home))
-    compilers.keep_code_in(str(home))
+    internals.keep_code_in(str(home))
     assert str(home / "precompiled_headers" / "locks") == codecache._HEADER_LOCK_DIR
     assert implementations._OnDiskCacheImpl()._base_dir == home / "cache"
     for module in (cache_dir_utils, runtime_utils, codecache):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.system.capacity import capacity_bytes
+from onefold.system.accelerator import capacity_bytes
 from tests.tables import for_each
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from onefold.system.child import Child, ChildError, has_idle_cores, on_other_cores
+from onefold.system.background import Child, ChildError, has_idle_cores, on_other_cores
 
 LIMIT_S = 60.0
 _PR_GET_PDEATHSIG = 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.system import compat, compilers, hooks
+from onefold.system import compat, internals
 
 
 def test_backward_hooks_are_hidden_for_a_while() -> None:
@@ -15,10 +15,10 @@ def test_backward_hooks_are_hidden_for_a_while() -> None:
     layer, called = nn.Linear(2, 2), []
     layer.register_full_backward_hook(lambda *_: called.append("hook"))
     layer.register_full_backward_pre_hook(lambda *_: called.append("before"))
-    assert hooks.has_backward_hooks(layer)
+    assert internals.has_backward_hooks(layer)
     x = torch.ones(1, 2, requires_grad=True)
-    with hooks.hide_backward_hooks(layer):
-        assert not hooks.has_backward_hooks(layer)
+    with internals.hide_backward_hooks(layer):
+        assert not internals.has_backward_hooks(layer)
         layer(x).sum().backward()
     assert called == []
     layer(x).sum().backward()
@@ -29,7 +29,7 @@ def test_differentiation_is_seen() -> None:
     """Or a loss that differentiates past a cut of a line of devices would have other gradients."""
     seen: list[tuple[int, int]] = []
     x = torch.ones(2, requires_grad=True)
-    with hooks.watch_differentiation(lambda outputs, by: seen.append((len(outputs), len(by)))):
+    with internals.watch_differentiation(lambda outputs, by: seen.append((len(outputs), len(by)))):
         torch.autograd.grad(x.sum(), x)
         x.sum().backward()
     x.sum().backward()
@@ -38,10 +38,10 @@ def test_differentiation_is_seen() -> None:
 
 def test_kernels_that_repeat_their_bits_can_be_chosen_and_put_back() -> None:
     """Or bits would depend on which algorithm was the fastest at the moment."""
-    before = compilers.KernelSettings()
+    before = internals.KernelSettings()
     assert not torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    compilers.KernelSettings.repeat_bits()
+    internals.KernelSettings.repeat_bits()
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory
     assert not torch.backends.cudnn.benchmark
@@ -53,9 +53,9 @@ def test_kernels_that_repeat_their_bits_can_be_chosen_and_put_back() -> None:
 def test_tables_of_a_module_are_its_own() -> None:
     """Or a parameter or buffer that was replaced would not be seen, and trained by nobody."""
     layer = nn.BatchNorm1d(2)
-    assert hooks.parameters_of(layer)["weight"] is layer.weight
-    assert hooks.children_of(nn.Sequential(layer))["0"] is layer
-    hooks.buffers_of(layer)["running_mean"] = torch.ones(2)
+    assert internals.parameters_of(layer)["weight"] is layer.weight
+    assert internals.children_of(nn.Sequential(layer))["0"] is layer
+    internals.buffers_of(layer)["running_mean"] = torch.ones(2)
     assert layer.running_mean.tolist() == [1, 1]
 
 
@@ -77,5 +77,5 @@ def test_an_optimizer_declares_every_table_of_hooks_that_it_makes() -> None:
     tables = {name for name in made if name.endswith("hooks")}
     assert len(tables) > 4
     bare = torch.optim.SGD.__new__(torch.optim.SGD)
-    hooks.complete_hooks(bare)
+    internals.complete_hooks(bare)
     assert vars(bare).keys() == tables

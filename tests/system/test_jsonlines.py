@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.system.jsonlines import append_line, read_record
+from onefold.system.safe_files import append_line, read_record
 from tests.tables import for_each
 
 

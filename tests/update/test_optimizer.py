@@ -15,9 +15,8 @@ from torch import nn
 
 import onefold
 from onefold.checks.model import updates_by_element
-from onefold.core.context import LaunchContext
 from onefold.core.flat import same_bits
-from onefold.core.options import RunOptions
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import StateError
 from onefold.update.state import packed, unpack
 from tests.inside import engine_in

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.core.context import LaunchContext
-from onefold.core.options import RunOptions
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.system.file_memory import MmapAllocator
 from tests.apart import TwoMemories, apart
 from tests.bits.large import GPT, TOKENS

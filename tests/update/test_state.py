@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from onefold.core.averaging import AverageRule
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.storage import cut_segments
 from onefold.system.allocator import DEFAULT_ALLOCATOR
 from onefold.system.dtypes import DTYPES
-from onefold.update.averages import Averages
+from onefold.update.averages import AverageRule, Averages
 from onefold.update.staging import SegmentState, Staging
 from onefold.update.state import check_saved, pack, packed, take_apart, unpack
 from tests.step.assembled import bytes_of

@@ -6,8 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from onefold.watch.launches import LAUNCH_STEPS, LaunchWatch
-from onefold.watch.timing import Stopwatch
+from onefold.watch.timing import LAUNCH_STEPS, LaunchWatch, Stopwatch
 from tests.tables import for_each
 
 

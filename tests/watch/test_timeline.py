@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from onefold.core.assignment import Devices
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.tools import profile
 from onefold.tools.profile import PROFILED_STEPS, Profile
 from onefold.watch.timeline import TimelinePart, check_timeline, join_timeline, name_row, slice_of

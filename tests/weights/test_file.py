@@ -11,7 +11,7 @@ from safetensors.torch import save as save_safetensors
 
 from onefold.core.flat import same_bits
 from onefold.errors import CheckpointError
-from onefold.weights.file import read_weights, state_under
+from onefold.weights import read_weights, state_under
 from tests.tables import for_each
 
 STATE = {

@@ -10,7 +10,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError
-from onefold.weights.load import Loaded, load_weights, match_names
+from onefold.weights import Loaded, load_weights, match_names
 from tests.checkpoint.folders import Tied
 from tests.small import bits, line, make_trainer, points
 from tests.tables import for_each

@@ -57,7 +57,7 @@ from typing import Any
 import msgspec
 
 from onefold.checkpoint.manifest import RUN, TENSOR_FILES, check_stored, next_serial
-from onefold.core.json_value import from_json
+from onefold.core.encoding import from_json
 from onefold.core.numbers import check_whole
 from onefold.errors import CheckpointError
 from onefold.system.safe_files import NO_LOCKS, RECORD_BYTES, parse_json, read_plain, write_whole

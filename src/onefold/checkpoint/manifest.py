@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Meta, Struct
 
-from onefold.core.json_value import from_json
+from onefold.core.encoding import from_json
 from onefold.core.settings import ALLOWED_AS, PRECISIONS, SchedulerEvery, Settings
 from onefold.data_order.position import Count, SavedLoader
 from onefold.system.tensor_file import Seal

@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 
 from onefold.checkpoint.folder import StoredCheckpoint
 from onefold.checks.model import sorted_values, state_of
-from onefold.core.averaging import AverageRule
 from onefold.core.flat import (
     aligned,
     bits_of,
@@ -31,7 +30,7 @@ from onefold.errors import CheckpointError
 from onefold.system.allocator import TensorAllocator
 from onefold.system.dtypes import DTYPES
 from onefold.system.tensor_file import TensorParts
-from onefold.update.averages import AVERAGE
+from onefold.update.averages import AVERAGE, AverageRule
 from onefold.update.optimizer import MASTER
 from onefold.update.staging import SegmentState
 from onefold.update.state import check_saved, packed, take_apart

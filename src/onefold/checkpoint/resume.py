@@ -17,6 +17,7 @@ Finding, and taking over what was found, are two calls: `load` makes both at onc
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,12 +43,12 @@ from onefold.checkpoint.saving import LeadWork, Saving
 from onefold.checks.model import readable
 from onefold.core.assignment import Devices
 from onefold.core.call_digest import Call, CallDigest, digest
+from onefold.core.encoding import from_json
 from onefold.core.flat import fingerprint_of
-from onefold.core.json_value import from_bytes, from_json, to_bytes
 from onefold.data_order.position import PROMISES, Position
 from onefold.errors import CheckpointError, StateError
 from onefold.passes.averaged import Averaging
-from onefold.passes.collectives import agreed_digests
+from onefold.passes.collectives import agreed_digests, broadcast, written
 from onefold.placement.base import StepContext
 from onefold.step.engine import Engine
 from onefold.system.background import Background
@@ -210,9 +211,8 @@ class Checkpoints:
             find = partial(self._find, path, allow_changed, if_any, leave_out)
             found, files = self._lead.do("checking a checkpoint", find) or (None, None)
         # All devices learn what the lead has found; if that is an error, all of them raise it.
-        text = torch.frombuffer(bytearray(to_bytes(found)), dtype=torch.uint8)
-        make = (lambda device: text) if self._lead.is_here else None
-        told, _ = from_bytes(self._context.exchange.transport.scatter_from_lead(make))
+        text = written(json.dumps(found)) if self._lead.is_here else None
+        told = json.loads(broadcast(self._context.exchange, text))
         if told is None:
             return None
         if "error" in told:

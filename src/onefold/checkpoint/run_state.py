@@ -19,8 +19,8 @@ from onefold.checkpoint.folder import FORMAT, Keeping, StoredCheckpoint
 from onefold.checkpoint.manifest import Place
 from onefold.checkpoint.model import saved_rule
 from onefold.core.assignment import Devices
+from onefold.core.encoding import from_json, to_json
 from onefold.core.flat import named_tensors, own_name
-from onefold.core.json_value import from_json, to_json
 from onefold.core.settings import ALLOWED_AS, LossScale, Precision
 from onefold.data_order.position import Position, check_same
 from onefold.errors import CheckpointError

@@ -20,7 +20,7 @@ from onefold.core.stages import Stages
 from onefold.errors import DisagreementError
 from onefold.shard.model_parts import ModelParts
 from onefold.system import accelerator, cuda
-from onefold.system.compilers import code_compiler
+from onefold.system.internals import code_compiler
 from onefold.update.optimizers import class_of, name_of
 
 __all__ = ["compare", "describe", "describe_settings"]

@@ -22,7 +22,8 @@ from onefold.system.accelerator import name_of
 from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX, BatchNorm
 from onefold.system.cuda import has_bfloat16
 from onefold.system.dtypes import DTYPES
-from onefold.update.optimizers import TAKEN, has_own_step, optimizers_in
+from onefold.system.internals import has_own_step
+from onefold.update.optimizers import TAKEN, optimizers_in
 
 __all__ = [
     "BY_ELEMENT",

@@ -51,9 +51,8 @@ from onefold.cli.running import DEFAULT_PLACEMENT, screen
 from onefold.cli.verdicts import State, hints_of, report_mathematics
 from onefold.record import Record, alike
 from onefold.record.entries import BlockEntry, Result, StepEntry
-from onefold.system.jsonlines import read_record
 from onefold.system.process import STOPPED_CODE
-from onefold.system.safe_files import PrivateFolder
+from onefold.system.safe_files import PrivateFolder, read_record
 from onefold.system.words import counted, tell
 
 __all__ = [

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from onefold.core.context import LaunchContext
 from onefold.core.flat import Segment
+from onefold.core.options import LaunchContext
 from onefold.core.shard import Shares
 from onefold.core.stages import Stages
 from onefold.core.storage import cut_partitions

@@ -25,10 +25,17 @@ from zlib import adler32, crc32
 import numpy as np
 import torch
 
-from onefold.core.counting import Count, count_of
 from onefold.core.numbers import check_whole
 from onefold.core.shard import Shares, cut_bounds
-from onefold.core.structure import Broadcast, Scatter, has_fields, parts_of, with_parts
+from onefold.core.structure import (
+    Broadcast,
+    Count,
+    Scatter,
+    count_of,
+    has_fields,
+    parts_of,
+    with_parts,
+)
 
 __all__ = ["DataPass", "ShardedBatch", "checked_dim", "cut_batch", "map_parts", "move"]
 

@@ -20,15 +20,11 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from onefold.errors import DisagreementError
 
-if TYPE_CHECKING:
-    from onefold.core.shard import Shares  # it loads PyTorch, and launchers read `Call`
-
-__all__ = ["Agreed", "Call", "CallDigest", "checksum", "digest", "read_agreed", "shares_checksum"]
+__all__ = ["Agreed", "Call", "CallDigest", "checksum", "digest", "read_agreed"]
 
 
 class Call(IntEnum):
@@ -176,13 +172,6 @@ def checksum(text: bytes) -> int:
 def digest(arguments: object) -> int:
     """A checksum of a call's arguments, which must have a complete repr."""
     return checksum(repr(arguments).encode())
-
-
-@lru_cache(maxsize=16)
-def shares_checksum(shares: Shares) -> int:
-    """Reduce shares to one number that devices can compare."""
-    # `hash()` would do for these integers, but is not promised to be the same in every process.
-    return checksum(repr(shares.counts).encode())
 
 
 def _shown(name: str, number: int) -> str:

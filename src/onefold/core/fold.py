@@ -131,10 +131,10 @@ def fold(part: Callable[[Block], T | None], node: Block, add: Callable[[T, T], T
 
 
 def before_last(node: Block) -> list[Block]:
-    """The nodes to whose sums that of the last shard is added, one after the other.
+    """The nodes to whose sums that of the last shard is added, the leftmost first.
 
     >>> before_last(Block(0, 7))
-    [Block(start=4, stop=6), Block(start=0, stop=4)]
+    [Block(start=0, stop=4), Block(start=4, stop=6)]
     """
     found = []
     while node.stop - node.start > 1:
@@ -142,7 +142,7 @@ def before_last(node: Block) -> list[Block]:
         assert right is not None  # see `fold`
         found.append(left)
         node = right
-    return found[::-1]
+    return found
 
 
 @lru_cache(maxsize=16)
@@ -164,22 +164,13 @@ def additions(shares: Shares, *, together: bool) -> tuple[tuple[tuple[Block, Blo
     """
     published, rounds = published_by(shares), list[list[tuple[Block, Block]]]()
 
-    def visit(node: Block) -> tuple[Block, int]:
-        if node in published:
-            return node, 0
-        if node.stop - node.start == 1:
-            raise KeyError(f"no part covers shard {node.start}")
-        left, right = _halves(node, _width(node.stop - node.start))
-        first, depth = visit(left)
-        if right is None:
-            return first, depth
-        second, other = visit(right)
-        depth = max(depth, other) if together else len(rounds)
+    def add(left: tuple[Block, int], right: tuple[Block, int]) -> tuple[Block, int]:
+        depth = max(left[1], right[1]) if together else len(rounds)
         rounds.extend([] for _ in range(len(rounds), depth + 1))
-        rounds[depth].append((first, second))
-        return first, depth + 1
+        rounds[depth].append((left[0], right[0]))
+        return left[0], depth + 1
 
-    visit(Block(0, shares.shards))
+    fold(lambda node: (node, 0) if node in published else None, Block(0, shares.shards), add)
     return tuple(map(tuple, rounds))
 
 

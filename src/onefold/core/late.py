@@ -15,7 +15,6 @@ __all__ = ["LATE", "load"]
 LATE = {
     "checkpoint.folder": "trainer.save keeps the best checkpoints",
     "checkpoint.resume": "the run is saved or loaded",
-    "core.averaging": "the weights are averaged",
     "core.values": "the loss returns values in addition to the loss",
     "data_order.from_dataloader": "a loader is made from PyTorch's DataLoader",
     "data_order.stream": "the data is a stream",
@@ -37,10 +36,10 @@ LATE = {
     "shard.compiling": "the loss is compiled",
     "step.joint": "the loss gathers, has several divisors, or returns values in addition",
     "step.microbatch": "shards run in microbatches",
+    "system.background": "the process of a device ends",
     "system.caches": "PyTorch's compiler is used",
     "system.output": "output of the script was held back",
     "session.script_updates": "the script updates the parameters itself",
-    "watch.launches": "an accelerator computes alone",
 }
 """Modules below ``onefold``, and when each is imported."""
 

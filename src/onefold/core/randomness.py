@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-from onefold.core.wire import decode, encode
+from onefold.core.encoding import decode, encode
 from onefold.system.accelerator import generator_of
 
 __all__ = [

@@ -1,7 +1,7 @@
 """How a batch is cut into shards, which device runs which, and how a shard is cut. Pure.
 
 A shard is run in microbatches where a whole one is too large for its device's memory:
-`microbatch_bounds` cuts it, and `Search` finds the largest microbatches that fit.
+`microbatch_bounds` cuts it.
 
 Note: lists of samples
 ----------------------
@@ -15,7 +15,7 @@ the payload holds samples of those other kinds beside them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 
 from onefold.core.structure import has_fields, parts_of, with_parts
 
-__all__ = ["Search", "Shares", "cut_bounds", "join_rows", "microbatch_bounds", "rows_of", "runs_of"]
+__all__ = ["Shares", "cut_bounds", "join_rows", "microbatch_bounds", "rows_of", "runs_of"]
 
 
 @lru_cache(maxsize=64)
@@ -351,51 +351,3 @@ def _are_listed(rows: Sequence[Any], samples: int) -> bool:
         isinstance(row, Mapping) or has_fields(row) or not isinstance(row, _NO_OBJECTS)
         for row in rows
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """A search for the largest microbatches that fit; each trial makes the next search.
-
-    Sizes are halved until one fits. Then those are tried that would make fewer microbatches.
-
-    >>> search = Search(samples=8)
-    >>> while not search.is_over:
-    ...     search = search.tried(fits=search.size <= 3)
-    >>> search.found
-    3
-    """
-
-    samples: int
-    """How many samples the largest shard has."""
-    found: int = 0
-    """The largest size that is known to fit; 0 if none is."""
-    too_large: int | None = None
-    """The smallest size that is known not to fit."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is left to try; without a size in ``found``, nothing fits."""
-        return not self._open
-
-    @property
-    def size(self) -> int:
-        """The size to try next."""
-        sizes = self._open
-        return sizes[len(sizes) // 2]
-
-    def tried(self, *, fits: bool) -> Search:
-        """Note what became of ``size``."""
-        return replace(self, found=self.size) if fits else replace(self, too_large=self.size)
-
-    @property
-    def _open(self) -> list[int]:
-        """The sizes that might be tried, from the smallest."""
-        if self.too_large is None:
-            return [] if self.found else [self.samples]
-        if not self.found:
-            return [(self.too_large + 1) // 2] if self.too_large > 1 else []
-        # Two sizes that make the same number of microbatches cost the same time.
-        fewest, most = (-(-self.samples // size) for size in (self.too_large, self.found))
-        sizes = {-(-self.samples // microbatches) for microbatches in range(fewest, most)}
-        return sorted(size for size in sizes if self.found < size < self.too_large)

@@ -7,7 +7,7 @@ knows nothing of devices, tables or exchanges.
 `columns_of` cuts the values of a prediction into columns, in which they are kept until all devices
 have them. A value with one row a sample is one column. A list with one tensor a sample, which may
 all be of other sizes, is one as well; a list with one dict a sample has a column for each key. The
-columns of a shard are a dict, which travels as `onefold.core.wire` writes it.
+columns of a shard are a dict, which travels as `onefold.core.encoding` writes it.
 
 Note: how values travel
 -----------------------

@@ -32,7 +32,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from onefold.core.batch import DataPass, ShardedBatch
-from onefold.core.json_value import from_json
+from onefold.core.encoding import from_json
 from onefold.core.settings import COSTS
 from onefold.errors import CheckpointError
 

@@ -36,7 +36,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from onefold.core.batch import DataPass
-from onefold.core.json_value import from_json, to_json
+from onefold.core.encoding import from_json, to_json
 from onefold.core.numbers import check_whole
 from onefold.core.randomness import loader_seed, packed_generators, put_generators, seed_generators
 from onefold.core.shard import cut_bounds

@@ -46,8 +46,15 @@ from torch.overrides import TorchFunctionMode
 
 from onefold.core.flat import extent, is_dense
 from onefold.core.structure import parts_of, tensors_of, with_tensors
-from onefold.deferred.recipe import Recipe, RecordedCall, Reference, View, short_lived
-from onefold.deferred.values import DeferredValues, defer
+from onefold.deferred.values import (
+    DeferredValues,
+    Recipe,
+    RecordedCall,
+    Reference,
+    View,
+    defer,
+    short_lived,
+)
 from onefold.system.compat import (
     TorchDispatchMode,
     address_of,

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they are exported
 
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.errors import DisagreementError, LaunchError, PeerTimeout
 from onefold.exchange.connections import (
     Connections,

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.errors import PeerLost, PeerTimeout
 from onefold.system.process import LOOK_S
 from onefold.system.safe_files import memory_file

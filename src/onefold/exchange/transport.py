@@ -29,8 +29,8 @@ from typing import Any
 import msgspec
 import torch
 
+from onefold.core.encoding import decode, encode
 from onefold.core.flat import aligned
-from onefold.core.wire import decode, encode
 from onefold.errors import DisagreementError, OnefoldError, PeerFailed
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.words import message_of, words_of_failure
@@ -158,7 +158,7 @@ class Transport(ABC):
         """Share a value from each device of this process, and return those of all.
 
         Args:
-            values: for each of them by number, a value that `onefold.core.wire` knows.
+            values: for each of them by number, a value that `onefold.core.encoding` knows.
 
         Returns:
             The values in device order; their tensors lie on the host.
@@ -298,7 +298,7 @@ class Message:
     """What one device of a pipeline sends another."""
 
     head: Any
-    """Values that `onefold.core.wire` knows."""
+    """Values that `onefold.core.encoding` knows."""
     tensors: Sequence[torch.Tensor | None] = ()
 
 

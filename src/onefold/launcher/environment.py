@@ -26,9 +26,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from onefold.core.context import LaunchContext
 from onefold.core.late import load
-from onefold.core.options import DEFAULT_PLACEMENT, RunOptions
+from onefold.core.options import DEFAULT_PLACEMENT, LaunchContext, RunOptions
 from onefold.errors import LaunchError
 from onefold.system.process import NOTICES, STOP_SIGNALS, TOOLS_VARIABLE
 

@@ -38,8 +38,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from onefold.core.context import LaunchContext
-from onefold.core.options import RunOptions
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import LaunchError
 
 __all__ = ["others_of", "read_foreign", "slurm_task"]

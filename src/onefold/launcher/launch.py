@@ -24,13 +24,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from onefold.core.context import LaunchContext
 from onefold.core.numbers import check_seconds
 from onefold.core.options import (
     DEFAULT_GRACE_PERIOD_S,
     DEFAULT_PLACEMENT,
     DEFAULT_TIMEOUT_S,
     ExchangeName,
+    LaunchContext,
     RunOptions,
 )
 from onefold.errors import LaunchError, RunFailed

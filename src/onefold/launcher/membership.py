@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
 
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.errors import PeerError
 from onefold.exchange.progress import WAITING
 from onefold.system.safe_files import PrivateFolder, create_file

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 
-from onefold.core.averaging import AverageRule
 from onefold.core.call_digest import Call, CallDigest, digest
 from onefold.core.flat import FlatTensors
 from onefold.placement.base import StepContext
 from onefold.step.engine import Engine
 from onefold.system.compat import copy_each
-from onefold.update.averages import Averages
+from onefold.update.averages import AverageRule, Averages
 from onefold.update.staging import SegmentState
 
 __all__ = ["Averaging"]

@@ -16,9 +16,9 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.call_digest import Call, CallDigest
+from onefold.core.encoding import decode, encode
 from onefold.core.flat import named_tensors, tensor_digests
 from onefold.core.shard import join_rows
-from onefold.core.wire import decode, encode
 from onefold.errors import DisagreementError
 from onefold.exchange.exchange import Exchange
 from onefold.step.engine import Engine

@@ -26,7 +26,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from onefold.core.batch import ShardedBatch, move
-from onefold.core.call_digest import Call, CallDigest, shares_checksum
+from onefold.core.call_digest import Call, CallDigest, digest
 from onefold.core.fold import fold_rows, fold_shards
 from onefold.core.gatherer import Refusing, gathering
 from onefold.core.gathering import SyncBatchNorm
@@ -200,7 +200,7 @@ class DataCall:
             step=self.step,
             samples=samples,
             batch_size=self.batch_size,
-            shares=0 if batch is None else shares_checksum(batch.shares),
+            shares=0 if batch is None else digest(batch.shares.counts),
             data=0 if batch is None else batch.data_digest,
         )
         engine.agree(head, function=self.function)

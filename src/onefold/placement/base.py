@@ -436,7 +436,7 @@ class StepContext:
         """What all processes have of their shards, in the order of these; called on all devices.
 
         Args:
-            own: for shards of this process, by number, what `onefold.core.wire` knows.
+            own: for shards of this process, by number, what `onefold.core.encoding` knows.
         """
         given = dict.fromkeys(self.own, ()) | {self.first.number: tuple(own.items())}
         found = chain.from_iterable(self.exchange.transport.all_gather_values(given))

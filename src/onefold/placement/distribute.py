@@ -9,7 +9,7 @@ import torch
 
 from onefold.core.assignment import Assignment, Devices
 from onefold.core.flat import Layout, laid_out, storage_order
-from onefold.deferred.recipe import short_lived
+from onefold.deferred.values import short_lived
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import FirstValues, Start
 from onefold.update.optimizer import MASTER, PartitionedOptimizer

@@ -26,12 +26,10 @@ from onefold.placement.parameters import PartitionedParameters
 from onefold.placement.replicated import Replicated
 from onefold.shard.model_parts import ModelParts, StageModules
 from onefold.shard.task import ShardTask
+from onefold.system.accelerator import capacity_bytes
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
-from onefold.system.capacity import capacity_bytes
 from onefold.system.file_memory import MmapAllocator
 
-if TYPE_CHECKING:
-    from onefold.placement.footprint import Footprint
 if TYPE_CHECKING:
     from onefold.placement.footprint import Footprint
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from onefold.core import wire
+from onefold.core import encoding
 from onefold.core.options import RECORD_FILE as FILE
 from onefold.errors import RecordError
 from onefold.record.entries import (
@@ -136,7 +136,7 @@ class Record:
             structs.asdict(each)
             | {
                 "kept": each.value is not None,
-                "value": None if each.value is None else wire.decode(each.value),
+                "value": None if each.value is None else encoding.decode(each.value),
             }
             for each in self._all(Result)
         ]

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from onefold import errors
-from onefold.core import wire
+from onefold.core import encoding
 from onefold.core.batch import ShardedBatch
 from onefold.core.values import StepValues
 from onefold.errors import RecordError
@@ -194,7 +194,7 @@ class ScriptReplay:
                 f"the record, so a resumed script cannot be given it: make the call under `if not "
                 f"trainer.replaying:`, and keep what follows from it by trainer.state"
             )
-        return wire.decode(entry.value)
+        return encoding.decode(entry.value)
 
     def block(self) -> None:
         """Note that a block of `Trainer.modifying` ends that the run has ended before."""
@@ -279,7 +279,7 @@ class _RecordedResult(StepResult):
     def values(self) -> StepValues:
         rows, names = self._entry.rows, self._entry.outputs
         return StepValues.known(
-            self._entry.values, wire.decode(rows) if rows else _Unkept(names), self._device
+            self._entry.values, encoding.decode(rows) if rows else _Unkept(names), self._device
         )
 
     def _number(self, value: float) -> torch.Tensor:

@@ -114,7 +114,7 @@ class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True)
     outputs: list[str] = []
     """The names of what it returned for each sample."""
     rows: bytes = b""
-    """These outputs, as `onefold.core.wire.encode` writes them; empty where they are too large."""
+    """These outputs, as `encode` writes them (`onefold.core.encoding`); empty if too large."""
     place: list[tuple[int, int, int, int]] = []
     """Loader, pass, where the batch ends in the pass, and its samples; for each loader in it."""
     totals: bytes
@@ -153,7 +153,7 @@ class Result(Struct, tag="result", tag_field="kind", frozen=True, kw_only=True):
     line: str
     """Where in the script."""
     value: bytes | None
-    """As `onefold.core.wire.encode` writes it; None where it was too large to keep."""
+    """As `onefold.core.encoding.encode` writes it; None where it was too large to keep."""
     digest: str
     """Of the value, also where that was not kept."""
 

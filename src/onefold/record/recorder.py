@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from onefold.core import wire
+from onefold.core import encoding
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import fold_shards
@@ -127,7 +127,7 @@ class Recorder:
     def note_result(self, step: int, call: str, line: str, value: object) -> None:
         """Note what the script was given by a call: itself, if it is not too large."""
         self._write_held()
-        written = wire.encode(value, f"what {call} returns")
+        written = encoding.encode(value, f"what {call} returns")
         kept = written if len(written) <= LARGEST_BYTES else None
         digest = hashlib.blake2b(written, digest_size=16).hexdigest()
         self._append(Result(step=step, call=call, line=line, value=kept, digest=digest))
@@ -156,7 +156,7 @@ class Recorder:
         weight, totals = step.outcome.weight, numbers[:, 0]
         total = fold_shards(totals.tolist(), operator.add)
         outputs = {} if step.outcome.values is None else dict(step.outcome.values.outputs)
-        rows = wire.encode(outputs, "the outputs of a step") if outputs else b""
+        rows = encoding.encode(outputs, "the outputs of a step") if outputs else b""
         entry = StepEntry(
             step=step.number,
             epoch=step.epoch,

@@ -31,8 +31,8 @@ import torch
 
 from onefold.checks.model import check_device
 from onefold.core.assignment import Devices
-from onefold.core.context import LaunchContext
 from onefold.core.late import load
+from onefold.core.options import LaunchContext
 from onefold.core.settings import Settings
 from onefold.core.shard import Shares
 from onefold.errors import LaunchError

@@ -13,8 +13,8 @@ import torch
 
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch
-from onefold.core.context import LaunchContext
 from onefold.core.late import load
+from onefold.core.options import LaunchContext
 from onefold.core.settings import Settings
 from onefold.data_order.position import Position
 from onefold.exchange.progress import Progress

@@ -28,8 +28,8 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.call_digest import Call
-from onefold.core.context import LaunchContext
 from onefold.core.late import load
+from onefold.core.options import LaunchContext
 from onefold.core.settings import Settings
 from onefold.data_order.position import Position
 from onefold.errors import CheckpointError, DisagreementError

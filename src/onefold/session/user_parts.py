@@ -17,7 +17,7 @@ from onefold.launcher.environment import have_private_caches
 from onefold.launcher.membership import folder_until_the_end
 from onefold.shard.kernels import calls_compiled
 from onefold.shard.task import LossFunction
-from onefold.system.compilers import keep_code_in
+from onefold.system.internals import keep_code_in
 from onefold.update.optimizers import Optimizers, Schedulers, optimizers_in
 from onefold.update.scheduler import check_scheduler
 

@@ -52,7 +52,7 @@ from onefold.core.settings import BufferRule
 from onefold.errors import StateError
 from onefold.exchange.shard_table import ShardTable
 from onefold.system.compat import multiply_each
-from onefold.system.hooks import buffers_of
+from onefold.system.internals import buffers_of
 
 __all__ = ["BufferPlaces", "BufferSet", "Carried"]
 

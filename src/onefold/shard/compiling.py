@@ -38,7 +38,7 @@ from onefold.errors import LossError
 from onefold.exchange.shard_table import ShardTable
 from onefold.shard.model_parts import ExternalModules
 from onefold.shard.replica import LossFunction, Replica, ShardTask
-from onefold.system.compilers import code_compiler
+from onefold.system.internals import code_compiler
 
 __all__ = ["EagerComparison", "check_compiler", "check_layers", "compiled"]
 

@@ -36,7 +36,7 @@ from onefold.errors import LossError
 from onefold.shard.gradients import gradients_of, put_gradients
 from onefold.shard.replica import Replica
 from onefold.system.accelerator import same_stream
-from onefold.system.hooks import buffers_of
+from onefold.system.internals import buffers_of
 
 __all__ = ["GatherCall", "GatherPosition", "GatherReplay", "JointShard"]
 

@@ -28,7 +28,7 @@ import torch
 from onefold.errors import PrecisionError
 from onefold.shard.model_parts import closed_over
 from onefold.system.accelerator import name_of
-from onefold.system.compilers import (
+from onefold.system.internals import (
     KernelSettings,
     compiled_call_of,
     compiler_config,

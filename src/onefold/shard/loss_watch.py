@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.counting import Count
+from onefold.core.structure import Count
 from onefold.errors import LossError
 
 __all__ = ["LossFinding", "LossWatch", "inspect_loss"]

@@ -38,7 +38,7 @@ from onefold.core.structure import tensors_of
 from onefold.deferred.access import ResidentError
 from onefold.errors import StateError
 from onefold.system.compat import version_of
-from onefold.system.hooks import buffers_of, children_of, parameters_of
+from onefold.system.internals import buffers_of, children_of, parameters_of
 
 __all__ = [
     "QUICK",

@@ -58,7 +58,7 @@ from onefold.shard.task import (
     add_microbatch,
     end_notes,
 )
-from onefold.system.hooks import hooked
+from onefold.system.internals import hooked
 from onefold.watch.timing import Stopwatch
 
 if TYPE_CHECKING:

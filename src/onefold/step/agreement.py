@@ -29,10 +29,10 @@ from onefold.core.call_digest import (
     Call,
     CallDigest,
     checksum,
+    digest,
     read_agreed,
-    shares_checksum,
 )
-from onefold.core.json_value import from_json
+from onefold.core.encoding import from_json
 from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
 from onefold.placement.base import Placement, StepContext
 from onefold.shard.model_parts import ExternalModules
@@ -289,7 +289,7 @@ def digest_of(batch: ShardedBatch, step: int, call: Call, *, loss: int) -> CallD
         step=step,
         loss=loss,
         samples=batch.samples,
-        shares=shares_checksum(batch.shares),
+        shares=digest(batch.shares.counts),
         loader=batch.loader,
         data_pass=batch.pass_number,
         place=batch.stop,

@@ -45,13 +45,12 @@ from onefold.step.rules import (
 )
 from onefold.update.norms import allow_clipping
 from onefold.update.optimizers import Optimizers
-from onefold.watch.timing import Span
+from onefold.watch.timing import LaunchWatch, Span
 
 if TYPE_CHECKING:
     from onefold.shard.compiling import EagerComparison
     from onefold.step.joint import JointShards, ValueExchange
     from onefold.step.microbatch import MicrobatchSearch
-    from onefold.watch.launches import LaunchWatch
 
 __all__ = ["Engine", "StepResult"]
 
@@ -111,7 +110,7 @@ class Engine:
         watched &= last.device.type != "cpu"
         self._launches: LaunchWatch | None = None
         if watched:
-            self._launches = load("watch.launches").LaunchWatch(last.number, last.watch)
+            self._launches = LaunchWatch(last.number, last.watch)
         self._has_warned = False
         self._updating = self._interrupted = False
         self._nan_before = buffers_with_nan(context.module)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from onefold.core.gathering import SyncBatchNorm
 from onefold.core.results import Gradients, total_weight
-from onefold.core.shard import Search
 from onefold.placement.base import StepContext
 from onefold.placement.replicated import partial_sums
 from onefold.shard.advice import is_shortage
@@ -26,7 +26,7 @@ from onefold.shard.replica import Replica, ShardTask
 from onefold.system.accelerator import release_cached_memory
 from onefold.system.compat import BatchNorm
 
-__all__ = ["MicrobatchSearch"]
+__all__ = ["MicrobatchSearch", "largest_fitting"]
 
 _log = logging.getLogger("onefold")
 _TRIALS = 2
@@ -75,21 +75,20 @@ class MicrobatchSearch:
         return task if self.samples is None else replace(task, microbatch=self.samples)
 
     def _find(self, task: ShardTask, largest: int) -> None:
-        search, before = Search(largest), self.samples
-        if before is not None:
-            if self._fits(replace(task, microbatch=before)):
-                return
-            search = Search(largest, too_large=before)
-        while not search.is_over:
-            trial = replace(task, microbatch=search.size)
-            search = search.tried(fits=self._fits(trial))
-        if not search.found:
+        def fits(size: int) -> bool:
+            return self._fits(replace(task, microbatch=size))
+
+        before = self.samples
+        if before is not None and fits(before):
+            return
+        found = largest_fitting(largest, fits, too_large=before)
+        if not found:
             raise MemoryError(
                 f"not even a single sample of step {task.step} fits into the memory of every "
                 f"device: expected room for a forward and a backward pass. Use a smaller model, or "
                 f"checkpoint its layers (torch.utils.checkpoint)"
             )
-        self.samples = None if search.found == largest else search.found
+        self.samples = None if found == largest else found
         if self.samples is not None and self._context.leads:
             _log.warning(
                 'microbatch="auto": shards of up to %d samples run in microbatches of %d, the '
@@ -161,3 +160,40 @@ def _share(replica: Replica, task: ShardTask) -> tuple[list[Gradients], int]:
     sums = list(partial_sums(replica, task, lambda _, result: weights.append(result.known_weight)))
     terms = total_weight(weights, [1] * len(weights), task.step).terms if weights else 1
     return sums, terms
+
+
+def largest_fitting(
+    samples: int, fits: Callable[[int], bool], *, too_large: int | None = None
+) -> int:
+    """Find the largest microbatches that fit; 0 if none do.
+
+    Sizes are halved until one fits. Then those are tried that would make fewer microbatches.
+
+    Args:
+        samples: how many samples the largest shard has.
+        fits: tries a size.
+        too_large: the smallest size that is known not to fit.
+
+    >>> largest_fitting(8, lambda size: size <= 3)
+    3
+    """
+    found = 0
+    while sizes := _open_sizes(samples, found, too_large):
+        size = sizes[len(sizes) // 2]
+        if fits(size):
+            found = size
+        else:
+            too_large = size
+    return found
+
+
+def _open_sizes(samples: int, found: int, too_large: int | None) -> list[int]:
+    """The sizes that might be tried, from the smallest."""
+    if too_large is None:
+        return [] if found else [samples]
+    if not found:
+        return [(too_large + 1) // 2] if too_large > 1 else []
+    # Two sizes that make the same number of microbatches cost the same time.
+    fewest, most = (-(-samples // size) for size in (too_large, found))
+    sizes = {-(-samples // microbatches) for microbatches in range(fewest, most)}
+    return sorted(size for size in sizes if found < size < too_large)

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from onefold.system.process import host_bytes
+
 __all__ = [
     "HostCopy",
     "as_current",
+    "capacity_bytes",
     "card_of",
     "collective_backend",
     "count",
@@ -26,7 +29,6 @@ __all__ = [
     "record_event",
     "release_cached_memory",
     "same_stream",
-    "total_bytes",
     "traits_of",
 ]
 
@@ -55,8 +57,10 @@ def name_of(device: torch.device) -> str:
     return str(_module_of(device).get_device_name(device))
 
 
-def total_bytes(device: torch.device) -> int:
-    """All memory of an accelerator."""
+def capacity_bytes(device: torch.device) -> int:
+    """All memory of a device; of the host, what this process may take of it."""
+    if device.type == "cpu":
+        return host_bytes()
     return int(_module_of(device).get_device_properties(device).total_memory)
 
 

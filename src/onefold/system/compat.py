@@ -1,8 +1,8 @@
 """Every private name of PyTorch that onefold uses all the same, in one place.
 
-Only those about modules, optimizers and their hooks are next door, in ``hooks.py``, and those that
-decide which kernels run, in ``compilers.py``. Any of them may disappear with the next release of
-PyTorch. ``tests/system/test_compat.py`` says for each what would break, and is the first to fail.
+Those about modules, optimizers, kernels and the compiler are next door, in ``internals.py``.
+Any of them may disappear with the next release of PyTorch. ``tests/system/test_compat.py`` says for
+each what would break, and is the first to fail.
 """
 
 from __future__ import annotations

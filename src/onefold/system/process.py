@@ -29,6 +29,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -45,6 +46,7 @@ __all__ = [
     "ctrl_c_as_before",
     "ctrl_c_later",
     "die_with_parent",
+    "host_bytes",
     "requests_by_signals",
     "stopped_by_signals",
     "take_requests",
@@ -258,6 +260,35 @@ def requests_by_signals(names: tuple[str, ...]) -> list[bool]:
 def cores() -> int:
     """Number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def host_bytes() -> int:
+    """All memory of the host of which this process may take a part."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([whole, *_limits()])
+
+
+def _limits() -> Iterator[int]:
+    """The limits of the control groups that this process is in; none where they are not used."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            # Number, what is controlled, path; of version 2 the number is 0, the second is empty.
+            _, controlled, path = line.split(":", 2)
+            if not controlled:
+                yield from _read_limits(_GROUPS, path, "memory.max")
+            elif "memory" in controlled.split(","):
+                yield from _read_limits(_GROUPS / "memory", path, "memory.limit_in_bytes")
+
+
+def _read_limits(root: Path, path: str, name: str) -> Iterator[int]:
+    """The limits of a group and of all that it is in."""
+    own = root / path.lstrip("/")
+    for folder in (own, *own.parents):
+        with suppress(OSError, ValueError):  # it is "max" where there is none
+            yield int((folder / name).read_text())
 
 
 class StopSignals:

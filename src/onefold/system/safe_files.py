@@ -30,7 +30,7 @@ import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -41,6 +41,7 @@ __all__ = [
     "NO_LOCKS",
     "RECORD_BYTES",
     "PrivateFolder",
+    "append_line",
     "aside_of",
     "create_file",
     "gather_sockets_in",
@@ -51,6 +52,7 @@ __all__ = [
     "open_regular",
     "parse_json",
     "read_plain",
+    "read_record",
     "replace_file",
     "write_all",
     "write_whole",
@@ -351,3 +353,21 @@ def nested_too_deeply(value: object) -> bool:
         if not level:
             return False
     return True
+
+
+def append_line(path: Path, record: Mapping[str, object]) -> None:
+    """Append one line to a file, without following links.
+
+    Raises:
+        OSError: the file cannot be written, or is a link or no regular file.
+    """
+    # Opened for each line, so that a file that is moved away during the run is simply begun again.
+    descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with os.fdopen(descriptor, "a") as file:
+        file.write(json.dumps(dict(record)) + "\n")
+
+
+def read_record(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of ``NAME.jsonl`` in a folder; none if the file does not exist."""
+    path = folder / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -30,8 +30,7 @@ from onefold.core.gatherer import GATHERER
 from onefold.core.mean import PASS
 from onefold.core.randomness import COMMON, GeneratorStates, forget_numpy
 from onefold.launcher import membership
-from onefold.system.compilers import KernelSettings
-from onefold.system.hooks import ProcessHooks
+from onefold.system.internals import KernelSettings, ProcessHooks
 
 __all__ = ["Fault", "Killed", "Scheduler"]
 

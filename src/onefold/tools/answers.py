@@ -70,13 +70,7 @@ from onefold.errors import StateError
 from onefold.launcher.membership import at_good_end
 from onefold.record import FILE
 from onefold.record.answers import ScriptReplay, entries_for_all
-from onefold.record.entries import (
-    BlockEntry,
-    Entry,
-    Result,
-    SavedEntry,
-    StepEntry,
-)
+from onefold.record.entries import BlockEntry, Entry, Result, SavedEntry, StepEntry
 from onefold.session.batches import read_now
 from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Hook, Make, ScriptCall

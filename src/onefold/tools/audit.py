@@ -46,10 +46,10 @@ from typing import Any, NamedTuple
 import torch
 
 from onefold.core.batch import ShardedBatch
+from onefold.core.encoding import decode, encode
 from onefold.core.flat import same_bits
 from onefold.core.options import RunOptions
 from onefold.core.randomness import derive_seed
-from onefold.core.wire import decode, encode
 from onefold.errors import AuditError
 from onefold.placement.base import StepContext
 from onefold.session.run import RunSetup, RunView
@@ -57,9 +57,9 @@ from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
 from onefold.step.engine import Engine
 from onefold.step.hook import Attempt, Hook, Update
-from onefold.system.child import Child, ChildError, has_idle_cores, on_other_cores
+from onefold.system.background import Child, ChildError, has_idle_cores, on_other_cores
+from onefold.system.internals import has_own_step
 from onefold.tools.digests import WholeDigest
-from onefold.update.optimizers import has_own_step
 
 __all__ = ["Auditor", "SameProcess", "WrongResult", "packed", "prepare", "unpacked"]
 

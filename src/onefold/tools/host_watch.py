@@ -44,7 +44,7 @@ from typing import Any
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]  # it is exported
 
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.exchange.connections import host_identity
 from onefold.exchange.group import Rendezvous
 from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress, own_table

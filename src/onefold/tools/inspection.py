@@ -29,19 +29,10 @@ from onefold.data_order.position import Position
 from onefold.launcher.membership import RunStopped
 from onefold.record import Record, shards_of
 from onefold.record.entries import FailureEntry, StepEntry, encode
-from onefold.record.findings import (
-    Findings,
-    Inspection,
-    LayerFinding,
-    ShardFinding,
-)
+from onefold.record.findings import Findings, Inspection, LayerFinding, ShardFinding
 from onefold.session.run import RunSetup, RunView
 from onefold.shard.gradients import keeping_gradients
-from onefold.shard.operations import (
-    OperationWatch,
-    first_larger,
-    first_not_finite,
-)
+from onefold.shard.operations import OperationWatch, first_larger, first_not_finite
 from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
 from onefold.step.engine import Engine

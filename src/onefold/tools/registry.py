@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onefold.core.call_digest import Call, CallDigest
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.exchange.progress import places_of, progress_of
 
 if TYPE_CHECKING:

@@ -22,13 +22,10 @@ those parameters that the device updates: a norm of several would be another on 
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby, islice
-from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -38,7 +35,7 @@ from onefold.core.results import Gradients
 from onefold.core.shard import runs_of
 from onefold.core.storage import Storage
 from onefold.system.compat import copy_each
-from onefold.system.hooks import is_in_list_clipping, wrap_clipping
+from onefold.system.internals import watch_clipping
 from onefold.update.staging import OwnedSegment
 
 __all__ = [
@@ -218,7 +215,7 @@ def refuse_clipping(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Have ``clip_grad_norm_`` of these parameters raise where it would do nothing."""
     for parameter in parameters:
         _ours[parameter] = True
-    wrap_clipping(_checked)
+    watch_clipping(_check_clipping)
 
 
 def allow_clipping(parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -242,23 +239,16 @@ def clipping_each(name: str) -> Iterator[None]:
         _steps.pop()
 
 
-def _checked(inner: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(inner)
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        # A list, as parameters may come as a generator, which can be gone through only once.
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if _steps and is_in_list_clipping(sys._getframe(1)):
-            raise RuntimeError(
-                f"clip_grad_norm_ was given several parameters in the step of {_steps[-1]} (in a "
-                f"hook, or a step of its own), where a device has those alone that it updates: the "
-                f"norm would depend on the number of devices. For the norm of all give clip_norm "
-                f"to Trainer; for that of each, call clip_grad_norm_(parameter, ...) one by one"
-            )
-        if any(p in _ours for p in listed) and not any(p.grad is not None for p in listed):
-            raise RuntimeError(
-                "clip_grad_norm_ was called for parameters of a Trainer, which have no gradients "
-                "between steps: it would do nothing. Remove the line and give clip_norm to Trainer"
-            )
-        return inner(listed, *args, **kwargs)
-
-    return clip
+def _check_clipping(parameters: list[torch.Tensor], several: bool) -> None:
+    if _steps and several:
+        raise RuntimeError(
+            f"clip_grad_norm_ was given several parameters in the step of {_steps[-1]} (in a "
+            f"hook, or a step of its own), where a device has those alone that it updates: the "
+            f"norm would depend on the number of devices. For the norm of all give clip_norm "
+            f"to Trainer; for that of each, call clip_grad_norm_(parameter, ...) one by one"
+        )
+    if any(p in _ours for p in parameters) and not any(p.grad is not None for p in parameters):
+        raise RuntimeError(
+            "clip_grad_norm_ was called for parameters of a Trainer, which have no gradients "
+            "between steps: it would do nothing. Remove the line and give clip_norm to Trainer"
+        )

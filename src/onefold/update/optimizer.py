@@ -30,6 +30,7 @@ from onefold.core.flat import FlatTensors, Segment, laid_out, same_bits, storage
 from onefold.core.storage import Storage
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.compat import copy_each, limit_each, multiply_each
+from onefold.system.internals import has_own_step
 from onefold.update.averages import AVERAGE, Averages
 from onefold.update.norms import SegmentNorms, clipping_each
 from onefold.update.optimizers import (
@@ -37,7 +38,6 @@ from onefold.update.optimizers import (
     StateView,
     UpdateDraws,
     explain_state_dict,
-    has_own_step,
     name_of,
     optimizers_in,
     refuse_own_steps,

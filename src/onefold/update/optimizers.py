@@ -2,7 +2,7 @@
 
 `Optimizers` has several optimizers, each for parameters of its own, act as one; `Schedulers` does
 the same with the schedulers of several optimizers. Hooks on the user's optimizers, such as those of
-`refuse_own_steps`, refuse what a script calls by mistake; `has_own_step` sees the script's own.
+`refuse_own_steps`, refuse what a script calls by mistake.
 `StateView` decides what a script sees of an optimizer's state that is divided among devices.
 
 Note: optimizers that draw
@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.core.json_value import to_json
+from onefold.core.encoding import to_json
 from onefold.core.randomness import GeneratorStates
 from onefold.data_order.item_generators import held_states
 from onefold.errors import StateError
-from onefold.system.hooks import complete_hooks, replaces_step, step_hooks, steps_a_scheduler
+from onefold.system.internals import complete_hooks, has_own_step, steps_a_scheduler
 
 __all__ = [
     "TAKEN",
@@ -38,7 +38,6 @@ __all__ = [
     "UpdateDraws",
     "class_of",
     "explain_state_dict",
-    "has_own_step",
     "name_of",
     "optimizers_in",
     "refuse_own_steps",
@@ -176,9 +175,6 @@ def class_of(scheduler: LRScheduler) -> str:
     return _classes(schedulers_in(scheduler))
 
 
-_NOT_A_SCRIPTS = ("onefold.", "torch.")
-"""Where hooks are from that only look, ours and those of PyTorch's profiler."""
-
 _Several = Collection[torch.optim.Optimizer]
 
 
@@ -228,13 +224,6 @@ def refuse_own_steps(optimizers: _Several, is_ours: Callable[[], bool | None]) -
 
     for optimizer in optimizers:
         optimizer.register_step_pre_hook(refuse)
-
-
-def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a script has put code around an optimizer's ``step()``: a hook, or a wrapper."""
-    froms = [getattr(hook, "__module__", None) or "" for hook in step_hooks(optimizer)]
-    own = any(not each.startswith(_NOT_A_SCRIPTS) for each in froms)
-    return own or replaces_step(optimizer)
 
 
 def steps_by_parameter(optimizers: _Several) -> bool:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
-from onefold.core.json_value import from_json, to_json
+from onefold.core.encoding import from_json, to_json
 from onefold.core.settings import SchedulerEvery
 from onefold.errors import CheckpointError
 from onefold.system.words import message_of

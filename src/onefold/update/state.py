@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from onefold.core.encoding import from_json, to_json
 from onefold.core.flat import (
     Layout,
     Segment,
@@ -33,7 +34,6 @@ from onefold.core.flat import (
     laid_out,
     storage_order,
 )
-from onefold.core.json_value import from_json, to_json
 from onefold.exchange.transport import Message, head_of, read_message, write_message
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
 from onefold.system.dtypes import DTYPES

@@ -3,14 +3,16 @@
 Taking a time makes nobody wait. On a processor a moment is a number; on a GPU it is an event in the
 stream of its work, whose time is requested only when somebody reads it. A number taken on the host
 instead would be the time at which the work was queued, not the time at which it was done.
+
+`LaunchWatch` warns of a device that waits for the host, which launches the work of its shards.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,6 +20,8 @@ import torch
 from onefold.system.accelerator import record_event
 
 __all__ = [
+    "LAUNCH_STEPS",
+    "LaunchWatch",
     "Moment",
     "Phase",
     "PhaseTime",
@@ -27,6 +31,11 @@ __all__ = [
     "host_now_s",
     "is_past",
 ]
+
+_log = logging.getLogger("onefold")
+
+LAUNCH_STEPS = 20
+"""In how many steps in a row a device must have waited; the first ones compile and check."""
 
 Phase = Literal["data", "forward", "backward", "exchange", "update"]
 # Seconds on the host's clock, or an event in an accelerator's stream.
@@ -98,7 +107,7 @@ class Stopwatch:
     def has_done(self, phase: Phase) -> bool:
         """Whether the last work of a phase that was recorded is done; does not wait."""
         stops = (span.stop for span in reversed(self._spans) if span.phase == phase)
-        return all(map(is_past, islice(stops, 1)))
+        return is_past(next(stops, 0.0))
 
     def drain(self) -> list[Span]:
         """Return and forget all spans that were recorded since the last call."""
@@ -135,3 +144,36 @@ def elapsed_s(start: Moment, stop: Moment) -> float:
 def is_past(moment: Moment) -> bool:
     """Whether a moment has been reached; does not wait."""
     return isinstance(moment, float) or moment.query()
+
+
+class LaunchWatch:
+    """Warns once if a device has done all shards of a step as soon as the last one is launched.
+
+    A device with enough work is still at its last shards then. A script that reads a value of the
+    device in forward delays the launch of that shard's backward, but not the end of its work.
+
+    Args:
+        number: of the device.
+        watch: its stopwatch.
+    """
+
+    def __init__(self, number: int, watch: Stopwatch) -> None:
+        self._number, self._watch = number, watch
+        self._waited = 0
+
+    def sample_device(self, shards: int) -> None:
+        """Look at the device, after the launch of a step's backward; does not wait.
+
+        Args:
+            shards: how many the device computes in a step; with one there cannot be fewer.
+        """
+        if shards < 2 or self._waited == LAUNCH_STEPS:
+            return
+        self._waited = self._waited + 1 if self._watch.has_done("backward") else 0
+        if self._waited == LAUNCH_STEPS:
+            _log.warning(
+                "device %d waits for the host, which takes longer to launch the %d shards of a "
+                "step than the device takes to compute them. Fewer shards, larger batches or "
+                "compile=True make it faster",
+                *(self._number, shards),
+            )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onefold.core import wire
+from onefold.core import encoding
 from onefold.record import FILE
 from onefold.record.entries import FrameWriter, Result, StartEntry, StepEntry, encode
 
@@ -116,7 +116,7 @@ def write_record(
         whole = {name: line[name] for name in line.keys() - {"devices", "scores", "kind", "step"}}
         devices = [_told({**whole, **device}) for device in line["devices"]]
         for call, value in (("evaluate", _told(line["scores"])), ("gather", devices)):
-            kept = wire.encode(value, "")
+            kept = encoding.encode(value, "")
             name = f"trainer.{call}"
             writer.append(encode(Result(step=step, call=name, line="", value=kept, digest="")))
     writer.close()

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.core.context import LaunchContext
-from onefold.core.options import RunOptions
-from onefold.system.jsonlines import read_record
+from onefold.core.options import LaunchContext, RunOptions
+from onefold.system.safe_files import read_record
 from tests.inside import session_in
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
-from onefold.system.jsonlines import read_record
+from onefold.system.safe_files import read_record
 from onefold.tools.verifying.probing import Probe, VerifyOptions
 from tests.small import line
 from tests.tables import for_each

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.core.context import LaunchContext
-from onefold.core.options import RunOptions
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.data_order.reader import digest_samples
 from tests.small import line, points, square
 from tests.tools.verifying.compared import Compared, compared

@@ -51,7 +51,7 @@ from onefold.shard.buffers import BufferSet
 from onefold.shard.model_parts import StageModules
 from onefold.shard.replica import Replica
 from onefold.system.compat import is_in_function, is_transformed
-from onefold.system.hooks import has_backward_hooks, hide_backward_hooks, watch_differentiation
+from onefold.system.internals import has_backward_hooks, hide_backward_hooks, watch_differentiation
 
 __all__ = [
     "PipelineContext",
@@ -532,7 +532,7 @@ class ShardState:
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """What another device makes it of, as `onefold.core.wire` knows it."""
+        """What another device makes it of, as `onefold.core.encoding` knows it."""
         return self.generators, list(self.indices), list(self.values)
 
     def put(self, replica: Replica, shard: int) -> None:

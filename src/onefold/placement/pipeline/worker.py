@@ -30,13 +30,7 @@ from onefold.placement.pipeline.boundary import (
 )
 from onefold.placement.pipeline.shape_stages import LossProgress, ShapeTensor, are_left, marks_of
 from onefold.shard.replica import Replica
-from onefold.shard.task import (
-    Microbatch,
-    ShardTask,
-    add_microbatch,
-    end_notes,
-    sum_of_digests,
-)
+from onefold.shard.task import Microbatch, ShardTask, add_microbatch, end_notes, sum_of_digests
 
 __all__ = ["PipelineWorker"]
 

@@ -37,7 +37,7 @@ import torch
 
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch, map_parts
-from onefold.core.context import LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.core.settings import AS_GIVEN
 from onefold.core.structure import Broadcast, Scatter
 from onefold.data_order.indexed import FunctionBatches, Items
@@ -48,7 +48,7 @@ from onefold.shard.replica import LossFunction
 from onefold.step.engine import Engine
 from onefold.step.hook import Attempt, Hook, Make, ScriptCall, Spans
 from onefold.step.result import Step
-from onefold.system.jsonlines import append_line
+from onefold.system.safe_files import append_line
 from onefold.tools.verifying.causes import causes_of
 from onefold.tools.verifying.mathematics import Mathematics, tolerance_of
 from onefold.tools.verifying.probing import options_of

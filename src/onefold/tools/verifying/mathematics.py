@@ -36,17 +36,17 @@ from typing import Literal
 import torch
 
 from onefold.core.batch import ShardedBatch, move
-from onefold.core.counting import count_of
 from onefold.core.flat import laid_out, storage_order
 from onefold.core.fold import fold_rows
 from onefold.core.mean import Contribution, weigh
 from onefold.core.randomness import derive_seed, kept_generators, seed_generators
 from onefold.core.results import split
 from onefold.core.shard import cut_bounds
+from onefold.core.structure import count_of
 from onefold.shard.loss_watch import LossFinding, inspect_loss
 from onefold.shard.replica import LossFunction
 from onefold.step.engine import Engine
-from onefold.system.hooks import watch_differentiation
+from onefold.system.internals import watch_differentiation
 from onefold.system.words import message_of
 from onefold.tools.verifying.surroundings import (
     Draws,

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from onefold.core.context import LaunchContext
 from onefold.core.flat import fingerprint_of, named_tensors, own_name, same_bits, tensor_digests
+from onefold.core.options import LaunchContext
 from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Hook, ScriptCall, Spans
 from onefold.step.result import Step
-from onefold.system.jsonlines import append_line
+from onefold.system.safe_files import append_line
 
 __all__ = ["Probe", "ProbeHook", "VerifyOptions", "options_of", "prepare"]
 

@@ -28,7 +28,7 @@ from onefold.core.randomness import GeneratorStates, in_common, kept_generators,
 from onefold.core.structure import parts_of, tensors_of, with_parts
 from onefold.data_order.reader import Collate
 from onefold.system.compat import BatchNorm, DropoutNd, TorchDispatchMode
-from onefold.system.hooks import buffers_of
+from onefold.system.internals import buffers_of
 
 __all__ = [
     "Draws",
