@@ -107,7 +107,7 @@ def _send_early(
     assert replica.stages is not None
     entries, record = replica.stages.stages.entries, partial(exchange.table.record, replica.number)
     # The leftmost first, as in `fold`, which takes what is added to it where it is sent from.
-    found = partial_sums(replica, task, record, None, before_last(block)[::-1])
+    found = partial_sums(replica, task, record, None, before_last(block))
     sums = [*map(partial(exchange.memory.hold, slot), islice(found, 1)), *found][::-1]
 
     def send(given: GradientSend) -> None:
