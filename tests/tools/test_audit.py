@@ -470,7 +470,7 @@ def test_a_payload_lies_elsewhere_as_it_lies_here(width: int) -> None:
 def test_the_share_that_is_audited_is_the_one_asked_for() -> None:
     engine = engine_in(make_trainer(shards=8))
     options = RunOptions(audit=0.05)
-    auditor = Auditor(engine, options, lambda wrong: None)
+    auditor = Auditor(engine, options, [])
     chosen = [auditor.chosen(step, 8) for step in range(1, 4001)]
     assert sum(map(len, chosen)) == pytest.approx(0.05 * 8 * 4000, rel=0.1)
     assert {shard for each in chosen for shard in each} == set(range(8))

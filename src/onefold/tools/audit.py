@@ -41,7 +41,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 
@@ -52,8 +52,8 @@ from onefold.core.options import RunOptions
 from onefold.core.randomness import derive_seed
 from onefold.errors import AuditError
 from onefold.placement.base import StepContext
+from onefold.record.entries import AuditEntry, Found, SameProcessEntry
 from onefold.session.run import RunSetup, RunView
-from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
 from onefold.step.engine import Engine
 from onefold.step.hook import Attempt, Hook, Update
@@ -61,9 +61,10 @@ from onefold.system.background import Child, ChildError, has_idle_cores, on_othe
 from onefold.system.internals import has_own_step
 from onefold.tools.digests import WholeDigest
 
-__all__ = ["Auditor", "SameProcess", "WrongResult", "packed", "prepare", "unpacked"]
+__all__ = ["Auditor", "packed", "prepare", "unpacked"]
 
 _log = logging.getLogger("onefold")
+_Value = TypeVar("_Value")
 _WHOLE = 1 << 64
 _ALIGNED = 64
 _LIMIT_STEPS = 5
@@ -72,50 +73,9 @@ Results = Mapping[int, Mapping[int, str]]
 """For each device, the result of each shard that it computed."""
 
 
-class WrongResult(NamedTuple):
-    """A result of a shard that its audit has found to be wrong."""
-
-    step: int
-    shard: int
-    """-1 for the update of a segment."""
-    devices: tuple[int, ...]
-    """Who is at fault; two where it cannot be told which one."""
-    persistent: bool
-    healed: bool
-    """Whether the run goes on, with the right result."""
-
-    def __str__(self) -> str:
-        who = " or ".join(f"device {device}" for device in self.devices)
-        kind = "again and again" if self.persistent else "once"
-        what = f"shard {self.shard}" if self.shard >= 0 else "the update of a segment"
-        return f"step {self.step}, {what}: {who} computed wrong bits {kind}"
-
-
-class SameProcess(NamedTuple):
-    """From here on, the only device computes again in the run's own process."""
-
-    step: int
-    why: str
-
-    def __str__(self) -> str:
-        return (
-            f"step {self.step}: a child process could not compute an audit: {self.why}. From here "
-            f"on the run's own process computes audits again"
-        )
-
-
 def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
     """Audit a share of the shards of a run."""
-    options = start.context.options
-
-    def begin(run: RunView) -> Auditor:
-        def note(found: WrongResult | SameProcess) -> None:
-            for each in run.found:  # the recording tool may start later
-                each(found)
-
-        return Auditor(run.engine, options, note)
-
-    return begin
+    return lambda run: Auditor(run.engine, start.context.options, run.found)
 
 
 class Auditor(Hook):
@@ -124,20 +84,18 @@ class Auditor(Hook):
     Args:
         engine: the devices of this process.
         options: say how large a share, and whether a run goes on after a transient fault.
-        note: called with each fault, and once if the run's own process takes over.
+        found: called with an entry of the record for each fault, and once if the run's own process
+            takes over. The recording tool may add itself later.
     """
 
     least_limit_s = 10.0
     """The shortest time that a child is waited for."""
 
     def __init__(
-        self,
-        engine: Engine,
-        options: RunOptions,
-        note: Callable[[WrongResult | SameProcess], None],
+        self, engine: Engine, options: RunOptions, found: Sequence[Callable[[Found], None]]
     ) -> None:
-        self._engine = engine
-        self._rate, self._heals, self._note = options.audit, options.on_corruption == "heal", note
+        self._engine, self._found = engine, found
+        self._rate, self._heals = options.audit, options.on_corruption == "heal"
         self._step = 0
         self._digests = WholeDigest(())
         """Of the step."""
@@ -167,26 +125,28 @@ class Auditor(Hook):
 
     @contextmanager
     def around_compute(self, attempt: Attempt) -> Iterator[None]:
-        """Keep what the audit needs, and audit a computation that is whole."""
-        task = attempt.task
-        with self.keeping(task):
+        """Keep the payloads of audited shards as they are before, and audit a whole computation.
+
+        If there is one device, and other cores are idle, they compute these shards meanwhile.
+        """
+        task, batch = attempt.task, attempt.task.batch
+        self._step, self._began = task.step, time.monotonic()
+        own = [shard for shard in self._digests.shards if shard in batch.shards]
+        self._kept = {shard: self._written(batch.shards[shard]) for shard in own}
+        who = {shard: 0 for shard, kept in self._kept.items() if kept is not None}
+        self._end_early()  # if the step is begun again
+        # Compiled code is there once this process has made it.
+        ready = task.gatherers is None and not self._context.compilers.compiled
+        if who and ready and self._forks and has_idle_cores():
+            self._early = self._in_child(who, task)
+        try:
             yield
+        except BaseException:
+            self._end_early()
+            raise
         if attempt.whole and self._digests.shards:
             with self._context.timed("exchange", "audit"):
-                attempt.again |= not self.is_sound(task)
-
-    def around_update(
-        self,
-        task: ShardTask,
-        optimizer: torch.optim.Optimizer,
-        segments: Sequence[torch.Tensor],
-        update: Update,
-    ) -> None:
-        """Audit the update of one of the segments, in a step of which shards were audited."""
-        if self._digests.shards:
-            self.update(optimizer, segments, update)
-        else:
-            update()
+                attempt.again |= not self._is_sound(task)
 
     def chosen(self, step: int, shards: int) -> frozenset[int]:
         """The shards of a step that are audited: the same on all devices."""
@@ -197,7 +157,7 @@ class Auditor(Hook):
         first = derive_seed("audit first", self._context.settings.seed, step)
         return frozenset((first + place) % shards for place in range(min(count, shards)))
 
-    def is_sound(self, task: ShardTask) -> bool:
+    def _is_sound(self, task: ShardTask) -> bool:
         """Audit the shards of a step that were chosen; whether the step may be used as it is.
 
         Args:
@@ -227,31 +187,10 @@ class Auditor(Hook):
             if first[owner][shard] == second[other][shard]:
                 continue
             fault = self._judged(shard, owner, other, first, second, task)
-            self._report(fault, again=self._healed == task.step)
-            sound &= fault.devices != (owner,)
+            self._report(fault)
+            sound &= fault.devices != [owner]
         self._healed = self._healed if sound else task.step
         return sound
-
-    @contextmanager
-    def keeping(self, task: ShardTask) -> Iterator[None]:
-        """Surround the shards of a step; the payloads of audited ones are kept as they are before.
-
-        If there is one device, and other cores are idle, they compute these shards meanwhile.
-        """
-        self._step, self._began, batch = task.step, time.monotonic(), task.batch
-        own = [shard for shard in self._digests.shards if shard in batch.shards]
-        self._kept = {shard: self._written(batch.shards[shard]) for shard in own}
-        who = {shard: 0 for shard, kept in self._kept.items() if kept is not None}
-        self._end_early()  # if the step is begun again
-        # Compiled code is there once this process has made it.
-        ready = task.gatherers is None and not self._context.compilers.compiled
-        if who and ready and self._forks and has_idle_cores():
-            self._early = self._child(lambda: self._here(who, task)[0])
-        try:
-            yield
-        except BaseException:
-            self._end_early()
-            raise
 
     def _end_early(self) -> None:
         if self._early is not None:
@@ -304,9 +243,10 @@ class Auditor(Hook):
         """
         if apart and self._forks:
             early, self._early = self._early, None
-            child = early or self._child(lambda: self._here(who, task)[0])
-            if (own := self._result_of(child)) is not None:
-                return {0: dict(own)}
+            child = early or self._in_child(who, task)
+            own = None if child is None else self._tried(lambda: child.result(self._limit_s))
+            if own is not None:
+                return {0: dict(decode(own))}
         rows = self._context.exchange.transport.all_gather_values(self._here(who, task))
         return {number: dict(row) for number, row in enumerate(rows)}
 
@@ -316,40 +256,27 @@ class Auditor(Hook):
         with self._engine.placement.gathered():
             for replica in self._context.replicas:
                 shards = [shard for shard, device in who.items() if device == replica.number]
-                own[replica.number] = self._computed(replica, shards, task)
+                again = WholeDigest(shards)
+                with self._context.attached(replica):
+                    replica.start_step(task)
+                    for shard in shards:
+                        replica.compute(shard, replace(task, notes=(again,)))
+                    replica.end()
+                own[replica.number] = [*again.results.items()]
         return own
 
-    def _child(self, function: Callable[[], object]) -> Child | None:
-        """Have a child compute a value; None if there is none."""
+    def _in_child(self, who: Mapping[int, int], task: ShardTask) -> Child | None:
+        """Have a child compute some shards; None if there is none."""
+        return self._tried(lambda: Child(lambda: encode(self._here(who, task)[0], "an audit")))
+
+    def _tried(self, call: Callable[[], _Value]) -> _Value | None:
+        """Call something of a child; None, and no child from here on, if that fails."""
         try:
-            return Child(lambda: encode(function(), "an audit"))
+            return call()
         except ChildError as error:
-            self._stay_here(error)
+            self._child_failed = True
+            self._tell(SameProcessEntry(step=self._step, why=str(error)))
             return None
-
-    def _result_of(self, child: Child | None) -> Any:
-        """What a child has computed; None if it has not."""
-        try:
-            return None if child is None else decode(child.result(self._limit_s))
-        except ChildError as error:
-            self._stay_here(error)
-            return None
-
-    def _stay_here(self, error: ChildError) -> None:
-        self._child_failed, told = True, SameProcess(self._step, str(error))
-        self._note(told)
-        _log.warning("%s", told)
-
-    def _computed(
-        self, replica: Replica, shards: Sequence[int], task: ShardTask
-    ) -> list[tuple[int, str]]:
-        with self._context.attached(replica):
-            again = WholeDigest(shards)
-            replica.start_step(task)
-            for shard in shards:
-                replica.compute(shard, replace(task, notes=(again,)))
-            replica.end()
-            return list(again.results.items())
 
     def _judged(
         self,
@@ -359,40 +286,35 @@ class Auditor(Hook):
         first: Results,
         second: Results,
         task: ShardTask,
-    ) -> WrongResult:
+    ) -> AuditEntry:
         """Find out who is at fault, where two results of a shard differ."""
+        # What was healed a moment ago is not healed again.
+        heals = self._heals and self._healed != task.step
         once, twice = first[owner][shard], second[other][shard]
         of_owner = self._again({shard: owner}, task)[owner][shard]
         of_other = self._again({shard: other}, task, apart=True)[other][shard]
         if owner == other:
-            truth, times = Counter([once, twice, of_owner, of_other]).most_common(1)[0]
-            healed = times > 2 and self._heals
-            return WrongResult(task.step, shard, (owner,), persistent=times < 3, healed=healed)
+            _, times = Counter([once, twice, of_owner, of_other]).most_common(1)[0]
+            sound = times > 2
+            return self._fault(shard, owner, persistent=not sound, healed=sound and heals)
         if of_owner == of_other:
             # Both agree now: whoever had another result before was at fault, once.
-            who = owner if once != of_owner else other
-            return WrongResult(task.step, shard, (who,), persistent=False, healed=self._heals)
+            return self._fault(shard, owner if once != of_owner else other, healed=heals)
         third = next((d for d in range(self._context.devices) if d not in (owner, other)), None)
         if third is None:
-            return WrongResult(task.step, shard, (owner, other), persistent=True, healed=False)
+            return self._fault(shard, owner, other, persistent=True)
         truth = self._again({shard: third}, task)[third][shard]
-        wrong = tuple(
-            device for device, it in ((owner, of_owner), (other, of_other)) if it != truth
-        )
-        return WrongResult(task.step, shard, wrong, persistent=True, healed=False)
+        wrong = [d for d, result in ((owner, of_owner), (other, of_other)) if result != truth]
+        return self._fault(shard, *wrong, persistent=True)
 
-    def update(
+    def around_update(
         self,
+        task: ShardTask,
         optimizer: torch.optim.Optimizer,
         segments: Sequence[torch.Tensor],
         update: Update,
     ) -> None:
-        """Make an optimizer's step, and the update of one of its segments once more.
-
-        Args:
-            optimizer: has the gradients.
-            segments: the values that it updates, on this process.
-            update: makes the step.
+        """Make the update of one of the segments twice, in a step of which shards were audited.
 
         Raises:
             AuditError: two updates of the segment differ, and the run is not to go on.
@@ -400,8 +322,7 @@ class Auditor(Hook):
         gradients = [(each, each.grad) for each in segments if each.grad is not None]
         # Another optimizer's step may do more than update each segment by itself.
         known = type(optimizer).__module__.startswith("torch.optim.")
-        known = known and not has_own_step(optimizer)
-        if not gradients or not known:
+        if not (self._digests.shards and gradients and known) or has_own_step(optimizer):
             update()
             return
         drawn = derive_seed("audit piece", self._context.settings.seed, self._step)
@@ -425,17 +346,42 @@ class Auditor(Hook):
             each.grad = kept
         if not same_bits(updated, segment.detach()):
             # What it has made of the other segments nobody knows, so this is not healed.
-            who = (self._context.first.number,)
-            self._report(WrongResult(self._step, -1, who, persistent=False, healed=False))
+            self._report(self._fault(-1, self._context.first.number))
 
-    def _report(self, fault: WrongResult, *, again: bool = False) -> None:
-        """Tell of a fault; end the run if it is not healed, or was a moment ago."""
-        fault = fault._replace(healed=fault.healed and not again)
-        self._note(fault)
-        if self._context.leads or fault.shard < 0:
-            _log.warning("%s", fault)
+    def _fault(
+        self, shard: int, *devices: int, persistent: bool = False, healed: bool = False
+    ) -> AuditEntry:
+        return AuditEntry(
+            step=self._step,
+            shard=shard,
+            devices=[*devices],
+            persistent=persistent,
+            healed=healed,
+        )
+
+    def _report(self, fault: AuditEntry) -> None:
+        """Tell of a fault; end the run if it is not healed."""
+        self._tell(fault, shown=self._context.leads or fault.shard < 0)
         if not fault.healed:
-            raise AuditError(f"{fault}. {_ADVICE}")
+            raise AuditError(f"{_words_of(fault)}. {_ADVICE}")
+
+    def _tell(self, entry: Found, *, shown: bool = True) -> None:
+        for note in self._found:
+            note(entry)
+        if shown:
+            _log.warning("%s", _words_of(entry))
+
+
+def _words_of(entry: Found) -> str:
+    if isinstance(entry, SameProcessEntry):
+        return (
+            f"step {entry.step}: a child process could not compute an audit: {entry.why}. From "
+            f"here on the run's own process computes audits again"
+        )
+    who = " or ".join(f"device {device}" for device in entry.devices)
+    kind = "again and again" if entry.persistent else "once"
+    what = f"shard {entry.shard}" if entry.shard >= 0 else "the update of a segment"
+    return f"step {entry.step}, {what}: {who} computed wrong bits {kind}"
 
 
 _ADVICE = (

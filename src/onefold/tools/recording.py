@@ -10,19 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from onefold.core.flat import named_tensors
 from onefold.launcher.environment import STARTED_IN, kernel_flags
 from onefold.launcher.membership import at_good_end
 from onefold.record import FILE
-from onefold.record.entries import AuditEntry, BlockEntry, FailureEntry, Found, SameProcessEntry
+from onefold.record.entries import BlockEntry, FailureEntry
 from onefold.record.recorder import Recorder, begun
 from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Hook, Make, ScriptCall, Spans
 from onefold.step.result import Step
 from onefold.system.words import script_line
-from onefold.tools.audit import SameProcess, WrongResult
 from onefold.tools.digests import digest_of_all
 
 __all__ = ["RecordKeeping", "prepare"]
@@ -53,7 +50,7 @@ class RecordKeeping(Hook):
         self._recorder = Recorder(folder / FILE, run.engine.context.update.optimizer)
         run.note_checkpoint = self._recorder.note_checkpoint
         run.note_left_out = self._note_left_out
-        run.found.append(self._note_audit)
+        run.found.append(self._recorder.note)
         step = max(run.position.step, run.begun_after)
         self._note_begin(step, anew=run.begun_after > 0 and not run.is_answered)
         at_good_end(self._recorder.close)
@@ -108,10 +105,6 @@ class RecordKeeping(Hook):
         """Note a step that is done; see `Recorder.note_step`."""
         if asked.computed and asked.cut is not None:
             self._recorder.note_step(step, asked.cut, gradient=asked.kind == "gradient")
-
-    def _note_audit(self, found: WrongResult | SameProcess) -> None:
-        kind: type[Found] = AuditEntry if isinstance(found, WrongResult) else SameProcessEntry
-        self._recorder.note(msgspec.convert(found._asdict(), kind))
 
     def close(self) -> None:
         """Write what is left."""
