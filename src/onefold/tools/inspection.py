@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -73,74 +73,66 @@ class Inspector(Hook):
         position: Position,
         datasets: Mapping[int, Any],
     ) -> None:
-        self._asked = asked
-        self._engine, self._datasets = engine, datasets
-        if self._asked.after:
-            position.step = self._asked.after
-        if engine.rules.scale is not None and self._asked.scale:
-            engine.rules.scale = LossScale(self._asked.scale)
+        self._asked, self._engine, self._datasets = asked, engine, datasets
+        if asked.after:
+            position.step = asked.after
+        if engine.rules.scale is not None and asked.scale:
+            engine.rules.scale = LossScale(asked.scale)
         self._entries: dict[int, StepEntry] = {}
         words = {what: str(value) for what, value in engine.description.items()}
-        self._found = Findings(step=self._asked.step, description=words)
+        self._found = Findings(step=asked.step, description=words)
         self._failures = 0
         """How often the step fails before it is made."""
-        if self._asked.record:
-            record = Record(self._asked.record)
+        if asked.record:
+            record = Record(asked.record)
             self._entries = record.by_step
-            self._found.made = self._asked.step in self._entries
+            self._found.made = asked.step in self._entries
             failed = [each for each in record.entries if isinstance(each, FailureEntry)]
             if self._found.made:
-                self._failures = sum(each.step + 1 == self._asked.step for each in failed)
+                self._failures = sum(each.step + 1 == asked.step for each in failed)
 
     def around(self, asked: ScriptCall) -> Surrounds:
-        """Look into a step that begins, if it is the one; see `inspect_step`."""
-        if asked.cut is not None and asked.begins:
-            self.inspect_step(asked.cut, asked.number, asked.name)
-        return None
-
-    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
-        """Compare a step that is done with the record."""
-        if asked.computed:
-            self.note(step)
-
-    def begin_step(self, number: int) -> None:
-        """Digest the model before a step, if that was asked for."""
-        if self._found.begun is None:
-            self._found.begun = number - 1
-        if self._asked.digests:
-            with self._engine.placement.gathered():
-                tensors = named_tensors(self._engine.context.module)
-                detached = {name: tensor.detach() for name, tensor in tensors.items()}
-                if self._engine.context.leads:
-                    self._found.parameters[number] = tensor_digests(detached)
-
-    def note(self, step: Step) -> None:
-        """Compare a step that is done with the record."""
-        if self._engine.context.leads:
-            self._compare(step.number, step.outcome)
-
-    def inspect_step(self, batch: ShardedBatch, number: int, name: str) -> None:
-        """Look into the step with this batch, if it is the one; called on all devices.
+        """Look into a step that begins, if it is the one.
 
         Raises:
             RunStopped: it was the one.
         """
-        self.begin_step(number)
-        if number != self._asked.step:
-            return
-        if self._failures:
+        if asked.cut is None or not asked.begins:
+            return None
+        number = asked.number
+        if self._found.begun is None:
+            self._found.begun = number - 1
+        if self._asked.digests:
+            self._digest_model(number)
+        if number == self._asked.step and not self._failures:
+            self._inspect_step(asked.cut, number, asked.name)
+        if number == self._asked.step:
             self._failures -= 1  # the script has survived it, and does so again
-            return
+        return None
+
+    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
+        """Compare a step that is done with the record."""
+        if asked.computed and self._engine.context.leads:
+            self._compare(step.number, step.outcome)
+
+    def _digest_model(self, number: int) -> None:
+        with self._engine.placement.gathered():
+            tensors = named_tensors(self._engine.context.module)
+            detached = {name: tensor.detach() for name, tensor in tensors.items()}
+            if self._engine.context.leads:
+                self._found.parameters[number] = tensor_digests(detached)
+
+    def _inspect_step(self, batch: ShardedBatch, number: int, name: str) -> NoReturn:
         found, engine = self._found, self._engine
         task, outcome = engine.inspect_step(batch, number, name=name)
         found.name, found.samples = name, batch.samples
         with engine.placement.gathered():
-            if self._engine.context.leads:
+            if engine.context.leads:
                 self._compare(number, outcome)
                 self._note_step(outcome)
             with keeping_gradients(engine.context.parts.trained.values()):
                 rows = self._look_at_shards(task, outcome)
-            if self._engine.context.leads:
+            if engine.context.leads:
                 found.shards = sorted(rows, key=lambda each: each.shard)
                 found.shards = [_with_first(each, found.shards) for each in found.shards]
                 self._hand_out(batch, number, name)
@@ -161,12 +153,11 @@ class Inspector(Hook):
         for what, one, two in zip(("loss", "weight", "gradient"), known, now, strict=True):
             for shard, (then, here) in enumerate(zip(one.tolist(), list(two), strict=True)):
                 if then != here and not (math.isnan(then) and math.isnan(here)):
-                    words = f"{then:016x}, now {int(here):016x}" if what == "gradient" else (
-                        f"{then!r}, now {float(here)!r}"
-                    )  # fmt: skip
-                    self._found.differs.append(
-                        f"step {number}, shard {shard}: its {what} was {words}"
-                    )
+                    words = f"{then!r}, now {float(here)!r}"
+                    if what == "gradient":
+                        words = f"{then:016x}, now {int(here):016x}"
+                    where = f"step {number}, shard {shard}"
+                    self._found.differs.append(f"{where}: its {what} was {words}")
         self._found.compared += len(outcome.weights)
 
     def _note_step(self, outcome: StepResult) -> None:

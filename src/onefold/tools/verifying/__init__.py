@@ -35,23 +35,21 @@ import safetensors
 import safetensors.torch
 import torch
 
-from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch, map_parts
 from onefold.core.options import LaunchContext
 from onefold.core.settings import AS_GIVEN
 from onefold.core.structure import Broadcast, Scatter
 from onefold.data_order.indexed import FunctionBatches, Items
 from onefold.data_order.loader import Loader
-from onefold.data_order.reader import Collate, is_stream
+from onefold.data_order.reader import is_stream
 from onefold.session.run import RunSetup, RunView
 from onefold.shard.replica import LossFunction
-from onefold.step.engine import Engine
-from onefold.step.hook import Attempt, Hook, Make, ScriptCall, Spans
+from onefold.step.hook import Attempt, Hook, Make, ScriptCall, Spans, Surrounds
 from onefold.step.result import Step
 from onefold.system.safe_files import append_line
 from onefold.tools.verifying.causes import causes_of
 from onefold.tools.verifying.mathematics import Mathematics, tolerance_of
-from onefold.tools.verifying.probing import options_of
+from onefold.tools.verifying.probing import VerifyOptions, options_of
 from onefold.tools.verifying.state import StateWatch, place_of, unseeded_generators, watch_unseeded
 from onefold.tools.verifying.surroundings import (
     KeepingCollate,
@@ -91,9 +89,6 @@ _saved: set[Path] = set()
 """Directories that the script has saved to; alike on all devices, which the disk may not be."""
 
 
-Count = Callable[[ScriptCall, Step, ShardedBatch | None], Step]
-
-
 @dataclass
 class _Progress:
     """How far a Trainer is with the steps that are compared."""
@@ -114,11 +109,14 @@ def adjust(start: RunSetup) -> None:
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
     """Replace the losses of a Trainer whose mathematics is compared."""
-    made = Verifying(start.context, start.user.module, start.losses)
+    options = options_of(start.context)
+    if not options.folder:
+        return lambda run: FilesAside(start.context)
+    made = Verifying(start.context, options, start.user.module, start.losses)
     start.losses = made.losses
 
     def begin(run: RunView) -> Hook:
-        made.start_comparison(run.engine, run.devices, run.count)
+        made.start_comparison(run)
         return made
 
     return begin
@@ -174,21 +172,57 @@ def _place_of(path: str | os.PathLike[str], context: LaunchContext) -> Path:
     return Path(context.directory) / "checkpoints" / absolute.relative_to(absolute.anchor)
 
 
+def _redirect(asked: ScriptCall, context: LaunchContext) -> None:
+    """Have checkpoints written to the run's own folder, so that no file of the script changes.
+
+    They are read where the run wrote them. A checkpoint that it did not write is absent for a
+    script that asks whether there is any (``if_any``), so that every run begins in the same way; a
+    script that needs one reads it from its own place.
+    """
+    place = _place_of(asked.given, context)
+    if asked.kind == "save":
+        _saved.add(place)
+    elif not asked.choices["if_any"] and _saved.isdisjoint((place, place.parent)):
+        place = Path(asked.given).absolute()
+    asked.given = place
+
+
+class FilesAside(Hook):
+    """Keeps the script's checkpoints aside, in a run that is looked at and not compared.
+
+    Args:
+        context: names the folder of the run.
+    """
+
+    def __init__(self, context: LaunchContext) -> None:
+        self._context = context
+
+    def call(self, asked: ScriptCall, make: Make) -> Any:
+        """Write aside, and read from there."""
+        if asked.kind in ("save", "load"):
+            _redirect(asked, self._context)
+        return make()
+
+
 class Verifying(Hook):
     """One trainer's part in a comparison.
 
     Args:
-        context: knows whether this run belongs to a comparison.
+        context: names the folder of the run.
+        options: those of the comparison.
         model: the model of the trainer.
         losses: those of the script, by name.
     """
 
     def __init__(
-        self, context: LaunchContext, model: torch.nn.Module, losses: Mapping[str, LossFunction]
+        self,
+        context: LaunchContext,
+        options: VerifyOptions,
+        model: torch.nn.Module,
+        losses: Mapping[str, LossFunction],
     ) -> None:
-        self._context, self._options = context, options_of(context)
-        self._on = bool(self._options.folder)
-        self._state = StateWatch(model, losses.values()) if self._on else None
+        self._context, self._options = context, options
+        self._state = StateWatch(model, losses.values())
         self._collates: dict[int, KeepingCollate] = {}
         self._own: object = None
         self._steps = 0
@@ -203,34 +237,26 @@ class Verifying(Hook):
         self._same: dict[str, Step] = {}
         self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
         self._results: deque[tuple[object, object, Any]] = deque(maxlen=8)
-        if self._on and self._options.mathematics:
-            if self._options.mathematics == "float64":
+        if options.mathematics:
+            if options.mathematics == "float64":
                 self._dtype = torch.float64
                 model.double()
             self._mathematics = Mathematics(model, next(iter(losses.values())))
             self.losses = dict.fromkeys(losses, self._mathematics.loss)
 
-    def start_comparison(self, engine: Engine, devices: Devices, count: Count) -> None:
-        """Begin the comparison, now that the trainer has its engine.
-
-        Args:
-            engine: the devices of this process.
-            devices: who takes part.
-            count: counts a step that is not computed; see `onefold.session.run`.
-        """
-        self._engine, self._devices, self._count = engine, devices, count
-        if not self._on:
-            return
+    def start_comparison(self, run: RunView) -> None:
+        """Begin the comparison, now that the trainer has its engine."""
+        self._engine, self._devices, self._count = run.engine, run.devices, run.count
         _progress.append(self._progress)
-        if devices.has_lead:
+        if self._devices.has_lead:
             self._mark("done").unlink(missing_ok=True)
         # A refusal would end the run at the first finding; the comparison reports what it does.
-        for replica in engine.context.replicas:
+        for replica in self._engine.context.replicas:
             replica.loss_watch.refuses = False
-        if self._mathematics is not None and devices.has_lead:
-            shards = engine.context.exchange.table.storage.shards
+        if self._mathematics is not None and self._devices.has_lead:
+            shards = self._engine.context.exchange.table.storage.shards
             function = ", ".join(map(place_of, self._users.values()))
-            limit = tolerance_of(engine.context.replicas[0].module)
+            limit = tolerance_of(self._engine.context.replicas[0].module)
             header = {"step": 0, "function": function, "shards": shards, "tolerance": limit}
             append_line(self._path("mathematics"), header)
 
@@ -240,133 +266,109 @@ class Verifying(Hook):
             case "step" | "gradient":
                 return self._step(asked, make)
             case "result" if asked.data is not None:
-                return self.result(asked.key, asked.data, make)
+                return self._result(asked.key, asked.data, make)
             case "save":
-                asked.given = self.writes_to(asked.given)
+                _redirect(asked, self._context)
                 what = asked.given, asked.choices["keeping"], asked.choices["extra"]
-                return self.result(what, None, make)
+                return self._result(what, None, make)
             case "load":
-                asked.given = self.reads_from(asked.given, if_any=asked.choices["if_any"])
+                self._results.clear()
+                _redirect(asked, self._context)
             case "payloads":
-                asked.given = self.plain(asked.given)
+                asked.given = self._plain(asked.given)
             case "loader" | "pass":
                 return self._loader(asked, make)
         return make()
 
     def _step(self, asked: ScriptCall, make: Make) -> Step:
-        batch = asked.given
-        if (same := self.step_again(asked.name)) is not None:
-            asked.computed = False
-            if not asked.begins:
-                return same
-            return self._count(asked, same, batch if isinstance(batch, ShardedBatch) else None)
-        asked.given = self.batch(batch)
+        if self._progress.is_done and asked.name in self._same:
+            return self._step_again(asked)
+        if self._mathematics is not None:
+            if not isinstance(asked.given, ShardedBatch):
+                asked.given = map_parts(asked.given, self._plain)
+            self._own = asked.given
         step: Step = make()
         if asked.kind == "gradient":
-            self.note_gradients()
+            model = self._engine.context.replicas[0].module
+            self._gradients = [(each, each.grad) for each in model.parameters()]
         return step
+
+    def _step_again(self, asked: ScriptCall) -> Step:
+        """Return the last step of a loss, which stands for all that follow, with its gradients.
+
+        Raises:
+            SystemExit: that was so for very many steps.
+        """
+        self._progress.made += 1
+        if self._progress.made > _LONGEST:
+            if self._devices.has_lead:
+                self._mark("cut").write_text(_CUT)
+            raise SystemExit(0)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        asked.computed = False
+        same, batch = self._same[asked.name], asked.given
+        if not asked.begins:
+            return same
+        return self._count(asked, same, batch if isinstance(batch, ShardedBatch) else None)
 
     def _loader(self, asked: ScriptCall, make: Make) -> Loader:
         choices, for_steps = asked.given, asked.kind == "loader"
-        # Whole batches are not made of samples that could be kept.
-        keeps = for_steps and not isinstance(choices["dataset"], FunctionBatches | Items)
-        choices["collate"] = self.collate(choices["collate"], keeps=keeps)
+        if self._mathematics is not None:
+            # Whole batches are not made of samples that could be kept.
+            keeps = for_steps and not isinstance(choices["dataset"], FunctionBatches | Items)
+            choices["collate"] = KeepingCollate(choices["collate"], self._dtype, keeps=keeps)
         if for_steps:
-            choices["repeats"] = self.repeats
+            # Its last batch stands for all that follow.
+            choices["repeats"] = lambda: self._progress.is_done
         made: Loader = make()
         if for_steps:
-            self.add(made, choices["collate"])
+            # A stream moves whenever it is read: what it keeps of that is no finding.
+            if not is_stream(made.dataset):
+                self._state.add(made.dataset)
+            if isinstance(choices["collate"], KeepingCollate):
+                self._collates[made.track.number] = choices["collate"]
         return made
 
-    @contextmanager
-    def around(self, asked: ScriptCall) -> Iterator[None]:
+    def around(self, asked: ScriptCall) -> Surrounds:
         """Look at a step, which is of other payloads; or forget results, as the model changes."""
-        if asked.batch is None:
-            with self.another_model():
-                yield
-            return
-        with self.step(asked.batch, asked.number, asked.name) as given:
-            asked.batch = given
-            yield
-
-    def around_compute(self, attempt: Attempt) -> None:
-        """Compare the gradient of a step whose mathematics is compared."""
-        if self._mathematics is not None and self._mathematics.inside:
-            attempt.gradient_taken = self._mathematics.compare
-
-    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
-        """Note a step that was computed; see `note_step`."""
-        if asked.computed:
-            self.note_step(step)
-
-    def close(self) -> None:
-        """Note that the Trainer makes no more steps."""
-        self.end()
-
-    def collate(self, collate: Collate | None, *, keeps: bool = False) -> Collate | None:
-        """Wrap a loader's collate function; ``keeps`` if its batches are for steps."""
-        if self._mathematics is None:
-            return collate
-        return KeepingCollate(collate, self._dtype, keeps=keeps)
-
-    def add(self, loader: Loader, collate: Collate | None) -> None:
-        """Note a loader that was made for steps."""
-        # A stream moves whenever it is read: what it keeps of that is no finding.
-        if self._state is not None and not is_stream(loader.dataset):
-            self._state.add(loader.dataset)
-        if isinstance(collate, KeepingCollate):
-            self._collates[loader.track.number] = collate
-
-    def batch(self, batch: object) -> object:
-        """Convert what a step was given to the precision of the comparison."""
-        if self._mathematics is None:
-            return batch
-        if not isinstance(batch, ShardedBatch):
-            batch = map_parts(batch, self._plain)
-        self._own = batch
-        return batch
-
-    def plain(self, batch: ShardedBatch) -> ShardedBatch:
-        """Return a loader's batch with the payloads that the loss is to see."""
-        return batch if self._mathematics is None else self._unpacked(batch)[0]
-
-    def _plain(self, part: Any) -> Any:
-        """Convert a part of a batch of the script's own."""
-        if isinstance(part, ShardedBatch):
-            return self.plain(part)
-        if isinstance(part, Scatter | Broadcast):
-            return replace(part, value=cast_floats(part.value, self._dtype))
-        return cast_floats(part, self._dtype)
+        return self._around_block() if asked.batch is None else self._around_step(asked)
 
     @contextmanager
-    def step(self, batch: ShardedBatch, number: int, name: str) -> Iterator[ShardedBatch]:
-        """Surround the engine's step of a loss, given by name; yields the batch for it."""
-        state, mathematics = self._state, self._mathematics
-        if state is None:
-            yield batch
-            return
+    def _around_block(self) -> Iterator[None]:
+        self._results.clear()
+        try:
+            yield
+        finally:
+            self._results.clear()
+
+    @contextmanager
+    def _around_step(self, asked: ScriptCall) -> Iterator[None]:
+        state, mathematics, batch = self._state, self._mathematics, asked.batch
+        assert batch is not None
         # Past the steps that are compared, and past the first of several gradients of a step, the
         # script goes on; its payloads are still wrapped.
-        again, self._number = number == self._number, number
+        again, self._number = asked.number == self._number, asked.number
         self._steps += not again
         compared = not again and self._steps <= self._options.steps
         if mathematics is not None:
-            mathematics.user = self._users[name]
+            mathematics.user = self._users[asked.name]
             if batch.others:
                 if compared:
                     append_line(self._path("mathematics"), {"step": self._steps, "causes": []})
-                yield batch
+                yield
                 return
         if not compared:
-            yield self.plain(batch)
+            asked.batch = self._plain(batch)
+            yield
             return
         with state.step() as states:
             if mathematics is None:
-                yield batch
+                yield
             else:
-                plain, whole = self._unpacked(batch)
-                with mathematics.step(self._engine, plain, whole, number) as found:
-                    yield plain
+                asked.batch, whole = self._unpacked(batch)
+                with mathematics.step(self._engine, asked.batch, whole, asked.number) as found:
+                    yield
         if mathematics is not None:
             causes = causes_of(found, state.attributes, state.generators)
             line = {**asdict(found), "step": self._steps, "causes": [*map(asdict, causes)]}
@@ -375,26 +377,18 @@ class Verifying(Hook):
         line |= {"attributes": state.attributes, "generators": state.generators}
         append_line(self._path(f"state-{self._devices.own[0]}"), line)
 
-    @property
-    def repeats(self) -> Callable[[], bool] | None:
-        """Whether a loader's last batch stands for all that follow; None if it never does."""
-        return (lambda: self._progress.is_done) if self._on else None
+    def around_compute(self, attempt: Attempt) -> None:
+        """Compare the gradient of a step whose mathematics is compared."""
+        if self._mathematics is not None and self._mathematics.inside:
+            attempt.gradient_taken = self._mathematics.compare
 
-    def end(self) -> None:
-        """Note that the Trainer makes no more steps."""
-        self._progress.is_done = True
-
-    def _mark(self, what: str) -> Path:
-        """A file by which the lead tells the comparison how far the script has come."""
-        return Path(self._options.folder, f"{self._options.run}-{what}")
-
-    def note_step(self, step: Step) -> None:
-        """Note that a step was made; end the comparison of all Trainers that have made theirs.
+    def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
+        """Note a computed step; end the comparison of all Trainers that have made theirs.
 
         Raises:
             SystemExit: no more Trainers are to be compared.
         """
-        if not self._on:
+        if not asked.computed:
             return
         self._same[step.name] = step
         options, own = self._options, self._progress
@@ -410,32 +404,11 @@ class Verifying(Hook):
             if 0 < options.trainers <= len(_progress):
                 raise SystemExit(0)
 
-    def note_gradients(self) -> None:
-        """Keep what `Trainer.gradient` has left in ``.grad``, for the steps that follow."""
-        if self._on:
-            model = self._engine.context.replicas[0].module
-            self._gradients = [(each, each.grad) for each in model.parameters()]
+    def close(self) -> None:
+        """Note that the Trainer makes no more steps."""
+        self._progress.is_done = True
 
-    def step_again(self, name: str) -> Step | None:
-        """Return the last step of a loss, by name, where it stands for all that follow.
-
-        Gradients that the last one has left are there again.
-
-        Raises:
-            SystemExit: that was so for very many steps.
-        """
-        if not self._progress.is_done or name not in self._same:
-            return None
-        self._progress.made += 1
-        if self._progress.made > _LONGEST:
-            if self._devices.has_lead:
-                self._mark("cut").write_text(_CUT)
-            raise SystemExit(0)
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        return self._same[name]
-
-    def result(self, call: object, data: object, compute: Callable[[], Any]) -> Any:
+    def _result(self, call: object, data: object, compute: Callable[[], Any]) -> Any:
         """Return what a call gives; where the model is the same, what it gave before.
 
         Args:
@@ -451,38 +424,15 @@ class Verifying(Hook):
         self._results.append((call, data, compute()))
         return copy.deepcopy(self._results[-1][-1])
 
-    @contextmanager
-    def another_model(self) -> Iterator[None]:
-        """Surround a block in which the model may hold other values than before and after."""
-        self._results.clear()
-        try:
-            yield
-        finally:
-            self._results.clear()
-
-    def writes_to(self, path: str | Path) -> Path:
-        """Return where a directory's checkpoints are written: in a comparison, in its own folder.
-
-        So that comparing a script changes none of its files.
-        """
-        place = self._aside(path)
-        _saved.add(place)
-        return place
-
-    def reads_from(self, path: str | Path, *, if_any: bool) -> Path:
-        """Return where a directory's checkpoints are read.
-
-        In a comparison, they are read where it wrote them. A checkpoint that it has not written is
-        absent for a script that asks whether there is any (``if_any``), so that every run begins
-        alike; for a script that needs one, it is read from its own place.
-        """
-        self._results.clear()
-        place = self._aside(path)
-        known = not _saved.isdisjoint((place, place.parent))
-        return place if if_any or known else Path(path).absolute()
-
-    def _aside(self, path: str | Path) -> Path:
-        return _place_of(path, self._context)
+    def _plain(self, part: Any) -> Any:
+        """Convert a batch, or a part of one, to the payloads that the loss is to see."""
+        if self._mathematics is None:
+            return part
+        if isinstance(part, ShardedBatch):
+            return self._unpacked(part)[0]
+        if isinstance(part, Scatter | Broadcast):
+            return replace(part, value=cast_floats(part.value, self._dtype))
+        return cast_floats(part, self._dtype)
 
     def _unpacked(self, batch: ShardedBatch) -> tuple[ShardedBatch, WholeBatch]:
         """Return the batch with plain payloads, and the whole batch that they are shards of."""
@@ -490,6 +440,10 @@ class Verifying(Hook):
             return batch, whole_tensors(self._own, batch.dim)
         whole, payloads = whole_of(batch.shards, self._collates, batch.loader, batch.dim)
         return replace(batch, shards=payloads), whole
+
+    def _mark(self, what: str) -> Path:
+        """A file by which the lead tells the comparison how far the script has come."""
+        return Path(self._options.folder, f"{self._options.run}-{what}")
 
     def _path(self, what: str) -> Path:
         return self._mark(f"{self._devices.trainer}-{what}.jsonl")
