@@ -122,18 +122,18 @@ def compare_runs(one: Path, two: Path, *, devices: str, as_json: bool = False) -
     Returns:
         0 if nothing differs, 1 if something does.
     """
-    console = screen(as_json=as_json, soft_wrap=True)
+    console = screen(as_json=as_json, markup=False, soft_wrap=True)
     runs = [StepReplay(each, devices=devices) for each in (one, two)]
     found = first_difference(runs[0].record, runs[1].record)
     steps = len(runs[0].record.by_step)
     if found is None:
-        console.print(f"[bold green]Same runs: {steps} steps and all results are equal.[/]")
+        console.print(f"Same runs: {steps} steps and all results are equal.", style="bold green")
         causes = _print_causes(console, runs, 1, differ=False)
         if as_json:
             print_json({"equal": True, "steps": steps, "first": None, "causes": causes})
         return 0
     at = f"Step {found.step}: " if found.step else ""
-    console.print(f"[bold red]{at}{found.text}.[/]")
+    console.print(f"{at}{found.text}.", style="bold red")
     repeats = _look_closer(console, runs, found) if found.step else True
     causes = _print_causes(console, runs, found.step or 1, differ=not found.is_length)
     if not repeats:
@@ -158,11 +158,9 @@ def _look_closer(console: Console, runs: Sequence[StepReplay], found: FirstDiffe
     one, two = _both(console, runs, step, shards)
     while (earlier := _first_parameters(one, two)) is not None:
         before, names = earlier
-        console.print(
-            f"  Before step {before} the model differs in {listed(names, _FEW)}.", markup=False
-        )
+        console.print(f"  Before step {before} the model differs in {listed(names, _FEW)}.")
         if before == 1:
-            console.print(f"  No step was made yet. {_blocks(runs, 0)}", markup=False)
+            console.print(f"  No step was made yet. {_blocks(runs, 0)}")
             return not (one.differs or two.differs)
         # The step before has left other parameters: its gradients or its update differ.
         step = before - 1
@@ -174,7 +172,7 @@ def _look_closer(console: Console, runs: Sequence[StepReplay], found: FirstDiffe
     repeats = not (one.differs or two.differs)
     if not any(differ) and repeats:
         cause = _blocks(runs, step)
-        console.print(f"  All operations of step {step} have equal results. {cause}", markup=False)
+        console.print(f"  All operations of step {step} have equal results. {cause}")
     return repeats
 
 
@@ -200,7 +198,7 @@ def _both(
     one, two = (run.inspect_step(step, shards=shards, digests=True) for run in runs)
     for looked, run in zip((one, two), runs, strict=True):
         for line in looked.differs[:1]:
-            console.print(f"  {run.record.path}, computed again: {line}", markup=False)
+            console.print(f"  {run.record.path}, computed again: {line}")
     return one, two
 
 
@@ -223,15 +221,14 @@ def _print_shard(console: Console, one: ShardFinding, two: ShardFinding) -> bool
             if first.number is not None:
                 words += f" (numbers {first.number}, {second.number} of the data)"
             words += f" is {first.words}, and {second.words}"
-            console.print(f"  Shard {one.shard}: {words}", markup=False)
+            console.print(f"  Shard {one.shard}: {words}")
             break
     for here, there in zip(one.operations, two.operations, strict=False):
         if (here.name, here.digest) != (there.name, there.digest):
             differ = True
             other = "" if here.name == there.name else f", in the other run {there}"
             console.print(
-                f"  Shard {one.shard}: the first operation with another result is {here}{other}",
-                markup=False,
+                f"  Shard {one.shard}: the first operation with another result is {here}{other}"
             )
             break
     return differ
@@ -246,7 +243,7 @@ def _print_causes(
     if lines:
         console.print("Likely causes:" if differ else "What differs without changing a bit:")
     for line in lines:
-        console.print(f"  {line}", markup=False)
+        console.print(f"  {line}")
     if differ and not lines:
         console.print(
             "The records name no cause: versions, flags, seed, settings, command and script are "
@@ -305,7 +302,7 @@ def find_commit(span: str, command: Sequence[str]) -> int:
         )
     commits = [_git("rev-parse", "--verify", f"{good}^{{commit}}").strip()]
     commits += _git("rev-list", "--reverse", "--first-parent", span).split()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     top, here = Path(_git("rev-parse", "--show-toplevel").strip()), Path.cwd()
     with PrivateFolder("onefold-compare-") as private:
         known = Record(_recorded(commits[0], command, private.path, here.relative_to(top)))
@@ -314,7 +311,7 @@ def find_commit(span: str, command: Sequence[str]) -> int:
             run = _recorded(commits[number], command, private.path, here.relative_to(top))
             found = first_difference(known, Record(run))
             words = "the same bits" if found is None else f"step {found.step}: {found.text}"
-            console.print(f"{_title(commits[number])}: {words}", markup=False)
+            console.print(f"{_title(commits[number])}: {words}")
             return found is None
 
         low, high = 0, len(commits) - 1
@@ -323,7 +320,7 @@ def find_commit(span: str, command: Sequence[str]) -> int:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if same(middle) else (low, middle)
-    console.print(f"{_title(commits[high])} is the first commit with other bits", markup=False)
+    console.print(f"{_title(commits[high])} is the first commit with other bits")
     return 1
 
 
@@ -400,12 +397,11 @@ def _plain(entry: Any, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(record: Record) -> None:
-    console, begins = Console(highlight=False), record.begins
+    console, begins = Console(highlight=False, markup=False), record.begins
     for begun in begins:
         console.print(
             f"{begun['time']}  from step {begun['step']} on {', '.join(begun['devices'])}: "
-            f"{in_shell(*begun['command'])}",
-            markup=False,
+            f"{in_shell(*begun['command'])}"
         )
     steps, others = (
         record.steps,
@@ -425,15 +421,14 @@ def _show(record: Record) -> None:
 
 
 def _show_step(entry: StepEntry) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(
         f"step {entry.step}, epoch {entry.epoch}: {entry.samples} samples, loss {entry.loss!r}, "
         f"norm {entry.norm!r}, rates {entry.rates}{', skipped: ' if entry.skipped else ''}"
-        f"{entry.skipped}",
-        markup=False,
+        f"{entry.skipped}"
     )
     for name, value in entry.values.items():
-        console.print(f"{name}: {value!r}", markup=False)
+        console.print(f"{name}: {value!r}")
     for loader, number, stop, samples in entry.place:
         console.print(f"loader {loader}, pass {number}: {samples} samples up to {stop}")
     table = Table("shard", "loss", "weight", "digest")

@@ -37,6 +37,7 @@ import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import onefold
 from onefold.cli import print_json
@@ -62,6 +63,8 @@ __all__ = ["StepReplay", "explain", "replay_step"]
 _NEVER = str(1 << 30)
 _GATHERS = "The loss gathers over the batch: its shards cannot be looked into by themselves."
 _FEW = 8
+_OWN = ("optimizer", "the optimizer", "the number of shards per device", "the scheduler", "a hash")
+"""How words of a description begin that a bundle does not keep."""
 _MANIFEST = "run.json"
 """A file of every whole checkpoint."""
 
@@ -220,7 +223,7 @@ def replay_step(
     Returns:
         0 if all shards have the bits of the record, 1 if not.
     """
-    console = screen(as_json=as_json)
+    console = screen(as_json=as_json, markup=False)
     if bundle is not None and (bundle.exists() or not bundle.absolute().parent.is_dir()):
         raise ValueError(f"--bundle {bundle}: expected a new file, in a folder that exists")
     if prompt and (sys.stdin is None or not sys.stdin.isatty()):
@@ -291,17 +294,8 @@ def _look_into_bundle(
             del os.environ[TOOLS_VARIABLE]
         looked = msgspec.json.decode(found.read_bytes(), type=Findings)
     for what, then in about["description"].items():
-        own = what.startswith(
-            (
-                "optimizer",
-                "the optimizer",
-                "the number of shards per device",
-                "the scheduler",
-                "a hash",
-            )
-        )
-        if not own and (now := looked.description.get(what, "")) != then:
-            console.print(f"{what}: {then} where the bundle was made, here {now}", markup=False)
+        if not what.startswith(_OWN) and (now := looked.description.get(what, "")) != then:
+            console.print(f"{what}: {then} where the bundle was made, here {now}")
     return looked
 
 
@@ -344,11 +338,12 @@ def _print_step(console: Console, found: Findings) -> None:
         f"samples, loss {_word(found.loss)}, norm {_word(found.norm)}"
     )
     if found.differs:
-        console.print("[bold red]The bits differ from the record:[/]")
+        console.print("The bits differ from the record:", style="bold red")
         for line in found.differs[:_FEW]:
-            console.print(f"  {line}", markup=False)
+            console.print(f"  {line}")
     elif found.compared:
-        console.print(f"[bold green]{found.compared} shards have the bits of the record.[/]")
+        words = f"{found.compared} shards have the bits of the record."
+        console.print(words, style="bold green")
     if not found.made and not found.differs:
         console.print("The step itself was not made: the record has nothing to compare with.")
     table = Table("parameter", "norm of gradient", "of parameter", "share")
@@ -386,7 +381,7 @@ def _print_samples(console: Console, own: ShardFinding, most: int = 64) -> None:
     table = Table("sample", "in the data", "loss", "what it holds")
     for each in own.samples[:most]:
         number = "" if each.number is None else str(each.number)
-        loss = _word(each.loss) if each.finite else f"[bold red]{_word(each.loss)}[/]"
+        loss = Text(_word(each.loss), style="" if each.finite else "bold red")
         table.add_row(str(each.place), number, loss, each.words)
     console.print(table)
 
@@ -403,16 +398,17 @@ def explain(
     Returns:
         0 if something stands out, 1 if nothing does.
     """
-    console, again = screen(as_json=as_json), StepReplay(run, devices=devices, placement=placement)
+    console = screen(as_json=as_json, markup=False)
+    again = StepReplay(run, devices=devices, placement=placement)
     found = first_departure(again.record) if step is None else None
     if step is None:
-        console.print(f"A number stands out if it is {RULE}.", markup=False)
+        console.print(f"A number stands out if it is {RULE}.")
         if found is None:
             console.print(f"Nothing stands out in {len(again.record.by_step)} steps.")
             if as_json:
                 print_json({"departure": None, "findings": None, "shards": []})
             return 1
-        console.print(_words_of(found), markup=False)
+        console.print(_words_of(found))
         step = found.step
         sizes = {number: each.samples for number, each in again.record.by_step.items()}
         usual = median(sizes.values()) if sizes else 0
@@ -467,7 +463,7 @@ def _print_culprit(console: Console, own: ShardFinding, mean: float | None) -> N
     words = f"Shard {own.shard}: loss {_word(mean)}, norm of its gradient {_word(own.norm)}"
     if own.bad_gradients:
         words += f", not finite in {listed(own.bad_gradients)}"
-    console.print(f"[bold]{words}[/]")
+    console.print(words, style="bold")
     losses = [each.loss for each in own.samples if each.loss is not None]
     usual = median(losses) if losses else math.nan
     bad = [each for each in own.samples if not each.finite]
@@ -478,12 +474,12 @@ def _print_culprit(console: Console, own: ShardFinding, mean: float | None) -> N
             text += f" (the median of the shard is {usual:.6g})"
         elif each.loss is not None:
             text += ", its gradient is not finite"
-        console.print(f"{text}; {each.words}", markup=False)
+        console.print(f"{text}; {each.words}")
     if not own.samples:
         console.print("  its samples could not be told apart")
     if own.first is not None:
         far = "is not finite" if own.times is None else f"is {own.times:.3g} times the usual one"
-        console.print(f"  first operation whose result {far}: {own.first}", markup=False)
+        console.print(f"  first operation whose result {far}: {own.first}")
 
 
 def _largest(samples: Sequence[SampleFinding], usual: float) -> list[SampleFinding]:

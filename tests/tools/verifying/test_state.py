@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from onefold.tools.verifying.state import StateWatch
+from onefold.tools.verifying.probing import StateWatch
 from tests.tables import for_each
 
 GENERATOR = np.random.default_rng(0)

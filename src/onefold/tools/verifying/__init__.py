@@ -4,7 +4,7 @@ Such a run records its steps, in the folder of the comparison:
 
 - ``RUN-T.jsonl``: the digests of trainer T after each step, see `onefold.tools.verifying.probing`.
 - ``RUN-T-state-D.jsonl``: state that changed on device D and must not, see
-  `onefold.tools.verifying.state`.
+  `onefold.tools.verifying.probing`.
 - ``RUN-T-mathematics.jsonl``: V shards against one, see `onefold.tools.verifying.mathematics`.
 - ``RUN-done``: there while all Trainers so far have made their steps.
 - ``RUN-cut``: why the script was ended.
@@ -49,8 +49,14 @@ from onefold.step.result import Step
 from onefold.system.safe_files import append_line
 from onefold.tools.verifying.causes import causes_of
 from onefold.tools.verifying.mathematics import Mathematics, tolerance_of
-from onefold.tools.verifying.probing import VerifyOptions, options_of
-from onefold.tools.verifying.state import StateWatch, place_of, unseeded_generators, watch_unseeded
+from onefold.tools.verifying.probing import (
+    StateWatch,
+    VerifyOptions,
+    options_of,
+    place_of,
+    unseeded,
+    watch_unseeded,
+)
 from onefold.tools.verifying.surroundings import (
     KeepingCollate,
     WholeBatch,
@@ -373,7 +379,7 @@ class Verifying(Hook):
             causes = causes_of(found, state.attributes, state.generators)
             line = {**asdict(found), "step": self._steps, "causes": [*map(asdict, causes)]}
             append_line(self._path("mathematics"), line)
-        line = {"step": self._steps, "states": states, "unseeded": unseeded_generators()}
+        line = {"step": self._steps, "states": states, "unseeded": unseeded}
         line |= {"attributes": state.attributes, "generators": state.generators}
         append_line(self._path(f"state-{self._devices.own[0]}"), line)
 
