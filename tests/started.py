@@ -1,4 +1,4 @@
-"""``onefold run`` as a process of its own, which a test stops, kills or waits for."""
+"""``onefold`` as a process of its own, which a test runs to its end, stops, kills or waits for."""
 
 import os
 import signal
@@ -7,6 +7,20 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+
+def ended(
+    *words: str, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``onefold`` to its end, with these variables of the environment in addition."""
+    return subprocess.run(
+        [sys.executable, "-m", "onefold", *words],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=cwd,
+        env={**os.environ, **variables},
+    )
 
 
 class StartedRun:

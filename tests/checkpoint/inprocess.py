@@ -68,8 +68,13 @@ class Life:
 class Runs:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self._patch = folder, monkeypatch
+        folder.mkdir(parents=True, exist_ok=True)
         self.ticks = 0
         """How often the last script could have died."""
+
+    def below(self, name: object) -> "Runs":
+        """Runs that save in a folder of this name, inside of this one's."""
+        return Runs(self.folder / str(name), self._patch)
 
     def whole(self, script: Script) -> str:
         """What a script returns that nothing saves and nobody stops."""

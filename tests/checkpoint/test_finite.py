@@ -1,9 +1,6 @@
 """What is not finite is found before it takes the place of what is."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import torch
 from onefold.errors import StateError
 from tests.checkpoint.folders import steps_in
 from tests.small import line, make_trainer, points
+from tests.started import ended
 from tests.tables import for_each
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "poisoned.py"
@@ -107,33 +105,10 @@ def test_a_step_that_broke_off_in_its_update_is_not_saved(tmp_path: Path) -> Non
 def test_what_fails_again_goes_back_further(tmp_path: Path, devices: str, exchange: str) -> None:
     """And ends well, where it fails no longer."""
     (tmp_path / "happened").mkdir()
-    options = (
-        "--save-every",
-        "1",
-        "--keep-last",
-        "3",
-        "--devices",
-        devices,
-        "--exchange",
-        exchange,
-    )
+    options = f"--save-every 1 --keep-last 3 --max-restarts 3 --exchange {exchange}".split()
+    folders = ("--devices", devices, "--checkpoint", str(tmp_path / "kept"))
     script = (str(SCRIPT), str(tmp_path / "happened"), "3")
-    command = (
-        "run",
-        "--checkpoint",
-        str(tmp_path / "kept"),
-        *options,
-        "--max-restarts",
-        "3",
-        *script,
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "onefold", *command],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
+    done = ended("run", *options, *folders, *script, TMPDIR=str(tmp_path))
     errors = done.stderr
     assert done.returncode == 0, errors
     assert done.stdout.splitlines()[-1].startswith("end 8 ")

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typer.testing import CliRunner
 
 import onefold
 from onefold.cli.main import app
+from tests.started import ended
 from tests.tables import for_each
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
@@ -138,10 +137,7 @@ def test_what_is_wrong_with_an_option_is_said_with_where_it_belongs(words: str, 
 
 def printed(*arguments: str, code: int = 0) -> Any:
     """The JSON object that a command prints, which is the last line of stdout."""
-    done = subprocess.run(
-        [sys.executable, "-m", "onefold", *arguments], capture_output=True, text=True, timeout=600,
-        check=False,
-    )  # fmt: skip
+    done = ended(*arguments)
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

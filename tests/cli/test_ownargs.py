@@ -1,7 +1,5 @@
 """What stands behind a script is the script's own, whatever it is called."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ from typer.main import get_command
 
 from onefold.cli.main import app
 from onefold.cli.running import come_too_late, command_of
+from tests.started import ended
 from tests.tables import for_each
 
 OWN = {"-m", "--devices", "--timeout", "--placement"}
@@ -48,8 +47,7 @@ def test_a_script_that_refuses_one_of_ours_is_explained(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
-    command = [sys.executable, "-m", "onefold", "run", "--devices", "cpu:1", str(script)]
-    done = subprocess.run([*command, option, "5"], capture_output=True, text=True, timeout=600)
+    done = ended("run", "--devices", "cpu:1", str(script), option, "5")
     assert done.returncode == 2
     assert f"unrecognized arguments: {option} 5" in done.stderr
     words = f"what stands after the script is the script's: give {option} before it"

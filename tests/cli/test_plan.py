@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +9,11 @@ import pytest
 
 from onefold import RunOptions, list_devices
 from onefold.cli.plan import plan_script
+from tests.started import ended
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "planned.py"
 
 pytestmark = pytest.mark.processes
-
-
-def planned(what: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "onefold", "plan", *options, str(SCRIPT), what]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def rows(text: str) -> list[list[str]]:
@@ -33,7 +27,9 @@ FROZEN_BYTES = 4 * 257 * 256 + 2 * 4 * 256 + 8
 
 
 def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
-    done = planned("adamw", "--devices", "1,4", "--offload-dir", str(tmp_path))
+    done = ended(
+        *["plan", "--devices", "1,4", "--offload-dir"], str(tmp_path), str(SCRIPT), "adamw"
+    )
     assert done.returncode == 0, done.stderr
     assert f"Model: {NUMBERS:,} trained parameters, 0.8 MiB; AdamW; 4 shards" in done.stdout
     wide = 257 * 256
@@ -78,7 +74,7 @@ def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_told(what: str, options: str, text: str) -> None:
-    done = planned(what, *options.split())
+    done = ended("plan", *options.split(), str(SCRIPT), what)
     assert done.returncode == 2
     assert text in re.sub(r"\s+", " ", done.stderr)
 

@@ -1,13 +1,13 @@
 """``onefold replay``, ``why`` and ``compare``, as somebody types them."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.started import ended
 
 pytestmark = pytest.mark.full
 
@@ -44,11 +44,7 @@ for epoch in trainer.epochs(3):
 
 
 def onefold(folder: Path, *words: str) -> tuple[int, str]:
-    wide = {**os.environ, "COLUMNS": "200"}
-    done = subprocess.run(
-        [sys.executable, "-m", "onefold", *words],
-        cwd=folder, capture_output=True, text=True, check=False, env=wide,
-    )  # fmt: skip
+    done = ended(*words, cwd=folder, COLUMNS="200")
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,11 +1,10 @@
 """``onefold verify --resume``: a script is stopped at random steps, and the ends are compared."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.started import ended
 
 pytestmark = pytest.mark.full
 
@@ -35,11 +34,7 @@ print(trainer.fingerprint())
 
 def verified(folder: Path, *words: str) -> tuple[int, str]:
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "onefold", "verify", "--resume", "2", "train.py", *words]
-    wide = {**os.environ, "COLUMNS": "200"}
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, env=wide
-    )
+    done = ended("verify", "--resume", "2", "train.py", *words, cwd=folder, COLUMNS="200")
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,6 +1,5 @@
 """``onefold verify`` says that all agrees when it does, and finds what does not."""
 
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from onefold import RunOptions
 from onefold.cli.verdicts import State, hints_of
 from onefold.cli.verify import Difference, first_difference, verify_script
 from onefold.core.placements import described
+from tests.started import ended
 from tests.tables import for_each
 
 ROOT = Path(__file__).parent.parent.parent
@@ -24,15 +24,8 @@ def verify(folder: Path, script: str | Path, *arguments: str, **options: object)
     """The exit code, and what was printed, with single spaces."""
     given = {"devices": "1,2", "steps": 2, **options}
     words = [f"--{name}={value}" for name, value in given.items()]
-    command = [sys.executable, "-m", "onefold", "verify", *words, str(SCRIPTS / script), *arguments]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "300"},
-    )
+    words += [str(SCRIPTS / script), *arguments]
+    done = ended("verify", *words, cwd=folder, COLUMNS="300")
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 

@@ -17,6 +17,7 @@ from onefold.launcher.hang import DeviceReport, HangWatch, HostDevice, late_of, 
 from onefold.launcher.workers import RunStatus
 from onefold.record import FILE
 from onefold.record.entries import FailureEntry, FrameWriter, StepEntry, encode
+from tests.started import ended
 from tests.tables import for_each
 
 PROGRAM = """
@@ -83,84 +84,81 @@ def devices(
         process.stdout.close()
 
 
-def hung(
-    status: RunStatus, devices: list[HostDevice], later: list[float], record: Path | None = None
-) -> HangWatch:
+class Hung:
     """Device 1 has waited for 11 seconds for device 0, which computes shard 2 of step 7."""
-    progress, watch = status.progress, HangWatch(record)
-    for rank in (0, 1):
-        progress.set_step(rank, 7)
-    progress.set_shard(0, 2)
-    progress.set_waiting(1, 0)
-    for seconds in (6, 5):
-        watch.report_hangs(devices)
-        later[0] += seconds
-    return watch
+
+    def __init__(
+        self, status: RunStatus, devices: list[HostDevice], later: list[float], record: Path
+    ) -> None:
+        self.progress, self.devices, self.later = status.progress, devices, later
+        self._watch = HangWatch(record)
+        for rank in (0, 1):
+            self.progress.set_step(rank, 7)
+        self.progress.set_shard(0, 2)
+        self.progress.set_waiting(1, 0)
+        for seconds in (6, 5):
+            self.report()
+            later[0] += seconds
+
+    def report(self) -> None:
+        self._watch.report_hangs(self.devices)
+
+
+@pytest.fixture
+def hung(status: RunStatus, devices: list[HostDevice], later: list[float], tmp_path: Path) -> Hung:
+    return Hung(status, devices, later, tmp_path / FILE)
 
 
 def test_who_waits_for_whom_is_told_once_with_stacks(
-    status: RunStatus,
-    devices: list[HostDevice],
-    later: list[float],
-    capsys: pytest.CaptureFixture[str],
+    hung: Hung, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watch = hung(status, devices, later)
-    watch.report_hangs(devices)
+    hung.report()
     text = capsys.readouterr().err
     assert "device 1 has waited for 11 s for device 0, in step 7" in text
-    assert f"device 0 (process {devices[0].pid}) computes shard 2 in step 7:" in text
-    assert f"device 1 (process {devices[1].pid}) waits for others in step 7:" in text
+    assert f"device 0 (process {hung.devices[0].pid}) computes shard 2 in step 7:" in text
+    assert f"device 1 (process {hung.devices[1].pid}) waits for others in step 7:" in text
     assert text.count("script.py:14 in waits_for_a_lock") == 2
     assert "another thread" not in text, "that of an installed package"
-    later[0] += 100
-    watch.report_hangs(devices)
+    hung.later[0] += 100
+    hung.report()
     assert not capsys.readouterr().err
 
 
 def test_a_wait_that_ends_or_is_usual_is_not_told(
-    status: RunStatus,
-    devices: list[HostDevice],
-    later: list[float],
-    capsys: pytest.CaptureFixture[str],
+    hung: Hung, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watch = hung(status, devices, later)
-    status.progress.set_waiting(1, None)
-    status.progress.set_waiting(1, 0)
-    watch.report_hangs(devices)
+    hung.progress.set_waiting(1, None)
+    hung.progress.set_waiting(1, 0)
+    hung.report()
     for step in range(8, 20):  # steps of 20 seconds
-        later[0] += 20
-        status.progress.set_waiting(1, None)
+        hung.later[0] += 20
+        hung.progress.set_waiting(1, None)
         for rank in (0, 1):
-            status.progress.set_step(rank, step)
-        watch.report_hangs(devices)
-    status.progress.set_waiting(1, 0)
-    watch.report_hangs(devices)
-    later[0] += 50
-    watch.report_hangs(devices)
+            hung.progress.set_step(rank, step)
+        hung.report()
+    hung.progress.set_waiting(1, 0)
+    hung.report()
+    hung.later[0] += 50
+    hung.report()
     assert not capsys.readouterr().err
-    later[0] += 15
-    watch.report_hangs(devices)
+    hung.later[0] += 15
+    hung.report()
     assert "device 1 has waited for 65 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("devices", ["is silent"], indirect=True)
 def test_a_process_without_the_handler_lives_on(
-    status: RunStatus,
-    devices: list[HostDevice],
-    later: list[float],
-    capsys: pytest.CaptureFixture[str],
+    hung: Hung, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hung(status, devices, later).report_hangs(devices)
+    hung.report()
     assert capsys.readouterr().err.count("no stack: it does not answer") == 2
-    assert all(Path(f"/proc/{device.pid}").exists() for device in devices)
+    assert all(Path(f"/proc/{device.pid}").exists() for device in hung.devices)
 
 
-def test_the_record_has_it_and_its_count_is_as_before(
-    status: RunStatus, devices: list[HostDevice], later: list[float], tmp_path: Path
-) -> None:
+def test_the_record_has_it_and_its_count_is_as_before(hung: Hung, tmp_path: Path) -> None:
     writer = FrameWriter(tmp_path / FILE)
     writer.append(encode(FailureEntry(step=1, line="a.py:1", error="LossError", text="one")))
-    hung(status, devices, later, tmp_path / FILE).report_hangs(devices)
+    hung.report()
     writer.append(encode(FailureEntry(step=2, line="a.py:1", error="LossError", text="two")))
     writer.close()
     record = onefold.Record(tmp_path)
@@ -247,14 +245,8 @@ for number in range(1, 9):
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_a_run_says_where_it_hangs(tmp_path: Path, exchange: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = ["run", "--devices", "cpu:2", "--exchange", exchange, "--record", "run"]
-    done = subprocess.run(
-        [sys.executable, "-m", "onefold", *command, "--timeout", "20", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = f"--devices cpu:2 --exchange {exchange} --record run --timeout 20".split()
+    done = ended("run", *options, "train.py", cwd=tmp_path)
     assert done.returncode
     assert "device 0 has waited for 10 s for device 1, in step 5" in done.stderr
     assert "computes shard 1 in step 5:" in done.stderr

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 import onefold
 from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import LaunchError
+from tests.started import ended
 from tests.tables import for_each
 
 processes = pytest.mark.processes
@@ -28,17 +27,6 @@ for _ in range(3):
     trainer.step(torch.randn(6, 4))
 print(len(trainer.devices), trainer.fingerprint(), sys.argv[1:])
 """
-
-
-def cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "onefold", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        cwd=cwd,
-    )
 
 
 def ranks(extra: int) -> tuple[int, str, int]:
@@ -60,7 +48,7 @@ def test_the_leads_result_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
 )
 def test_no_more_devices_than_shards(devices: str, code: int, words: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING.format(shards=1))
-    done = cli("run", "--devices", devices, "train.py", cwd=tmp_path)
+    done = ended("run", "--devices", devices, "train.py", cwd=tmp_path)
     assert (done.returncode, words in done.stderr) == (code, True), done.stderr
     assert done.stdout.startswith("1 " if not code else "")
 
@@ -69,10 +57,10 @@ def test_no_more_devices_than_shards(devices: str, code: int, words: str, tmp_pa
 def test_the_scripts_own_arguments_and_the_record(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING.format(shards=2))
     options = ("--devices", "2", "--record", "record", "--logs", "logs")
-    done = cli("run", *options, "train.py", "--devices", "mine", cwd=tmp_path)
+    done = ended("run", *options, "train.py", "--devices", "mine", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("['--devices', 'mine']")
-    shown = cli("record", "show", "record", "--json", cwd=tmp_path)
+    shown = ended("record", "show", "record", "--json", cwd=tmp_path)
     lines = [json.loads(line) for line in shown.stdout.splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3]
     assert "['--devices', 'mine']" in (tmp_path / "logs" / "device-1.log").read_text()
@@ -90,7 +78,7 @@ BAD: list[tuple[Sequence[str], str]] = [
 @for_each(("arguments", "message"), BAD)
 def test_bad_arguments_are_refused(arguments: Sequence[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("raise SystemExit('the script was started')")
-    done = cli(*arguments, cwd=tmp_path)
+    done = ended(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

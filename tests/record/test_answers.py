@@ -29,9 +29,7 @@ EPOCHS = 3
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    return Runs(folder, monkeypatch)
+    return Runs(tmp_path / "run", monkeypatch)
 
 
 def model() -> torch.nn.Module:
@@ -230,8 +228,7 @@ SCRIPTS = [
 def test_a_script_knows_what_it_would_have_known(runs: Runs, script: Script, every: int) -> None:
     expected = runs.whole(script)
     for dies in range(1, runs.ticks + 1):
-        again = Runs(runs.folder / str(dies), runs._patch)
-        again.folder.mkdir()
+        again = runs.below(dies)
         assert again.start(script, dies=dies, every=every) is None
         assert again.start(script, devices=2, every=every) == expected, dies
         assert again.start(script, every=every) == expected  # from its end
@@ -515,8 +512,7 @@ def test_one_of_several_models_cannot_be_called_either(runs: Runs) -> None:
     assert runs.start(partial(script, calls=False), devices=2) == runs.whole(
         partial(script, calls=False)
     )
-    other = Runs(runs.folder / "other", runs._patch)
-    other.folder.mkdir()
+    other = runs.below("other")
     calling = partial(script, calls=True)
     refused(other, calling, calling, "calls the model itself, in the part")
 
@@ -534,8 +530,7 @@ def test_a_model_can_be_copied_in_the_part_that_is_done(runs: Runs) -> None:
 
     assert runs.start(script, dies=4) is None
     assert runs.start(script, devices=2) == runs.whole(script)
-    other = Runs(runs.folder / "other", runs._patch)
-    other.folder.mkdir()
+    other = runs.below("other")
     calling = partial(script, calls=True)
     refused(other, calling, calling, "calls the model itself, in the part")
 
@@ -557,13 +552,11 @@ def test_what_no_record_keeps_is_refused_where_it_is_read(
     assert runs.start(script, dies=4) is None
     assert runs.start(script, devices=2) == runs.whole(script)
     monkeypatch.setattr("onefold.record.recorder.LARGEST_ROWS_BYTES", 10)
-    runs = Runs(runs.folder / "large", monkeypatch)
-    runs.folder.mkdir()
+    runs = runs.below("large")
     refused(runs, script, script, "the outputs of a step, errors, were too large for the record")
     guarded = partial(script, reads=False)
     assert runs.start(guarded, devices=2) == runs.whole(guarded)
-    other = Runs(runs.folder / "other", monkeypatch)
-    other.folder.mkdir()
+    other = runs.below("other")
     monkeypatch.setattr("onefold.record.recorder.LARGEST_BYTES", 10)
     assert other.start(guarded) is not None
     with pytest.raises(RecordError, match=r"what trainer\.predict returned after step 4 was too"):
@@ -592,8 +585,7 @@ def test_what_is_too_large_is_left_out_as_the_error_says(
     monkeypatch.setattr("onefold.record.recorder.LARGEST_BYTES", 64)
     expected = runs.whole(script)
     for dies in range(1, runs.ticks + 1):
-        again = Runs(runs.folder / str(dies), monkeypatch)
-        again.folder.mkdir()
+        again = runs.below(dies)
         assert again.start(script, dies=dies) is None
         assert again.start(script, devices=2) == expected, dies
         assert again.start(script) == expected
@@ -661,8 +653,7 @@ def test_gradients_and_a_missing_record_are_gone_on_with_as_before(
     by_hand = partial(script, gradient=True)
     assert runs.start(by_hand, dies=8) is None
     assert runs.start(by_hand, devices=2) == runs.whole(by_hand)
-    other = Runs(runs.folder / "other", runs._patch)
-    other.folder.mkdir()
+    other = runs.below("other")
     plain = partial(script, gradient=False)
     assert other.start(plain, dies=8) is None
     (other.folder / FILE).unlink()

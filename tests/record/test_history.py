@@ -10,6 +10,7 @@ import pytest
 from onefold.record import FILE, Record
 from onefold.record.entries import FailureEntry, FrameWriter, StepEntry, encode
 from onefold.record.findings import Departure, first_departure
+from tests.tables import for_each
 
 STEPS, SHARDS = 80, 4
 
@@ -77,36 +78,34 @@ def test_noise_does_not_stand_out(tmp_path: Path, seed: int) -> None:
     assert found(tmp_path, losses, 1.0 + 0.1 * random.standard_normal(STEPS)) is None
 
 
-@pytest.mark.parametrize("step", [3, 11, 80])
-def test_the_shard_with_a_bad_sample_stands_out(
-    tmp_path: Path, numbers: tuple[np.ndarray, np.ndarray], step: int
+@for_each(
+    ("losses", "norms", "step", "what"),
+    [
+        *(({(step, 2): 40.0}, {}, step, "loss of shard 2") for step in (3, 11, 80)),
+        ({}, {51: 30.0}, 51, "norm"),
+        *(({(1, 1): value}, {}, 1, "loss") for value in (math.nan, math.inf)),
+    ],
+)
+def test_what_leaves_its_history_stands_out(
+    tmp_path: Path,
+    numbers: tuple[np.ndarray, np.ndarray],
+    losses: dict[tuple[int, int], float],
+    norms: dict[int, float],
+    step: int,
+    what: str,
 ) -> None:
-    losses, norms = numbers
-    losses[step - 1, 2] = 40.0
-    departure = found(tmp_path, losses, norms)
+    """The loss of a shard with a bad sample, a norm alone, and what is not finite."""
+    changed = [each.copy() for each in numbers]
+    for (number, shard), value in losses.items():
+        changed[0][number - 1, shard] = value
+    for number, value in norms.items():
+        changed[1][number - 1] = value
+    departure = found(tmp_path, *changed)
     assert departure is not None
     assert departure.step == step
-    assert departure.what in ("loss", "loss of shard 2")
-    assert departure.usual < 2.5
-
-
-def test_a_norm_stands_out_alone(tmp_path: Path, numbers: tuple[np.ndarray, np.ndarray]) -> None:
-    losses, norms = numbers
-    norms[50] = 30.0
-    departure = found(tmp_path, losses, norms)
-    assert departure is not None
-    assert (departure.step, departure.what, departure.value) == (51, "norm", 30.0)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_stands_out_from_the_first_step_on(
-    tmp_path: Path, numbers: tuple[np.ndarray, np.ndarray], value: float
-) -> None:
-    losses, norms = numbers
-    losses[0, 1] = value
-    departure = found(tmp_path, losses, norms)
-    assert departure is not None
-    assert (departure.step, departure.what) == (1, "loss")
+    assert departure.what in {what, what.partition(" of ")[0]}
+    assert math.isnan(departure.usual) or departure.usual < 2.5
+    assert departure.value == norms.get(step, departure.value)
 
 
 def test_a_step_that_failed_stands_out(

@@ -58,14 +58,20 @@ def script(life: Life) -> str:
     return work(life.trainer(model(), loss, shards=SHARDS), life.tick)
 
 
-def recorded(folder: Path, devices: int = 1, placement: str = "replicate") -> Record:
-    def main() -> None:
-        net = model()
-        work(onefold.Trainer(net, sgd(net), loss, shards=SHARDS))
+def new_trainer(**settings: Any) -> onefold.Trainer:
+    net = model()
+    return onefold.Trainer(net, sgd(net), loss, shards=SHARDS, **settings)
 
-    folder.mkdir()
+
+def record_of(main: Any, folder: Path, devices: int = 2, placement: str = "replicate") -> Record:
+    """The record of a script on so many devices."""
+    folder.mkdir(exist_ok=True)
     simulate(main, devices, options=RunOptions(placement=placement, record=str(folder)))
     return Record(folder)
+
+
+def recorded(folder: Path, devices: int = 1, placement: str = "replicate") -> Record:
+    return record_of(lambda: work(new_trainer()), folder, devices, placement)
 
 
 def numbers(record: Record) -> list[Any]:
@@ -125,12 +131,10 @@ def test_a_run_that_dies_anywhere_leaves_the_record_of_one_that_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Runs(tmp_path / "whole", monkeypatch)
-    whole.folder.mkdir()
     fingerprint, ticks = whole.start(script), 10
     expected = [e for e in Record(whole.folder).entries if isinstance(e, StepEntry)]
     for dies in range(1, ticks + 1, 2):
-        runs = Runs(tmp_path / str(dies), monkeypatch)
-        runs.folder.mkdir()
+        runs = whole.below(dies)
         assert runs.start(script, dies=dies) is None
         assert runs.start(script, devices=2) == fingerprint
         record = Record(runs.folder)
@@ -143,7 +147,6 @@ def test_a_record_that_was_cut_anywhere_is_read_up_to_there_and_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runs = Runs(tmp_path / "run", monkeypatch)
-    runs.folder.mkdir()
     fingerprint = runs.whole(script)
     assert runs.start(script, dies=7, every=2) is None
     data = (runs.folder / FILE).read_bytes()
@@ -152,7 +155,7 @@ def test_a_record_that_was_cut_anywhere_is_read_up_to_there_and_gone_on_with(
     kept = json.loads(saved.read_text())["recorded"]
     for number, length in enumerate(range(0, len(data), len(data) // 9)):
         cut = Runs(tmp_path / str(number), monkeypatch)
-        shutil.copytree(runs.folder, cut.folder)
+        shutil.copytree(runs.folder, cut.folder, dirs_exist_ok=True)
         (cut.folder / FILE).write_bytes(data[:length])
         caplog.clear()
         read = Record(cut.folder).entries
@@ -170,8 +173,7 @@ def test_what_comes_after_a_place_that_a_script_goes_back_to_does_not_count(
     losses = []
 
     def main() -> None:
-        net = model()
-        trainer = onefold.Trainer(net, sgd(net), loss, shards=SHARDS)
+        trainer = new_trainer()
         inputs, targets = points(8)
         trainer.step((inputs, targets))
         folder = trainer.save(tmp_path / "saved")
@@ -180,8 +182,7 @@ def test_what_comes_after_a_place_that_a_script_goes_back_to_does_not_count(
         trainer.load(folder)
         losses.append(float(trainer.step((inputs * 2, targets)).loss))
 
-    simulate(main, 2, options=RunOptions(record=str(tmp_path)))
-    record = Record(tmp_path)
+    record = record_of(main, tmp_path)
     assert record.steps["step"].tolist() == [1, 2]
     assert record.steps["loss"][1] == losses[0]
     assert [begun["step"] for begun in record.begins] == [0, 1]
@@ -192,8 +193,7 @@ def test_a_script_may_go_back_to_its_best_and_forward_again_to_its_end(tmp_path:
     """As to evaluate the best model, before it goes on from the last."""
 
     def main() -> list[float]:
-        net = model()
-        trainer = onefold.Trainer(net, sgd(net), loss, shards=SHARDS)
+        trainer = new_trainer()
         folders, losses = [], []
         for _ in range(3):
             losses.append(float(trainer.step(points(8)).loss))
@@ -214,19 +214,13 @@ def test_a_script_may_go_back_to_its_best_and_forward_again_to_its_end(tmp_path:
 
 
 def test_what_devices_tell_of_themselves_is_no_difference(tmp_path: Path) -> None:
-    for number in (1, 2):
+    def main() -> None:
+        trainer = new_trainer()
+        trainer.step(points(8))
+        trainer.gather({"seconds": time.time()})
+        trainer.broadcast("the same")
 
-        def main() -> None:
-            net = model()
-            trainer = onefold.Trainer(net, sgd(net), loss, shards=SHARDS)
-            trainer.step(points(8))
-            trainer.gather({"seconds": time.time()})
-            trainer.broadcast("the same")
-
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        simulate(main, number, options=RunOptions(record=str(folder)))
-    one, two = (Record(tmp_path / name) for name in ("1", "2"))
+    one, two = (record_of(main, tmp_path / str(number), number) for number in (1, 2))
     assert one.results[0] != two.results[0]
     assert first_difference(one, two) is None
 
@@ -244,18 +238,13 @@ def test_steps_have_their_times_by_which_they_do_not_differ(tmp_path: Path) -> N
 
 
 def test_a_step_that_is_skipped_and_one_without_weight(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-
     def main() -> None:
-        net = model()
-        trainer = onefold.Trainer(net, sgd(net), loss, shards=SHARDS, on_nonfinite="skip")
+        trainer = new_trainer(on_nonfinite="skip")
         inputs, targets = points(8)
         trainer.step((inputs, targets * math.inf))
         trainer.step((inputs, targets))
 
-    simulate(main, 2, options=RunOptions(record=str(folder)))
-    steps = Record(folder).steps
+    steps = record_of(main, tmp_path).steps
     assert "loss" in steps["skipped"][0]
     assert steps["skipped"][1] == ""
     assert math.isinf(steps["loss"][0])
