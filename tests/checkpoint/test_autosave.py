@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +10,9 @@ from pathlib import Path
 import pytest
 
 import onefold
-from onefold.cli.main import main
-from onefold.core.placements import described
 from onefold.record import FILE
 from tests.checkpoint.folders import steps_in
 from tests.started import StartedRun
-from tests.tables import for_each
 from tests.warm import SCRIPTS
 
 SCRIPT = str(SCRIPTS / "stopped.py")
@@ -140,50 +136,6 @@ def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
     code, _, errors = runs.start(*arguments, options="--save-every 6 --max-restarts 1").finish()
     assert (code, errors.count("starting again")) == (137, 1)
     assert (runs.directory / "step-00000006").is_dir()
-
-
-@for_each(
-    ("options", "text"),
-    [
-        (
-            "--max-restarts 2",
-            "--max-restarts: expected with --checkpoint, which names the directory",
-        ),
-        ("--checkpoint a-file", "--checkpoint a-file: expected a folder, this is a file"),
-        (
-            "--checkpoint c --save-every 0",
-            "--save-every 0: expected a number of steps of at least 1",
-        ),
-        ("--checkpoint c --keep-last 0", "expected keep_last of at least 1, got 0"),
-        (
-            "--placement 3",
-            f"expected placement to be one of {described()}, got '3'",
-        ),
-        ("--checkpoint c --grace-period 0", "expected the grace period to be more than 0, got 0.0"),
-        (
-            "--offload-dir .",
-            "offload_dir='.' cannot be combined with placement replicate, because every",
-        ),
-        (
-            "--placement offload --offload-dir a-file",
-            "expected --offload-dir or ONEFOLD_OFFLOAD_DIR to be a folder, on a disk",
-        ),
-    ],
-)
-def test_bad_options_are_told(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: str,
-    text: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a-file").touch()
-    monkeypatch.setattr(sys, "argv", ["onefold", "run", *options.split(), SCRIPT])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert f"onefold: {text}" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -1,13 +1,15 @@
 """What stands behind a script is the script's own, whatever it is called."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
-from onefold.cli.main import app
+from onefold.cli.main import app, main
 from onefold.cli.running import come_too_late, command_of
+from onefold.core.placements import described
 from tests.started import ended
 from tests.tables import for_each
 
@@ -52,3 +54,42 @@ def test_a_script_that_refuses_one_of_ours_is_explained(
     assert f"unrecognized arguments: {option} 5" in done.stderr
     words = f"what stands after the script is the script's: give {option} before it"
     assert (words in done.stderr) is explained
+
+
+@for_each(
+    ("words", "text"),
+    [
+        ("run nowhere.py", "there is no script nowhere.py"),
+        ("run --devices 0 a-file", "expected at least one device"),
+        ("run --exchange pigeon a-file", "expected the exchange to be one of"),
+        ("run --timeout 1e12 a-file", "the timeout to be finite and at most 2073600 s"),
+        ("verify --steps 0 a-file", "Invalid value for '--steps'"),
+        ("run --max-restarts 2 a-file", "--max-restarts: expected with --checkpoint, which names"),
+        ("run --checkpoint a-file a-file", "--checkpoint a-file: expected a folder, this is a"),
+        ("run --checkpoint c --save-every 0 a-file", "--save-every 0: expected a number of steps"),
+        ("run --checkpoint c --keep-last 0 a-file", "expected keep_last of at least 1, got 0"),
+        ("run --placement 3 a-file", f"expected placement to be one of {described()}, got '3'"),
+        ("run --checkpoint c --grace-period 0 a-file", "expected the grace period to be more than"),
+        ("run --offload-dir . a-file", "cannot be combined with placement replicate, because eve"),
+        (
+            "run --placement offload --offload-dir a-file a-file",
+            "expected --offload-dir or ONEFOLD_OFFLOAD_DIR to be a folder, on a disk",
+        ),
+    ],
+)
+def test_bad_options_are_refused_before_the_script_is_started(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    text: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").write_text("raise SystemExit('the script was started')")
+    monkeypatch.setattr(sys, "argv", ["onefold", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert text in said
+    assert "the script was started" not in said

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,25 +63,6 @@ def test_the_scripts_own_arguments_and_the_record(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in shown.stdout.splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3]
     assert "['--devices', 'mine']" in (tmp_path / "logs" / "device-1.log").read_text()
-
-
-BAD: list[tuple[Sequence[str], str]] = [
-    (("run", "nowhere.py"), "there is no script nowhere.py"),
-    (("run", "--devices", "0", "x.py"), "expected at least one device"),
-    (("run", "--exchange", "pigeon", "x.py"), "expected the exchange to be one of"),
-    (("run", "--timeout", "1e12", "x.py"), "the timeout to be finite and at most 2073600 s"),
-    (("verify", "--steps", "0", "x.py"), "Invalid value for '--steps'"),
-]
-
-
-@for_each(("arguments", "message"), BAD)
-def test_bad_arguments_are_refused(arguments: Sequence[str], message: str, tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text("raise SystemExit('the script was started')")
-    done = ended(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "the script was started" not in done.stderr
 
 
 @for_each(

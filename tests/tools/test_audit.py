@@ -6,6 +6,7 @@ import signal
 import time
 from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,11 @@ class Planted:
         self._counts[1] |= not torch.equal(before.view(torch.int32), words.view(torch.int32))
 
 
+Plant = Callable[[Planted | None], None]
+
+
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Planted | None], None]:
+def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     planted: list[Planted | None] = [None]
     real = replica.take_gradients
 
@@ -151,12 +155,19 @@ def run(folder: Path, devices: int, *, placement: str = "replicate", **audit: An
     return set(simulate(script, devices, options=options))
 
 
+def entries_in(folder: Path, kind: type[Any]) -> list[Any]:
+    return [entry for entry in onefold.Record(folder).entries if isinstance(entry, kind)]
+
+
+faults_in = partial(entries_in, kind=AuditEntry)
+
+
 @pytest.mark.parametrize("placement", ["replicate", "partition", "offload"])
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_an_audit_changes_no_bit(tmp_path: Path, devices: int, placement: str) -> None:
     plain = set(simulate(script, 1))
     assert run(tmp_path, devices, placement=placement, audit=1.0) == plain
-    assert not [e for e in onefold.Record(tmp_path).entries if isinstance(e, AuditEntry)]
+    assert not faults_in(tmp_path)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -164,7 +175,7 @@ def test_an_audit_changes_no_bit(tmp_path: Path, devices: int, placement: str) -
 @pytest.mark.parametrize("placement", ["replicate", "partition"])
 def test_a_transient_fault_is_healed_and_told(
     tmp_path: Path,
-    plant: Callable[[Planted | None], None],
+    plant: Plant,
     fault: Callable[..., None],
     devices: int,
     placement: str,
@@ -175,7 +186,7 @@ def test_a_transient_fault_is_healed_and_told(
     plant(planted)
     assert run(tmp_path, devices, placement=placement, audit=1.0) == sound
     assert planted.changed
-    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, AuditEntry)]
+    (told,) = faults_in(tmp_path)
     assert (told.step, told.shard, told.devices) == (3, 2, [owner])
     assert (told.persistent, told.healed) == (False, True)
     plant(Planted(fault, device=owner, step=3, shard=2, times=1, number=devices))
@@ -183,13 +194,11 @@ def test_a_transient_fault_is_healed_and_told(
         run(tmp_path / "b", devices, placement=placement, audit=1.0, on_corruption="stop")
 
 
-def test_a_fault_of_the_auditor_is_its_own(
-    tmp_path: Path, plant: Callable[[Planted | None], None]
-) -> None:
+def test_a_fault_of_the_auditor_is_its_own(tmp_path: Path, plant: Plant) -> None:
     # Of two devices, the one that does not own a shard audits it.
     plant(Planted(single, device=0, step=2, shard=3, times=1))
     assert run(tmp_path, 2, audit=1.0) == set(simulate(script, 1))
-    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, AuditEntry)]
+    (told,) = faults_in(tmp_path)
     assert (told.step, told.shard, told.devices) == (2, 3, [0])
 
 
@@ -202,15 +211,13 @@ def idle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("idle")
 @pytest.mark.parametrize("child", [False, True])
-def test_one_device_asks_another_process(
-    tmp_path: Path, plant: Callable[[Planted | None], None], child: bool
-) -> None:
+def test_one_device_asks_another_process(tmp_path: Path, plant: Plant, child: bool) -> None:
     sound = set(simulate(script, 1))
     planted = Planted(single, device=0, step=3, shard=2, times=1, child=child)
     plant(planted)
     assert run(tmp_path, 1, audit=1.0) == sound
     assert planted.changed
-    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, AuditEntry)]
+    (told,) = faults_in(tmp_path)
     assert (told.step, told.shard, told.devices) == (3, 2, [0])
     assert (told.persistent, told.healed) == (False, True)
     # A process that stays wrong, be it this one or its children, cannot be told from the other.
@@ -230,7 +237,7 @@ def test_one_device_asks_another_process(
 )
 def test_without_a_child_the_same_process_audits(
     tmp_path: Path,
-    plant: Callable[[Planted | None], None],
+    plant: Plant,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     fate: Callable[[], object],
@@ -249,12 +256,11 @@ def test_without_a_child_the_same_process_audits(
     planted = Planted(single, device=0, step=4, shard=2, times=1)
     plant(planted)
     assert run(tmp_path, 1, audit=1.0) == sound
-    entries = onefold.Record(tmp_path).entries
-    (changed,) = [e for e in entries if isinstance(e, SameProcessEntry)]
+    (changed,) = entries_in(tmp_path, SameProcessEntry)
     assert changed.step == 1
     assert why in changed.why
     assert caplog.text.count("a child process could not compute an audit") == 1
-    assert [(e.step, e.healed) for e in entries if isinstance(e, AuditEntry)] == [(4, True)]
+    assert [(fault.step, fault.healed) for fault in faults_in(tmp_path)] == [(4, True)]
 
 
 def test_a_step_that_fails_leaves_no_child(tmp_path: Path) -> None:
@@ -272,13 +278,12 @@ def test_a_step_that_fails_leaves_no_child(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("devices", "named"), [(2, "device 1 or device 0"), (3, "device 1")])
 def test_a_device_that_stays_wrong_ends_the_run(
-    tmp_path: Path, plant: Callable[[Planted | None], None], devices: int, named: str
+    tmp_path: Path, plant: Plant, devices: int, named: str
 ) -> None:
     plant(Planted(single, device=1, step=4, shard=2, times=1000))
     with pytest.raises(AuditError, match=f"step 4, shard 2: {named} computed wrong bits again"):
         run(tmp_path, devices, audit=1.0)
-    told = onefold.Record(tmp_path).entries
-    assert [e.persistent for e in told if isinstance(e, AuditEntry)] == [True]
+    assert [fault.persistent for fault in faults_in(tmp_path)] == [True]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True] if len(CORES) > 1 else [False])
@@ -298,11 +303,10 @@ def test_a_wrong_update_ends_the_run(
                     segment.data.view(-1)[:1].add_(1e-3)
 
     monkeypatch.setattr(torch.optim.Adam, "step", step)
-    with pytest.raises(
-        AuditError, match="step 4, the update of a segment: device 0 computed wrong"
-    ):
+    words = "step 4, the update of a segment: device 0 computed wrong"
+    with pytest.raises(AuditError, match=words):
         run(tmp_path, 1, audit=1.0)
-    (told,) = [e for e in onefold.Record(tmp_path).entries if isinstance(e, AuditEntry)]
+    (told,) = faults_in(tmp_path)
     assert (told.step, told.shard, told.healed) == (4, -1, False)
 
 
@@ -361,7 +365,7 @@ def test_what_cannot_be_audited_is_left_alone(
     plain = simulate(other_script, devices, args=(loss, shards, kind))
     options = RunOptions(record=str(tmp_path), audit=1.0)
     assert simulate(other_script, devices, args=(loss, shards, kind), options=options) == plain
-    assert not [e for e in onefold.Record(tmp_path).entries if isinstance(e, AuditEntry)]
+    assert not faults_in(tmp_path)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
@@ -444,11 +448,10 @@ def test_another_process_computes_the_same_bits(
     plain = simulate(long_script, 1, args=(make, precision, threads, None))
     options = RunOptions(record=str(tmp_path), audit=1.0)
     saved = tmp_path / "saved"
-    assert (
-        simulate(long_script, 1, args=(make, precision, threads, saved), options=options) == plain
-    )
-    found = (AuditEntry, SameProcessEntry)
-    assert not [e for e in onefold.Record(tmp_path).entries if isinstance(e, found)]
+    args = (make, precision, threads, saved)
+    assert simulate(long_script, 1, args=args, options=options) == plain
+    assert not faults_in(tmp_path)
+    assert not entries_in(tmp_path, SameProcessEntry)
 
 
 @pytest.mark.parametrize("width", [1, 3, 64])
