@@ -294,10 +294,8 @@ class StoredStates:
 
     def values(self, owned: Iterable[int]) -> torch.Tensor:
         """Pack the values of some of the partitioned segments, for the process that keeps them."""
-        layout, segments = (
-            self._storage.partitioned_layout().layout,
-            self._storage.partitioned_segments(),
-        )
+        layout = self._storage.partitioned_layout().layout
+        segments = self._storage.partitioned_segments()
         keys = {entry.name: [VALUES] for entry in layout.entries}
 
         def read(name: str) -> torch.Tensor:

@@ -398,10 +398,8 @@ class PartitionedState:
         self._own: dict[tuple[int, str], list[SegmentState]] = defaultdict(list)
         for state in own:
             self._own[self._place(state)].append(state)
-        self._layout, self._segments = (
-            storage.partitioned_layout().layout,
-            storage.partitioned_segments(),
-        )
+        self._layout = storage.partitioned_layout().layout
+        self._segments = storage.partitioned_segments()
         self._frozen = engine.context.exchange.memory.frozen
         values = [(number, VALUES) for number in range(len(self._layout.entries))]
         self._places = [*values, *dict.fromkeys(map(self._place, states))]
@@ -412,9 +410,8 @@ class PartitionedState:
     def parameter(self, name: str, number: int) -> TensorParts:
         """The values of a parameter that is elsewhere; they come when they are asked for."""
         entry, dtype = self._layout.entries[number], self._layout.dtype_of(number)
-        return TensorParts(
-            own_name(name), dtype, entry.shape, entry.stride, self._coming(number, VALUES)
-        )
+        parts = self._coming(number, VALUES)
+        return TensorParts(own_name(name), dtype, entry.shape, entry.stride, parts)
 
     def feed(self, writing: Background, write: Callable[[], None] | None) -> None:
         """Bring the lead what its writer asks for, until it has ended; called on all devices.

@@ -403,10 +403,8 @@ def _show(record: Record) -> None:
             f"{begun['time']}  from step {begun['step']} on {', '.join(begun['devices'])}: "
             f"{in_shell(*begun['command'])}"
         )
-    steps, others = (
-        record.steps,
-        [each for each in record.entries if not isinstance(each, StartEntry)],
-    )
+    steps = record.steps
+    others = [each for each in record.entries if not isinstance(each, StartEntry)]
     table = Table("step", "epoch", "samples", "loss", "norm", "")
     for row in range(max(0, len(steps["step"]) - _LAST), len(steps["step"])):
         table.add_row(*(str(steps[name][row]) for name in ("step", "epoch", "samples")),

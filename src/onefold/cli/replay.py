@@ -166,8 +166,10 @@ class StepReplay:
         _warn_of_change(begun)
         start = ["-m", begun.module] if begun.module else [begun.script]
         options = ["--devices", devices, "--placement", self._placement]
-        if nearest := self._nearest(step):
-            copy = folder / "run"
+        names = self._checkpoints_before(step, of_script=True)
+        there = [self._run / name for name in names if (self._run / name / _MANIFEST).is_file()]
+        if there:
+            nearest, copy = there[-1], folder / "run"
             copy.mkdir()
             shutil.copyfile(self.record.path, copy / FILE)
             (copy / nearest.name).symlink_to(nearest)
@@ -175,12 +177,6 @@ class StepReplay:
             if begun.allow_changed and int(nearest.name.removeprefix("step-")) <= begun.step:
                 options += ["--allow-changed", ",".join(begun.allow_changed)]
         return [python, "-m", "onefold", "run", *options, *start, *begun.command[1:]]
-
-    def _nearest(self, step: int) -> Path | None:
-        """The last checkpoint before a step that is still there."""
-        names = self._checkpoints_before(step, of_script=True)
-        there = [self._run / name for name in names if (self._run / name / _MANIFEST).is_file()]
-        return there[-1] if there else None
 
     def _checkpoints_before(self, step: int, *, of_script: bool) -> list[str]:
         """Names of the checkpoints before a step, the oldest first.

@@ -75,16 +75,11 @@ def read_context(environment: Mapping[str, str]) -> LaunchContext:
     """
     if CONTEXT_VARIABLE in environment:
         return LaunchContext.from_json(environment[CONTEXT_VARIABLE])
-    if not _is_foreign(environment):
+    if not any(name.startswith(_FOREIGN) for name in environment):
         return LaunchContext(options=options_of(environment))
     read = load("launcher.foreign_launchers").read_foreign
     context: LaunchContext = read(environment, options_of(environment))
     return context
-
-
-def _is_foreign(environment: Mapping[str, str]) -> bool:
-    """Whether another launcher set its variables, or PyTorch's."""
-    return any(name.startswith(_FOREIGN) for name in environment)
 
 
 def options_of(environment: Mapping[str, str]) -> RunOptions:

@@ -326,7 +326,7 @@ _STATES = {
 }
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _LIBRARIES = ("<frozen ", os.path.dirname(os.__file__), str(Path(__file__).parents[1]))
-_INSTALLED = ("site-packages", "dist-packages")
+_INSTALLED = {"site-packages", "dist-packages"}
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -383,7 +383,7 @@ def _shown(text: str) -> Iterator[str]:
     threads = re.split(r"^(?:Current thread|Thread) .*\n", text, flags=re.M)[1:]
     found = [_FRAME.findall(each) for each in threads]
     # Not threads of a tracker or of Ray, whose calls are those of an installed package alone.
-    own = [frames for frames in found if not all(_is_installed(file) for file, _, _ in frames)]
+    own = [frames for frames in found if any(_is_own(file) for file, _, _ in frames)]
     for number, frames in enumerate((own or found)[:_MOST_THREADS]):
         if number:
             yield "    another thread:"
@@ -399,8 +399,8 @@ def _is_library(file: str) -> bool:
     return file.startswith(_LIBRARIES) or f"{os.sep}torch{os.sep}" in file
 
 
-def _is_installed(file: str) -> bool:
-    return _is_library(file) or any(each in Path(file).parts for each in _INSTALLED)
+def _is_own(file: str) -> bool:
+    return not _is_library(file) and not {*Path(file).parts} & _INSTALLED
 
 
 def _descendants_of(pid: int) -> list[int]:

@@ -86,10 +86,8 @@ class Recorder:
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         self._writer, self._groups = FrameWriter(path), optimizer.param_groups
         before = [decode(body, f"{path}, frame {n}") for n, body in enumerate(self._writer.before)]
-        self._entries, self._is_lost = (
-            sum(not isinstance(each, HangEntry) for each in before),
-            False,
-        )
+        self._entries = sum(not isinstance(each, HangEntry) for each in before)
+        self._is_lost = False
         self._held: _Unwritten | None = None
         self._rates: list[float] = []
 
