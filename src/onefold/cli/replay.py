@@ -62,7 +62,7 @@ __all__ = ["StepReplay", "explain", "replay_step"]
 
 _NEVER = str(1 << 30)
 _GATHERS = "The loss gathers over the batch: its shards cannot be looked into by themselves."
-_FEW = 8
+_FEW, _MOST_SAMPLES = 8, 64
 _OWN = ("optimizer", "the optimizer", "the number of shards per device", "the scheduler", "a hash")
 """How words of a description begin that a bundle does not keep."""
 _MANIFEST = "run.json"
@@ -373,9 +373,9 @@ def _print_shards(console: Console, found: Findings) -> None:
     console.print(table)
 
 
-def _print_samples(console: Console, own: ShardFinding, most: int = 64) -> None:
+def _print_samples(console: Console, own: ShardFinding) -> None:
     table = Table("sample", "in the data", "loss", "what it holds")
-    for each in own.samples[:most]:
+    for each in own.samples[:_MOST_SAMPLES]:
         number = "" if each.number is None else str(each.number)
         loss = Text(_word(each.loss), style="" if each.finite else "bold red")
         table.add_row(str(each.place), number, loss, each.words)
