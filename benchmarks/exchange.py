@@ -215,20 +215,22 @@ def start_of(amount: Amount) -> Start:
 
 def check(exchange: Exchange, rank: int, amount: Amount) -> None:
     """Exchange ones and twos, and raise `RuntimeError` unless threes come of it."""
-    exchange.start_step(SHARES)
-    exchange.publish(rank, 0, amount.gradients(rank + 1.0))
+    exchange.memory.start_step(SHARES)
+    exchange.memory.publish(rank, 0, amount.gradients(rank + 1.0))
     exchange.collect(SHARES)
     wrong = [total for total in exchange.totals(rank) if not total.eq(3.0).all()]
     exchange.publish_parameters()
     if wrong:
         raise RuntimeError(f"{type(exchange).__name__}: 1 and 2 did not add up to 3")
-    exchange.start_step(SHARES)
-    exchange.publish(rank, 0, amount.gradients(0.0))  # what is added up over and over stays zero
+    exchange.memory.start_step(SHARES)
+    exchange.memory.publish(
+        rank, 0, amount.gradients(0.0)
+    )  # what is added up over and over stays zero
 
 
 def trade(exchange: Exchange) -> None:
     """An exchange whose gradients are already published."""
-    exchange.start_step(SHARES)
+    exchange.memory.start_step(SHARES)
     finish(exchange)
 
 
@@ -240,8 +242,8 @@ def finish(exchange: Exchange) -> None:
 
 def publish_and_trade(exchange: Exchange, rank: int, gradients: Sequence[torch.Tensor]) -> None:
     """An exchange with all that belongs to it."""
-    exchange.start_step(SHARES)
-    exchange.publish(rank, 0, gradients)
+    exchange.memory.start_step(SHARES)
+    exchange.memory.publish(rank, 0, gradients)
     finish(exchange)
 
 

@@ -125,7 +125,7 @@ def check_step(
     staged = isinstance(exchange.reduction, StageReduction)
     if isinstance(exchange.reduction, StageReduction):
         give_stages(exchange.reduction, own, step, shares)
-    exchange.start_step(shares)
+    exchange.memory.start_step(shares)
     for device in own:
         run = shares.shards_of(device)
         exchange.table.clear_rows(device, run)
@@ -134,7 +134,7 @@ def check_step(
             def leaf(node: Block) -> list[torch.Tensor | None] | None:
                 return gradients(step, node.start) if node.stop - node.start == 1 else None
 
-            exchange.publish(device, slot, fold(leaf, block, add))
+            exchange.memory.publish(device, slot, fold(leaf, block, add))
         for shard in run:
             exchange.table.weights[shard] = shard + 0.5
             exchange.table.totals[shard] = shard * 2.0
@@ -353,7 +353,10 @@ FAULTS: dict[str, Callable[[], None]] = {
 SHARES = Shares((4, 3))
 CALLS: dict[str, Callable[[Exchange, Start], object]] = {
     "agree": lambda exchange, begun: exchange.agree(2, b"x"),
-    "collect": lambda exchange, begun: (exchange.start_step(SHARES), exchange.collect(SHARES)),
+    "collect": lambda exchange, begun: (
+        exchange.memory.start_step(SHARES),
+        exchange.collect(SHARES),
+    ),
     "share": lambda exchange, begun: exchange.transport.all_gather_rows(
         {current_context().rank: torch.zeros(2, dtype=torch.float64)}
     ),

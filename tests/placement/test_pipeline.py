@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import onefold
 from onefold.core.options import ExchangeName, LaunchContext, RunOptions
 from onefold.errors import PeerFailed, PipelineError
-from onefold.placement.pipeline import shape_stages as shape_tensor
+from onefold.placement.pipeline import shape_stages
 from onefold.testing import outcomes
 from tests import simulated
 from tests.tables import for_each
@@ -365,9 +365,9 @@ def test_its_dtype_may_be_taken(way: str) -> None:
 
 def test_forms_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of many sizes would fill memory."""
-    monkeypatch.setattr(shape_tensor, "MOST_KEPT", 3)
+    monkeypatch.setattr(shape_stages, "MOST_KEPT", 3)
     for size in range(1, 20):
-        progress = shape_tensor.LossProgress("here", torch.device("cpu"))
-        made = shape_tensor.ShapeTensor.apart(torch.empty(size), progress) + 1.0
+        progress = shape_stages.LossProgress("here", torch.device("cpu"))
+        made = shape_stages.ShapeTensor.apart(torch.empty(size), progress) + 1.0
         assert made.shape == (size,)
-    assert shape_tensor.FakeTensorMode.cache_info().size <= 4
+    assert shape_stages.FakeTensorMode.cache_info().size <= 4

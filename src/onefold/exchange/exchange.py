@@ -89,30 +89,6 @@ class Exchange:
         self.transport.begin_step(step)
         return self.transport.all_gather_bytes(message)
 
-    def start_step(self, shares: Shares) -> None:
-        """Note the shares of a step, before the first `publish`."""
-        self.memory.start_step(shares)
-
-    def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Hand over the partial sum of one of ``device``'s blocks; never blocks.
-
-        Args:
-            device: a device of this process.
-            slot: number of the block among those of the device, from the left.
-            gradients: one tensor for each trained parameter, shaped like it, or None. They belong
-                to the exchange until ``publish_parameters`` returns: it may add to them in place.
-        """
-        self.memory.publish(device, slot, gradients)
-
-    def publish_stage(
-        self, slot: int, stage: int, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Hand over a stage of a partial sum of this process's device; see `Memory.publish_stage`.
-
-        It may raise what `collect` raises.
-        """
-        self.memory.publish_stage(slot, stage, gradients)
-
     def collect(self, shares: Shares) -> None:
         """Wait until every device has published, and add up this process's partitions.
 

@@ -496,7 +496,14 @@ class Memory(ABC):
 
     @abstractmethod
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take over the partial sum of one of ``device``'s blocks; see `Exchange.publish`."""
+        """Take over the partial sum of one of ``device``'s blocks; never blocks.
+
+        Args:
+            device: a device of this process.
+            slot: number of the block among those of the device, from the left.
+            gradients: one tensor for each trained parameter, shaped like it, or None. They belong
+                to the exchange until `publish_parameters` returns: it may add to them in place.
+        """
 
     def hold(self, slot: int, gradients: Gradients) -> Gradients:
         """Move a sum, to which the last shard's is added, to where it is sent from; see `Partial`.
@@ -510,7 +517,8 @@ class Memory(ABC):
     ) -> None:
         """Take over a stage of a partial sum of this process's device, and send it early.
 
-        Called where `Storage.early` says so, in place of `publish`, for each stage once.
+        Called where `Storage.early` says so, in place of `publish`, for each stage once. It may
+        raise what `collect` raises.
         """
         raise TypeError("expected whole partial sums: no stage is sent early")
 

@@ -67,7 +67,7 @@ def run_share(
     # records nothing, so that without this its row would still hold the step before.
     table.clear_rows(device, shares.shards_of(device))
     replica.start_step(task)
-    exchange.start_step(shares)
+    exchange.memory.start_step(shares)
     record, gradients = partial(table.record, device), Gradients()
     blocks = blocks_of(shares.shards_of(device), shares.shards)
     sent = blocks[-1:] if early and _may_send_early(replica, task, done) else ()
@@ -77,7 +77,7 @@ def run_share(
         # From here until `publish_parameters` these tensors belong to the exchange, which adds to
         # them in place. A single shard's are added to nothing, so that `GradientRules.norm`
         # may still read them.
-        exchange.publish(device, slot, gradients)
+        exchange.memory.publish(device, slot, gradients)
         watch.note("exchange", "publish", start)
     for block in sent:
         _send_early(replica, task, exchange, block, slot=len(whole))
@@ -115,7 +115,7 @@ def _send_early(
         for each in sums:
             left = [each[number] for number in entries[given.stage]]
             gradients = add_gradients(left, gradients)
-        exchange.publish_stage(slot, given.stage, gradients)
+        exchange.memory.publish_stage(slot, given.stage, gradients)
 
     last = block.stop - 1
     record(last, replica.compute(last, replace(task, send=send)))

@@ -12,7 +12,7 @@ One sample is its own sum and its own mean. A division by 1 leaves a node all th
 over one sample that nothing divides is still known for what it is over two.
 
 The attributes of nodes that begin with ``_saved_`` are not promised by PyTorch. Where one is
-missing, nothing is found, and ``tests/test_loss_watch.py`` fails.
+missing, nothing is found, and ``tests/shard/test_loss_watch.py`` fails.
 """
 
 from __future__ import annotations

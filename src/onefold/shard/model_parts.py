@@ -398,7 +398,7 @@ def buffers_with_nan(module: torch.nn.Module) -> set[str]:
 
 
 QUICK = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
-"""Modules for which PyTorch has quick paths; see the head."""
+"""Modules for which PyTorch has quick paths; see `onefold.placement.parameters`."""
 
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)

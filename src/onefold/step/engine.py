@@ -1,15 +1,7 @@
 """Makes a step: agree, compute, judge, update, publish. Or leaves its gradient to the script.
 
 The model's state is the replicas', where it lies is the placement's, and what travels is the
-exchange's. `write_gradient` leaves the gradient of a batch in ``.grad`` of the user's parameters,
-on every device.
-
-Note: whose memory it is
-------------------------
-What shards and fold have made belongs to the exchange, which writes to it again in the next step.
-So each call makes new memory for the whole gradient, and ``.grad`` are views of it: it is the
-script's, lives as long as one of them does, and no later call overwrites it. A later call replaces
-``.grad`` by other tensors, as ``zero_grad`` and ``backward`` do.
+exchange's.
 """
 
 from __future__ import annotations

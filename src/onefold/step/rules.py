@@ -4,6 +4,8 @@
 `bad_gradient` names the shard, its samples and the parameter. A gradient that is not finite is seen
 in the sum of all shards, which does not show the shard that it came from. The shards are then
 computed once more: they are pure functions of what the step began with, and nothing is updated yet.
+`write_gradient` leaves the gradient of a batch in ``.grad`` of the user's parameters, on every
+device.
 
 Note: the order
 ---------------
@@ -20,6 +22,13 @@ waits, the GPU runs out of work. So loss and norm are copied to the host behind 
 kernels, and looked at when the shards of the next step have been handed to the GPU. The error then
 comes one step late, but still before another update, and no GPU has waited for it. Where they
 decide whether the step is skipped, the host waits once for both, when the norm has been queued.
+
+Note: whose memory it is
+------------------------
+What shards and fold have made belongs to the exchange, which writes to it again in the next step.
+So each call makes new memory for the whole gradient, and ``.grad`` are views of it: it is the
+script's, lives as long as one of them does, and no later call overwrites it. A later call replaces
+``.grad`` by other tensors, as ``zero_grad`` and ``backward`` do.
 """
 
 from __future__ import annotations

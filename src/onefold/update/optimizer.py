@@ -238,7 +238,8 @@ class PartitionedOptimizer:
 
         Args:
             totals: one summed gradient for each segment of `updated`, shaped as it; changed in
-            place. gave: for each trained parameter the number of shards that gave it a gradient; a
+                place.
+            gave: for each trained parameter the number of shards that gave it a gradient; a
                 parameter that got none is left alone, as plain PyTorch does.
             shards: how many shards the batch is cut into; where fewer gave a gradient, the missing
                 ones count as zeros.

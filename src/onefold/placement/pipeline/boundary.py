@@ -172,7 +172,7 @@ class StageBoundary:
         """Surround a loss, or a backward, of one shard.
 
         Raises:
-            Passed: a stage of the next device is called.
+            StageHandover: a stage of the next device is called.
             PipelineError: the model cannot be computed by a pipeline.
         """
         with ExitStack() as put:
@@ -249,7 +249,7 @@ class StageBoundary:
                 f"{progress.where}: stage {self._names[stage]} was called with something else on "
                 f"the device before than on this one: {differing[0]} there, and {differing[1]} "
                 f"here. The values of tensors are passed on; all else must be alike on all "
-                f"devices of a line. Make it a tensor, or use --placement partition"
+                f"devices of a pipeline. Make it a tensor, or use --placement partition"
             )
         if context.again:
             self._redo(stage, context)

@@ -358,7 +358,7 @@ class ShapeStages:
             raise PipelineError(
                 f"{progress.where}: stage {self._modules.stages.names[stage]} draws random "
                 f"numbers, and gives a number that is no tensor, or keeps one in an attribute: "
-                f"other devices of a line draw other ones than the device that has this stage. "
+                f"other devices of a pipeline draw other ones than the device that has this stage. "
                 "Make it a tensor, draw it before the model is called, or use --placement "
                 "partition"
             )
