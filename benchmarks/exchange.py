@@ -223,9 +223,8 @@ def check(exchange: Exchange, rank: int, amount: Amount) -> None:
     if wrong:
         raise RuntimeError(f"{type(exchange).__name__}: 1 and 2 did not add up to 3")
     exchange.memory.start_step(SHARES)
-    exchange.memory.publish(
-        rank, 0, amount.gradients(0.0)
-    )  # what is added up over and over stays zero
+    # What is added up over and over stays zero.
+    exchange.memory.publish(rank, 0, amount.gradients(0.0))
 
 
 def trade(exchange: Exchange) -> None:
