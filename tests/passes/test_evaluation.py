@@ -1,4 +1,4 @@
-"""Scores of a data set, and what a model says of every sample: the same in any shards, on any device."""
+"""Scores of a data set, and what a model says of each sample, in any shards, on any device."""
 
 import math
 import random

@@ -40,7 +40,7 @@ from onefold.shard.model_parts import ExternalModules
 from onefold.shard.replica import LossFunction, Replica, ShardTask
 from onefold.system.internals import code_compiler
 
-__all__ = ["EagerComparison", "check_compiler", "check_layers", "compiled"]
+__all__ = ["CompiledLoss", "EagerComparison", "check_compiler", "check_layers"]
 
 _log = logging.getLogger("onefold")
 _MANY_SHAPES = 16
@@ -157,11 +157,6 @@ class CompiledLoss:
             )
 
 
-def compiled(loss: LossFunction, settings: Settings) -> LossFunction:
-    """The loss as steps compute it: compiled, if that was asked for."""
-    return CompiledLoss(loss, deterministic=settings.deterministic) if settings.compile else loss
-
-
 class EagerComparison:
     """Runs a shard as it is written, now and then, before compiled code does.
 
@@ -172,7 +167,6 @@ class EagerComparison:
     """
 
     def __init__(self, settings: Settings, external: ExternalModules, *, notes: bool) -> None:
-        self._on = settings.compile
         self._limit = _ROUNDING if settings.precision.compute is None else _ROUNDING_LOW
         self._external = external
         self._notes = notes
@@ -188,7 +182,7 @@ class EagerComparison:
             StateError: the loss changes a module that is no part of the model.
         """
         # What sees the whole batch may do what a plain loop may.
-        if not self._on or not task.run_checks or task.is_plain:
+        if not task.run_checks or task.is_plain:
             return nullcontext()
         own = task.batch.shares.shards_of(replica.number)
         shards = [n for n in own if n in task.batch.shards]
@@ -209,14 +203,14 @@ class EagerComparison:
             self._compare(part, float(table.totals[shard]), samples, where)
 
     def check_gathering(self, *, gathers: bool) -> None:
-        """Refuse a loss that turns out to gather, if it is compiled.
+        """Refuse a compiled loss that turns out to gather.
 
         Raises:
             LossError: it gathers.
         """
         # What is gathered is first computed without gradients, and suspended in the middle: there
         # the compiler fails in ways of its own, by what else is in the model.
-        if self._on and gathers:
+        if gathers:
             raise LossError(
                 "compile=True: the loss calls onefold.gather, and a loss that waits for other "
                 "shards cannot be compiled. Leave out compile=True; parts of the model that a "

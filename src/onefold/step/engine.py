@@ -378,7 +378,7 @@ class Engine:
                 self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the table is written again.
-        beside = any(context.table.kinds.tolist())
+        beside = any(context.table.kinds.tolist())  # numpy takes far longer for a few numbers
         values = self._values.of_step(task.batch, task.step) if beside else None
         numbers, weights = context.table.numbers.clone(), context.table.weights.tolist()
         return StepResult(numbers, weights, weight.value, verdict, norm, values), failure

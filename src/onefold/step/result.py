@@ -211,15 +211,15 @@ def objectives_of(
         trained: the parameters that any optimizer updates.
         settings: the settings of the run.
     """
-    made = {}
+    found = {}
     if settings.compile:
-        compiled = load("shard.compiling").compiled
-        losses = {name: compiled(loss, settings) for name, loss in losses.items()}
+        made, repeats = load("shard.compiling").CompiledLoss, settings.deterministic
+        losses = {name: made(loss, deterministic=repeats) for name, loss in losses.items()}
     for number, (name, loss) in enumerate(losses.items()):
         left_out: tuple[int, ...] = ()
         if isinstance(optimizer, Optimizers):
             used = [optimizer.given[each].param_groups for each in optimizer.of_loss(name)]
             held = {id(p) for groups in used for group in groups for p in group["params"]}
             left_out = tuple(n for n, p in enumerate(trained) if id(p) not in held)
-        made[name] = Objective(name=name, number=number, run=loss, left_out=left_out)
-    return made
+        found[name] = Objective(name=name, number=number, run=loss, left_out=left_out)
+    return found
