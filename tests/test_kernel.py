@@ -19,7 +19,7 @@ from tests.warm import SCRIPTS
 
 SOURCE = Path(onefold.__file__).parent
 # Lines of code that are imported. Lower these limits when the kernel shrinks; never raise them.
-LIMIT_ALONE = 13_400
+LIMIT_ALONE = 13_250
 LIMIT_TWO_PROCESSES = 15_100
 """Without hang reports."""
 
