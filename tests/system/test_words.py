@@ -7,7 +7,7 @@ from typer.main import get_command
 
 from onefold.cli.main import app
 from onefold.system.words import message_of, words_of_failure
-from onefold_jobs.words import cause_of
+from onefold_jobs.data.fetch import cause_of
 from tests.conftest import ROOT
 
 

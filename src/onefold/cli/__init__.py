@@ -2,7 +2,8 @@
 
 The help of a command has its usage, one sentence, examples, further paragraphs, and its options
 under the headings that they were declared with, in 80 columns. `Commands` lists commands likewise.
-Plain text, so that it looks the same on a terminal, in a file and in the documentation.
+Plain text, so that it looks the same on a terminal, in a file and in the documentation. The words
+of messages (`counted`, `listed`, `in_shell`, `tell`) are those of onefold's own commands.
 """
 
 from __future__ import annotations
@@ -17,9 +18,21 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from onefold.system.safe_files import json_text
-from onefold.system.words import listed, tell
+from onefold.system.words import counted, in_shell, listed, seconds_of, tell
 
-__all__ = ["Command", "Commands", "LateCommand", "declare", "print_json", "tell_next"]
+__all__ = [
+    "Command",
+    "Commands",
+    "LateCommand",
+    "counted",
+    "declare",
+    "in_shell",
+    "listed",
+    "print_json",
+    "seconds_of",
+    "tell",
+    "tell_next",
+]
 
 ENTRY_POINTS = "onefold.commands"
 """The group of entry points by which other distributions add commands."""

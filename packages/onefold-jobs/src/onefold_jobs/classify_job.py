@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
+from onefold.cli import listed
 from onefold.errors import DataError
 from onefold_jobs import finetune, require
 from onefold_jobs.data.arrays import read_digits, read_idx_folder, read_labeled
@@ -87,7 +88,6 @@ from onefold_jobs.targets import (
     targets,
 )
 from onefold_jobs.training import Task
-from onefold_jobs.words import listed
 
 __all__ = ["CLASSIFY", "ClassifyOptions", "PictureModel"]
 

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.cli import listed
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.weights import Loaded, bare_name, best_scored, check_finite, check_weights
 from onefold_jobs.models.catalog import head_name, head_of
 from onefold_jobs.named_weights import find_weights
 from onefold_jobs.options import TrainOptions, scaled_rate
 from onefold_jobs.runfolder import CHECKPOINTS, RUN, SavedName, read_run
-from onefold_jobs.words import listed
 
 __all__ = [
     "best_checkpoint",

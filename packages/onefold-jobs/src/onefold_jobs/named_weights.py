@@ -18,9 +18,8 @@ import torch
 
 from onefold.errors import CheckpointError, DataError
 from onefold_jobs import require
-from onefold_jobs.data.fetch import fetch_file, is_there
+from onefold_jobs.data.fetch import cause_of, fetch_file, is_there
 from onefold_jobs.models.catalog import TIMM_PREFIX, import_library
-from onefold_jobs.words import cause_of
 
 __all__ = ["TORCHVISION", "find_weights", "model_named", "timm_facts"]
 

@@ -35,12 +35,13 @@ import tomli_w
 import torch
 
 import onefold
+from onefold.cli import seconds_of
 from onefold.files import nested_too_deeply, write_whole
 from onefold_jobs.data.files import read_whole
 from onefold_jobs.loggers import LoggerName
-from onefold_jobs.words import OTHER_NAMES, seconds_of
 
 __all__ = [
+    "OTHER_NAMES",
     "Augment",
     "PictureOptions",
     "TrainOptions",
@@ -72,6 +73,14 @@ MOST_FACTOR = 10**6
 """The largest learning rate, and the largest factor of one."""
 MOST_SIDE = 1 << 14
 """The longest side of a picture, in pixels."""
+OTHER_NAMES = {
+    "bs": "batch_size",
+    "early_stopping": "patience",
+    "learning_rate": "lr",
+    "max_epochs": "epochs",
+    "num_train_epochs": "epochs",
+}
+"""The names that other programs have for options of the jobs."""
 _MOST_CONFIG_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 30
 _RUN = {field.name: field for field in dataclasses.fields(onefold.RunOptions)}

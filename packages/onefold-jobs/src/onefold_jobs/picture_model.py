@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
+from onefold.cli import tell
 from onefold.errors import DataError
 from onefold_jobs import require
 from onefold_jobs.data.augment import IMAGENET, Change, LabeledPictures, Normalize
@@ -33,7 +34,6 @@ from onefold_jobs.named_weights import timm_facts
 from onefold_jobs.options import PictureOptions
 from onefold_jobs.progress import reading_bar
 from onefold_jobs.runfolder import kept_facts, read_run
-from onefold_jobs.words import tell
 
 __all__ = ["KeptModel", "noise", "paths_of", "statistics_of"]
 

@@ -23,8 +23,8 @@ from rich.progress import (
 from rich.text import Text
 
 import onefold
+from onefold.cli import counted, tell
 from onefold_jobs.scores import is_share
-from onefold_jobs.words import counted, tell
 
 __all__ = ["PHASES", "TrainingBar", "epoch_line", "reading_bar"]
 

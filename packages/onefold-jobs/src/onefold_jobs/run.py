@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import onefold
+from onefold.cli import counted, in_shell, tell
 from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, PeerLost, RunFailed
 from onefold_jobs.data.files import left_out_notes, visible
 from onefold_jobs.data.layouts import refuse_other_layouts
@@ -42,7 +43,6 @@ from onefold_jobs.runfolder import (
     require_room,
 )
 from onefold_jobs.training import STOPPED_CODE, begin_training
-from onefold_jobs.words import counted, in_shell, tell
 
 __all__ = ["MAY_CHANGE", "read_options", "run_job"]
 

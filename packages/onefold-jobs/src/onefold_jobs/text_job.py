@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import nn
 
+from onefold.cli import counted
 from onefold.errors import CheckpointError, DataError
 from onefold_jobs import require, text_models
 from onefold_jobs.data.files import BadFile, read_whole, readable, refuse
@@ -53,7 +54,6 @@ from onefold_jobs.targets import (
 )
 from onefold_jobs.text_models import EncodedTexts
 from onefold_jobs.training import Task
-from onefold_jobs.words import counted
 
 __all__ = ["TEXT", "TextModel", "TextOptions"]
 

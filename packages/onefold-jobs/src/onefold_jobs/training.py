@@ -35,6 +35,7 @@ from torch import nn
 from torch.utils.data import WeightedRandomSampler
 
 import onefold
+from onefold.cli import counted
 from onefold.errors import CheckpointError, LaunchError
 from onefold_jobs.data.files import ReadData, counted_bad, visible
 from onefold_jobs.finetune import freeze, parameter_groups
@@ -43,7 +44,6 @@ from onefold_jobs.options import TrainOptions, make_optimizer, rate_factor
 from onefold_jobs.progress import TrainingBar, epoch_line
 from onefold_jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
 from onefold_jobs.scores import Baseline, Measure, Measured, Predict, count_line, rule_of, spell
-from onefold_jobs.words import counted
 
 __all__ = ["Task", "begin_training"]
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from onefold.cli import in_shell, listed, tell
 from onefold.errors import DataError
 from onefold_jobs import require
 from onefold_jobs.data.classes import class_files, test_folder
 from onefold_jobs.data.layouts import refuse_other_layouts
 from onefold_jobs.data.pictures import is_picture, load_picture, visible_folders
 from onefold_jobs.data.tables import open_table
-from onefold_jobs.words import in_shell, listed, tell
 
 __all__ = ["write_script"]
 

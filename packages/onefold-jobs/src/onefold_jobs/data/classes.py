@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from onefold.cli import in_shell
 from onefold.errors import DataError
 from onefold_jobs.data.files import BadFile, digest_of, name_below, readable, refuse
 from onefold_jobs.data.labels import (
@@ -41,7 +42,6 @@ from onefold_jobs.data.pictures import (
 from onefold_jobs.data.samples import ListedSamples, hold_out, require_two, strata
 from onefold_jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_pictures
 from onefold_jobs.data.tables import Line
-from onefold_jobs.words import in_shell
 
 __all__ = [
     "PictureClasses",

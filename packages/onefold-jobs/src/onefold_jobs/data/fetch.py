@@ -17,9 +17,8 @@ from typing import BinaryIO
 from onefold.errors import DataError
 from onefold.files import aside_of, open_plain
 from onefold_jobs import require
-from onefold_jobs.words import cause_of
 
-__all__ = ["fetch_dataset", "fetch_file", "is_there"]
+__all__ = ["cause_of", "fetch_dataset", "fetch_file", "is_there"]
 
 LARGEST_BYTES = 1 << 28
 """Of one file: a server that never stops must not fill the disk before its digest is compared."""
@@ -212,3 +211,16 @@ class _Bounded:
             raise ValueError(
                 f"expected the whole file within {self._timeout_s:g} s, got {got} bytes"
             )
+
+
+def cause_of(error: BaseException) -> str:
+    """The answer of the network or the disk, below the words that libraries put around it.
+
+    >>> cause_of(ValueError("no room"))
+    'no room'
+    """
+    innermost, each = error, error.__cause__ or error.__context__
+    while each is not None:
+        innermost = each if isinstance(each, OSError) else innermost
+        each = each.__cause__ or each.__context__
+    return str(innermost).partition("\n")[0]

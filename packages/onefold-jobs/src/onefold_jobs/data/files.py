@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from onefold.cli import counted
 from onefold.errors import DataError
 from onefold.files import open_plain, parse_json
-from onefold_jobs.words import counted
 
 __all__ = [
     "BadFile",

@@ -19,9 +19,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from onefold.cli import listed
 from onefold.errors import DataError
 from onefold_jobs.data.files import readable
-from onefold_jobs.words import listed
 
 __all__ = [
     "Label",

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from onefold.cli import in_shell, listed
 from onefold.errors import DataError
 from onefold.files import open_plain
 from onefold_jobs.data.files import readable
 from onefold_jobs.data.pictures import is_picture, visible_folders
 from onefold_jobs.data.tables import column_names, is_table, usual_column
-from onefold_jobs.words import in_shell, listed
 
 __all__ = ["refuse_other_layouts"]
 

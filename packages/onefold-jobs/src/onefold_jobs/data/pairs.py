@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from onefold.cli import listed, tell
 from onefold.errors import DataError
 from onefold_jobs.data.classes import test_folder
 from onefold_jobs.data.files import BadFile, digest_of, readable, refuse
@@ -32,7 +33,6 @@ from onefold_jobs.data.pictures import (
 )
 from onefold_jobs.data.samples import hold_out
 from onefold_jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_files
-from onefold_jobs.words import listed, tell
 
 __all__ = ["MaskedPictures", "Pair", "read_pairs", "read_pairs_to_test"]
 

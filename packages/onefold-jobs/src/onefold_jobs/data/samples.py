@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from onefold.cli import counted, listed
 from onefold.errors import DataError
 from onefold_jobs.data.files import BadFile, ReadData, digest_of, readable
 from onefold_jobs.data.labels import (
@@ -36,7 +37,6 @@ from onefold_jobs.data.tables import (
     read_table,
     read_tsv,
 )
-from onefold_jobs.words import counted, listed
 
 __all__ = [
     "ListedSamples",

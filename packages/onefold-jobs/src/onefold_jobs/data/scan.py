@@ -24,12 +24,12 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from onefold.cli import counted
 from onefold.errors import DataError
 from onefold.files import open_plain, parse_json
 from onefold_jobs.data.files import BadFile, name_below, read_whole, readable
 from onefold_jobs.data.masks import MaskLook
 from onefold_jobs.data.pictures import Look, look_at, look_through, white_of
-from onefold_jobs.words import counted
 
 __all__ = [
     "Scanning",

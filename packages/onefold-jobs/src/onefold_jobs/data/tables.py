@@ -25,12 +25,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from onefold.cli import in_shell, listed
 from onefold.errors import DataError
 from onefold.files import open_plain, parse_json
 from onefold_jobs import require
 from onefold_jobs.data.files import BadFile, read_json, readable
 from onefold_jobs.data.labels import Label, TaskName, read_label, shortened
-from onefold_jobs.words import in_shell, listed
 
 __all__ = [
     "TABLES",

@@ -20,6 +20,7 @@ from urllib.parse import quote
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from onefold.cli import counted
 from onefold.files import write_whole
 from onefold_jobs.data.files import read_whole, require_ours
 from onefold_jobs.progress import PHASES
@@ -28,7 +29,6 @@ from onefold_jobs.report.curves import Runs, curves_of_one, curves_of_several
 from onefold_jobs.report.folder import EpochLine, ReportedRun, finite_or_zero, number, read_run
 from onefold_jobs.report.words import NOTHING, amount, option, plain
 from onefold_jobs.scores import Baseline, ClassScores, no_better
-from onefold_jobs.words import counted
 
 __all__ = ["build_report", "compare_runs"]
 
