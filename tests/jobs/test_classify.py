@@ -16,7 +16,7 @@ from onefold_jobs.classify_job import ClassifyOptions, PictureModel, make_task, 
 from onefold_jobs.finetune import best_checkpoint
 from onefold_jobs.job import Target
 from onefold_jobs.models import resnet18
-from onefold_jobs.report.folder import read_run
+from onefold_jobs.report.folder import read_reported
 from onefold_jobs.run import read_options
 from onefold_jobs.targets import SHOWN, choose_examples, label_task
 from onefold_jobs.text_job import TextOptions
@@ -242,7 +242,7 @@ def test_frequent_classes_are_made_up_for_alike_on_several_devices(
         prepared = job.prepare(asked)
         settled = job.settle(asked, prepared)
         result = simulated.launch(train, devices=devices, args=(settled, prepared))
-        scores = [epoch.scores for epoch in read_run(settled.folder).epochs]
+        scores = [epoch.scores for epoch in read_reported(settled.folder).epochs]
         assert result["class_counts"] == ([24, 4, 4], [4, 4, 4])
         found.append((result["fingerprint"], result["best"], scores, result["confusion"]))
     assert found[0] == found[1]

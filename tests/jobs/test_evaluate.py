@@ -13,9 +13,15 @@ import pytest
 
 import onefold
 from onefold.errors import DataError
-from onefold_jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
-from onefold_jobs.predict import PredictOptions, predict_run, write_prediction
-from onefold_jobs.report.folder import read_run
+from onefold_jobs.predict import (
+    EvaluateOptions,
+    Evaluation,
+    PredictOptions,
+    evaluate_run,
+    predict_run,
+    write_prediction,
+)
+from onefold_jobs.report.folder import read_reported
 from tests import simulated
 from tests.capabilities import needs_text
 from tests.jobs.conftest import SMALL
@@ -36,7 +42,7 @@ def evaluated(run: Path, data: Path, **chosen: Any) -> Evaluation:
 
 def of_training(run: Path) -> dict[str, float]:
     """The scores that the run has kept of its best epoch."""
-    read = read_run(run)
+    read = read_reported(run)
     assert read.best is not None
     return dict(read.epochs[read.best[0]].scores)
 

@@ -20,10 +20,9 @@ from safetensors import safe_open
 import onefold_jobs
 from onefold.errors import DataError, LaunchError
 from onefold_jobs import export
-from onefold_jobs.evaluate import EvaluateOptions, evaluate_run
 from onefold_jobs.export import Target, export_run
 from onefold_jobs.finetune import chosen_checkpoint
-from onefold_jobs.predict import PredictOptions, predict_run
+from onefold_jobs.predict import EvaluateOptions, PredictOptions, evaluate_run, predict_run
 from tests.capabilities import needs_text
 from tests.jobs.data.pictures import noise
 from tests.jobs.tiny import CLASSES, WRITERS, run_here

@@ -23,7 +23,7 @@ from onefold_jobs.catalog import JOBS
 from onefold_jobs.data import scan
 from onefold_jobs.job import Job
 from onefold_jobs.progress import TrainingBar
-from onefold_jobs.report.folder import read_run
+from onefold_jobs.report.folder import read_reported
 from onefold_jobs.run import read_options, run_job
 from tests.capabilities import needs_text
 from tests.checkpoint.folders import full_disk, steps_in
@@ -273,7 +273,7 @@ def test_a_stop_changes_no_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         folder, resumed = run_here("text", data, runs, name=options["name"], resume=True)
         assert resumed["fingerprint"] == said["fingerprint"]
         for kind, names in (("steps", "step lr loss"), ("epochs", "epoch step lr loss scores")):
-            lines = [getattr(read_run(each), kind) for each in (whole, folder)]
+            lines = [getattr(read_reported(each), kind) for each in (whole, folder)]
             for one, two in zip(*lines, strict=True):
                 assert all(getattr(one, name) == getattr(two, name) for name in names.split())
 
@@ -311,7 +311,7 @@ def test_a_job_is_a_function(tmp_path: Path) -> None:
     result = onefold_jobs.text(data=data, devices=2, **how)
     assert result.folder == runs / "text-1"
     assert result.epoch in (0, 1)
-    assert result.scores == read_run(result.folder).epochs[result.epoch].scores
+    assert result.scores == read_reported(result.folder).epochs[result.epoch].scores
     assert result.report is None or result.report.is_file()
     assert onefold_jobs.load_run(result.folder).classes == ("bad", "good")
     words = r"no option mixup in onefold_jobs\.text: it is one of onefold_jobs\.classify$"

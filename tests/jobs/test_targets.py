@@ -12,8 +12,7 @@ from PIL import Image
 
 import onefold
 from onefold.errors import DataError
-from onefold_jobs.evaluate import EvaluateOptions, evaluate_run
-from onefold_jobs.predict import PredictOptions, as_csv, predict_run
+from onefold_jobs.predict import EvaluateOptions, PredictOptions, as_csv, evaluate_run, predict_run
 from onefold_jobs.report import build_report
 from onefold_jobs.targets import label_scores, number_scores, target_of
 from tests.capabilities import needs_text

@@ -18,9 +18,8 @@ from onefold.cli.main import app, main
 from onefold.system.words import listed
 from onefold_jobs.catalog import JOBS
 from onefold_jobs.cli import train
-from onefold_jobs.evaluate import Evaluation
 from onefold_jobs.job import Job
-from onefold_jobs.predict import Prediction
+from onefold_jobs.predict import Evaluation, Prediction
 from onefold_jobs.scores import ClassScores, class_baseline
 from tests.tables import for_each
 

@@ -19,11 +19,11 @@ import onefold
 from onefold.cli.verify import verify_script
 from onefold.core.options import RunOptions
 from onefold.errors import CheckpointError, DataError, LaunchError
-from onefold_jobs import meter
+from onefold_jobs import progress as meter
 from onefold_jobs.catalog import JOBS
 from onefold_jobs.finetune import best_checkpoint
-from onefold_jobs.meter import TimeLimit
-from onefold_jobs.report.folder import read_run
+from onefold_jobs.progress import TimeLimit
+from onefold_jobs.report.folder import read_reported
 from onefold_jobs.run import read_options, run_job
 from onefold_jobs.training import Task, begin_training, read_saved
 from tests.capabilities import needs_text
@@ -62,7 +62,7 @@ def test_a_run_leaves_everything_in_its_folder_without_bad_data(job: str, tmp_pa
     kept = json.loads((folder / "run.json").read_text())
     assert said["fingerprint"] == kept["fingerprint"]
     assert len(said["fingerprint"]) == 16
-    run = read_run(folder)
+    run = read_reported(folder)
     assert [line.epoch for line in run.epochs] == [0, 1]
     assert all(line.devices[0]["forward"] > 0 for line in run.epochs)
     assert all(line.train_s > 0 and line.evaluate_s > 0 for line in run.epochs)
@@ -93,7 +93,7 @@ def test_a_finished_run_is_left_alone_or_given_more_epochs(tmp_path: Path) -> No
         run_job(job_of("classify"), again)
     assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
     run_here("classify", data, runs, name="it", resume=True, epochs=2)
-    run = read_run(folder)
+    run = read_reported(folder)
     assert [line.epoch for line in run.epochs] == [0, 1]
     assert [line.step for line in run.steps] == list(range(1, run.epochs[-1].step + 1))
     facts = json.loads((folder / "run.json").read_text())
@@ -201,7 +201,7 @@ def test_examples_are_of_the_best_model_and_the_last_one_stays(
     if "ema" not in small:  # of which that file has what is trained
         assert json.loads((last / "run.json").read_text())["fingerprint"] == said["fingerprint"]
     assert examples_of(folder)["epoch"] == best
-    assert [line.epoch for line in read_run(folder).epochs] == [0, 1, 2]
+    assert [line.epoch for line in read_reported(folder).epochs] == [0, 1, 2]
     assert onefold.Record(folder).checkpoints["folder"][-1] == last.name
 
 
@@ -249,7 +249,7 @@ def test_patience_ends_a_run_that_gets_no_better(
     chosen_scores[:] = scores
     data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"
     folder, said = run_here("text", data, runs, name="it", epochs=4, patience=2)
-    assert [line.epoch for line in read_run(folder).epochs] == list(range(ended))
+    assert [line.epoch for line in read_reported(folder).epochs] == list(range(ended))
     # The first of equal epochs, from which patience counts.
     assert said["best"]["epoch"] == best
     assert (folder / said["best"]["checkpoint"]).is_dir()
@@ -260,7 +260,7 @@ def test_patience_ends_a_run_that_gets_no_better(
         with pytest.raises(LaunchError, match="has ended by --patience 2; --resume with a larger"):
             run_job(job_of("text"), read_options(job_of("text"), again, None))
         run_here("text", data, runs, name="it", resume=True, patience=9)
-        assert [line.epoch for line in read_run(folder).epochs] == [0, 1, 2, 3]
+        assert [line.epoch for line in read_reported(folder).epochs] == [0, 1, 2, 3]
 
 
 def test_a_run_whose_time_is_over_goes_on_with_the_same_bits(
@@ -278,7 +278,7 @@ def test_a_run_whose_time_is_over_goes_on_with_the_same_bits(
             folder, ended = run_here("text", data, runs, name=name, **options)
         assert ended["ended"] == "max-time"
         assert ended["best"]["checkpoint"] == f"checkpoints/step-{step:08d}"
-        assert [line.step for line in read_run(folder).epochs] == [step]
+        assert [line.step for line in read_reported(folder).epochs] == [step]
         assert examples_of(folder)["epoch"] == 0
         again = {"runs": str(runs), "name": name, "resume": True, "devices": "cpu:1"}
         resumed = run_job(job_of("text"), read_options(job_of("text"), again, None))
@@ -286,7 +286,7 @@ def test_a_run_whose_time_is_over_goes_on_with_the_same_bits(
     for folder, resumed in seen:
         assert resumed["fingerprint"] == said["fingerprint"]
         assert resumed["ended"] is None
-        for one, two in zip(read_run(whole).epochs, read_run(folder).epochs, strict=True):
+        for one, two in zip(read_reported(whole).epochs, read_reported(folder).epochs, strict=True):
             assert (one.step, one.loss, one.scores) == (two.step, two.loss, two.scores)
 
 

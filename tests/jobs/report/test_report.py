@@ -9,7 +9,7 @@ import pytest
 
 from onefold.errors import DataError
 from onefold_jobs.report import build_report, compare_runs
-from onefold_jobs.report.folder import read_run
+from onefold_jobs.report.folder import read_reported
 from onefold_jobs.report.page import page, write_page
 from onefold_jobs.report.words import NOTHING
 from tests.jobs.report import runs
@@ -245,7 +245,7 @@ def test_steps_are_thinned_out_to_means_and_pauses_have_no_speed(tmp_path: Path)
     ]
     runs.write_record(folder, lines[:60])
     runs.write_record(folder, lines[50:], resumed=(50, 51))
-    found = read_run(folder).steps
+    found = read_reported(folder).steps
     assert [line.step for line in found] == list(range(2, 81, 2))
     assert [line.loss for line in found] == [step - 0.5 for step in range(2, 81, 2)]
     assert [line.lr for line in found] == [0.1 * (1 - step / 2000) for step in range(2, 81, 2)]

@@ -17,7 +17,7 @@ from onefold.weights import check_weights
 from onefold_jobs.classify_job import CLASSIFY
 from onefold_jobs.finetune import chosen_checkpoint, load_finite
 from onefold_jobs.job import Batch, Job
-from onefold_jobs.report.folder import read_run as read_report
+from onefold_jobs.report.folder import read_reported
 from onefold_jobs.run import read_options, run_job
 from onefold_jobs.runfolder import read_run
 from onefold_jobs.segment_job import SEGMENT
@@ -125,7 +125,7 @@ def _run(name: str, data: str | Path, devices: int | str, options: dict[str, Any
     given = {"data": data, "devices": devices, **options}
     result = run_job(job, read_options(job, given, None))
     folder, best = Path(result["folder"]), result["best"]
-    epochs = {line.epoch: line.scores for line in read_report(folder).epochs}
+    epochs = {line.epoch: line.scores for line in read_reported(folder).epochs}
     return JobResult(
         folder=folder,
         epoch=best["epoch"] if best else None,

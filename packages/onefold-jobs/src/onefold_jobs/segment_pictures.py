@@ -53,8 +53,6 @@ __all__ = [
     "mask_scores",
     "mask_scores_of_each",
     "mask_writer",
-    "predicted_numbers",
-    "whole_logits",
 ]
 
 

@@ -39,8 +39,6 @@ from onefold_jobs.scores import (
 from onefold_jobs.training import Task
 
 __all__ = [
-    "Answer",
-    "LabelModel",
     "LabelOptions",
     "best_by_of",
     "compared",

@@ -39,9 +39,8 @@ from onefold.cli import counted
 from onefold.errors import CheckpointError, LaunchError
 from onefold_jobs.data.files import ReadData, counted_bad, visible
 from onefold_jobs.finetune import freeze, parameter_groups
-from onefold_jobs.meter import Meter, TimeLimit
 from onefold_jobs.options import TrainOptions, make_optimizer, rate_factor
-from onefold_jobs.progress import TrainingBar, epoch_line
+from onefold_jobs.progress import Meter, TimeLimit, TrainingBar, epoch_line
 from onefold_jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
 from onefold_jobs.scores import Baseline, Measure, Measured, Predict, count_line, rule_of, spell
 

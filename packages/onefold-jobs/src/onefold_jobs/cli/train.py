@@ -27,10 +27,16 @@ from typer.main import get_command
 from onefold.cli import Command, Commands, counted, declare, in_shell, print_json, tell, tell_next
 from onefold_jobs.catalog import JOBS
 from onefold_jobs.data.files import readable
-from onefold_jobs.evaluate import EvaluateOptions, Evaluation, evaluate_run
 from onefold_jobs.job import Job
 from onefold_jobs.options import OTHER_NAMES, expect
-from onefold_jobs.predict import PredictOptions, predict_run, write_prediction
+from onefold_jobs.predict import (
+    EvaluateOptions,
+    Evaluation,
+    PredictOptions,
+    evaluate_run,
+    predict_run,
+    write_prediction,
+)
 from onefold_jobs.run import read_options, run_job
 from onefold_jobs.scores import Baseline, ClassScores, class_tables, no_better, spell
 

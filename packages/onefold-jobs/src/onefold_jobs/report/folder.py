@@ -27,10 +27,9 @@ import onefold
 from onefold.errors import DataError, RecordError
 from onefold.files import read_plain
 from onefold_jobs.options import parse_toml
-from onefold_jobs.runfolder import CONFIG, FAULTS, read_object
-from onefold_jobs.runfolder import read_run as read_facts
+from onefold_jobs.runfolder import CONFIG, FAULTS, read_object, read_run
 
-__all__ = ["EpochLine", "ReportedRun", "StepsLine", "finite_or_zero", "number", "read_run"]
+__all__ = ["EpochLine", "ReportedRun", "StepsLine", "finite_or_zero", "number", "read_reported"]
 
 
 _Column = np.ndarray[Any, Any]
@@ -166,7 +165,7 @@ class ReportedRun:
         return self.steps[-1].samples_per_s if self.steps else math.nan
 
 
-def read_run(folder: Path) -> ReportedRun:
+def read_reported(folder: Path) -> ReportedRun:
     """Read what a run's folder holds at the moment.
 
     Args:
@@ -182,7 +181,7 @@ def read_run(folder: Path) -> ReportedRun:
     steps, epochs = _read_record(folder)
     return ReportedRun(
         folder=folder,
-        facts=read_facts(folder, shape=_Facts),
+        facts=read_run(folder, shape=_Facts),
         options=_read_options(folder / CONFIG),
         steps=tuple(steps),
         epochs=tuple(epochs),

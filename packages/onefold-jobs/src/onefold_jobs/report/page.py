@@ -26,7 +26,7 @@ from onefold_jobs.data.files import read_whole, require_ours
 from onefold_jobs.progress import PHASES
 from onefold_jobs.report import words
 from onefold_jobs.report.curves import Runs, curves_of_one, curves_of_several
-from onefold_jobs.report.folder import EpochLine, ReportedRun, finite_or_zero, number, read_run
+from onefold_jobs.report.folder import EpochLine, ReportedRun, finite_or_zero, number, read_reported
 from onefold_jobs.report.words import NOTHING, amount, option, plain
 from onefold_jobs.scores import Baseline, ClassScores, no_better
 
@@ -53,7 +53,7 @@ def build_report(run: Path, output: Path | None = None) -> Path:
         LaunchError: matplotlib is not installed.
         ValueError: something that onefold did not make is at ``output``.
     """
-    read = read_run(Path(run))
+    read = read_reported(Path(run))
     return write_page(output or read.folder / REPORT_NAME, _page(read))
 
 
@@ -248,7 +248,7 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Path:
     if not runs:
         raise ValueError("expected one run or more, got none; give the folders of some runs")
     output = Path(output)
-    read = [read_run(Path(run)) for run in runs]
+    read = [read_reported(Path(run)) for run in runs]
     # Numbered, because two runs may have the same name.
     named = {f"{index}. {run.name}": run for index, run in enumerate(read, start=1)}
     text = page(
