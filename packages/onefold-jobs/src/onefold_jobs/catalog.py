@@ -182,7 +182,7 @@ def load_run(folder: str | Path, *, weights: Literal["best", "last"] = "best") -
     job = job_of(path)
     checkpoint = chosen_checkpoint(path, weights)
     check_weights(checkpoint)
-    loaded = job.use.load(path)
+    loaded = job.load(path)
     load_finite(loaded.model, checkpoint)
     loaded.module.requires_grad_(False).eval()
     common = {"onefold": onefold.__version__, "job": job.name, "model": read_run(path).get("model")}

@@ -50,7 +50,6 @@ from onefold_jobs.job import (
     Predicted,
     RunFacts,
     Target,
-    Usage,
     Use,
 )
 from onefold_jobs.models.catalog import (
@@ -492,15 +491,13 @@ CLASSIFY = Job(
     prepare=prepare,
     settle=settle,
     make_task=make_task,
-    use=Usage(
-        sample="image",
-        read=PictureModel.read,
-        predict=_predict,
-        labeled=_labeled,
-        score=_predict,
-        sum_up=sum_up_targets,
-        tested=lambda data: paths_of(data.test.pictures.paths),
-        load=_load,
-        noise=noise,
-    ),
+    sample="image",
+    read=PictureModel.read,
+    predict=_predict,
+    labeled=_labeled,
+    score=_predict,
+    sum_up=sum_up_targets,
+    tested=lambda data: paths_of(data.test.pictures.paths),
+    load=_load,
+    noise=noise,
 )

@@ -26,7 +26,7 @@ from onefold import load_weights
 from onefold.errors import LaunchError, OnefoldError
 from onefold_jobs import require
 from onefold_jobs.catalog import LoadedRun, job_of, load_run
-from onefold_jobs.job import Batch, Usage
+from onefold_jobs.job import Batch, Job
 from onefold_jobs.runfolder import read_object, require_writable
 
 __all__ = ["Exported", "Target", "export_run"]
@@ -87,13 +87,13 @@ def export_run(
         if each.exists():
             raise LaunchError(f"{each} is there already: remove it, or name another --output")
     require_writable(path.parent, "--output names another one")
-    use, run = job_of(folder).use, load_run(folder, weights=weights)
-    batches, samples = _batches(use, run, folder)
+    job, run = job_of(folder), load_run(folder, weights=weights)
+    batches, samples = _batches(job, run, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    copies = {name: path.with_name(f"{path.name}.{name}") for name in use.files}
+    copies = {name: path.with_name(f"{path.name}.{name}") for name in job.files}
     before = run.description["preprocessing"]
     # The description names files by their names in the run.
-    before |= {key: copies[name].name for key, name in before.items() if name in use.files}
+    before |= {key: copies[name].name for key, name in before.items() if name in job.files}
     files = {beside: json.dumps(run.description, indent=1)}
     files |= {copy: (folder / name).read_text() for name, copy in copies.items()}
     # On the same disk, so that it can be renamed; what fails leaves nothing behind.
@@ -114,19 +114,19 @@ def export_run(
     return Exported(path, [*files], samples, difference)
 
 
-def _batches(use: Usage, run: LoadedRun, folder: Path) -> tuple[list[Batch], int]:
+def _batches(job: Job, run: LoadedRun, folder: Path) -> tuple[list[Batch], int]:
     """Inputs to compare by: several samples together, and one alone; and how many are the run's."""
     try:
         shown = read_object(folder / "examples.json").get("samples") or []
         names = [each.get("text") or each.get("picture") or each.get("image") for each in shown]
-        found = [each if use.sample == "text" else folder / each for each in names][:_SAMPLES]
+        found = [each if job.sample == "text" else folder / each for each in names][:_SAMPLES]
         samples = [*dict.fromkeys(found)]
         if samples:
             return [run.preprocess(samples), run.preprocess(samples[:1])], len(samples)
     # A run that was stopped before it wrote any, or whose pictures are gone.
     except (OnefoldError, OSError, TypeError):
         pass
-    noise = use.noise()
+    noise = job.noise()
     return [run.preprocess(noise), run.preprocess(noise[:1])], 0
 
 
@@ -185,7 +185,7 @@ _WRITERS: dict[Target, Callable[[LoadedRun, Path, Batch], Call]] = {
 
 def _shapes(run: LoadedRun, batch: Batch) -> dict[str, dict[int, Any]]:
     """Which dimensions of the inputs may have any size: samples, tokens, and sides of pictures."""
-    free = job_of(run.weights.parents[1]).use.free
+    free = job_of(run.weights.parents[1]).free
     return {name: dict.fromkeys(free, Dim.AUTO) for name in batch}
 
 

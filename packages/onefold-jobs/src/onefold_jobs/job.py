@@ -38,7 +38,6 @@ __all__ = [
     "Predicted",
     "RunFacts",
     "Target",
-    "Usage",
     "Use",
     "columns_of",
 ]
@@ -194,7 +193,7 @@ class Use:
     inputs: list[Input]
     options: PredictOptions
     compute: Callable[[Use], Predicted]
-    """Makes the rows: `Usage.predict`, or `Usage.score`."""
+    """Makes the rows: `Job.predict`, or `Job.score`."""
     scored: bool = False
     """Whether the rows are for scores, so that the inputs have labels."""
     arrays: ArrayPictures | None = None
@@ -231,13 +230,29 @@ def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """How the runs of a job are used: predicted with, scored, loaded and exported.
+class Job:
+    """A ready-made job: its functions, in the order in which they are called.
 
-    `read`, `labeled`, `sum_up` and `tested` are called in the process of the command, `predict` and
-    `score` on every device, in the order of these fields. `load` stands alone.
+    ``onefold train`` calls `check_early` to `make_task`, ``onefold predict`` calls `read` and
+    `predict`, and ``onefold evaluate`` calls `labeled`, `tested`, `score` and `sum_up`. `make_task`,
+    `predict` and `score` run on every device, all others in the process of the command.
     """
 
+    name: str
+    help: str
+    """One line about the job."""
+    example: str
+    """A folder of data, for examples in the help."""
+    options: type[Any]
+    """The class of its options, derived from `TrainOptions`."""
+    check_early: Callable[[Any], None]
+    """Refuses options that are bound to fail, before the data are read."""
+    prepare: Callable[[Any, Scanning], Any]
+    """Reads the data, and refuses those that cannot be used."""
+    settle: Callable[[Any, Any], Any]
+    """Fills in the options that were left open, now that the data are known."""
+    make_task: Callable[[Any, Any], Task]
+    """Builds the model, the loss, the scores and the data sets."""
     sample: Literal["image", "text"]
     """What a sample is: decides which column of a table has them."""
     read: Callable[[Path, Sequence[Path], Columns], tuple[list[Input], list[BadFile]]]
@@ -262,31 +277,6 @@ class Usage:
     """Names of files of a run that an exported model needs."""
     draws: bool = False
     """Whether predictions are masks, drawn into a folder."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A ready-made job. `onefold train` calls its functions in this order.
-
-    All are called in the process of the command but for `make_task`, which every device calls.
-    """
-
-    name: str
-    help: str
-    """One line about the job."""
-    example: str
-    """A folder of data, for examples in the help."""
-    options: type[Any]
-    """The class of its options, derived from `TrainOptions`."""
-    check_early: Callable[[Any], None]
-    """Refuses options that are bound to fail, before the data are read."""
-    prepare: Callable[[Any, Scanning], Any]
-    """Reads the data, and refuses those that cannot be used."""
-    settle: Callable[[Any, Any], Any]
-    """Fills in the options that were left open, now that the data are known."""
-    make_task: Callable[[Any, Any], Task]
-    """Builds the model, the loss, the scores and the data sets."""
-    use: Usage
 
 
 def columns_of(run: Path, kind: Literal["image", "text"], options: PredictOptions) -> Columns:

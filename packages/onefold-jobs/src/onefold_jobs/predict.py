@@ -78,17 +78,17 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     """
     job = job_of(run)
     weights = chosen_weights(run, options)
-    require_output(options.output, masks=job.use.draws)
+    require_output(options.output, masks=job.draws)
     # The inputs are read whole only after everything that is quickly refused.
-    columns = columns_of(run, job.use.sample, options)
-    inputs, left_out = job.use.read(run, paths, columns)
+    columns = columns_of(run, job.sample, options)
+    inputs, left_out = job.read(run, paths, columns)
     if not options.skip_bad:
         refuse(left_out, inputs)
     if not inputs:
         raise DataError(f"{', '.join(map(str, paths))}: expected {columns.kind}s, found none")
     if options.output is not None:
-        check_files_stay(inputs, options.output, masks=job.use.draws)
-    rows, _ = start(Use(run, weights, inputs, options, job.use.predict))
+        check_files_stay(inputs, options.output, masks=job.draws)
+    rows, _ = start(Use(run, weights, inputs, options, job.predict))
     return Prediction(rows, left_out)
 
 
@@ -103,7 +103,7 @@ def chosen_weights(run: Path, options: PredictOptions) -> Path:
     if options.top > 1:
         job = job_of(run)
         task = read_config(run / CONFIG, job.name).get("task")
-        if job.use.draws or task not in (None, "single-label"):
+        if job.draws or task not in (None, "single-label"):
             raise ValueError(f"--top {options.top}: expected a run of one class for each sample")
     weights = chosen_checkpoint(run, options.weights)
     # Every byte is compared now, rather than by each device after all the rest.
@@ -343,7 +343,7 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
     facts = msgspec.convert({**read_run(run, shape=RunFacts), "run": run}, RunFacts)
     weights = chosen_weights(run, options)
     require_output(options.output, masks=False)
-    found = job.use.labeled(run, data, facts, options)
+    found = job.labeled(run, data, facts, options)
     found, note = _unseen(job, run, data, facts, found)
     if not options.skip_bad:
         refuse(found.left_out, found.inputs)
@@ -351,10 +351,10 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
         raise DataError(f"{readable(found.where)}: expected labeled samples, found none")
     if options.output is not None:
         check_files_stay(found.inputs, options.output, masks=False)
-    use = Use(run, weights, found.inputs, options, job.use.score, True, found.arrays)
+    use = Use(run, weights, found.inputs, options, job.score, True, found.arrays)
     rows, measured = start(use)
     with kept_facts(run):
-        scores = job.use.sum_up(measured, [each.label for each in found.inputs], facts)
+        scores = job.sum_up(measured, [each.label for each in found.inputs], facts)
     prediction = Prediction(rows, found.left_out)
     return Evaluation(
         run=run, data=found.where, weights=weights, prediction=prediction, note=note, **scores
@@ -373,7 +373,7 @@ def _unseen(
         with suppress(OnefoldError, OSError, ValueError), reading_bar() as watch:
             scanning = Scanning(known=read_scan(run / SCAN), watch=watch)
             prepared = job.prepare(options, scanning)
-            tested = set(job.use.tested(prepared))
+            tested = set(job.tested(prepared))
             unseen = [each for each in found.inputs if (each.path.resolve(), each.line) in tested]
             if prepared.digest == facts.data and unseen:
                 # Whatever else is there was left out of the run.

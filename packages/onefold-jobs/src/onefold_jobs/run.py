@@ -124,9 +124,7 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     begun = options.resume and (options.folder / RUN).is_file()
     before = read_run(options.folder, job.name, shape=_Before) if begun else {}
     _check_unfinished(options, before)
-    refuse_other_layouts(
-        Path(options.data), job.name, texts=job.use.sample == "text", masks=job.use.draws
-    )
+    refuse_other_layouts(Path(options.data), job.name, texts=job.sample == "text", masks=job.draws)
     require_room(options.folder)
     require_logger(options.log)
     job.check_early(options)
