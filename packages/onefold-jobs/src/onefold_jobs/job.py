@@ -234,8 +234,8 @@ class Job:
     """A ready-made job: its functions, in the order in which they are called.
 
     ``onefold train`` calls `check_early` to `make_task`, ``onefold predict`` calls `read` and
-    `predict`, and ``onefold evaluate`` calls `labeled`, `tested`, `score` and `sum_up`. `make_task`,
-    `predict` and `score` run on every device, all others in the process of the command.
+    `predict`, and ``onefold evaluate`` calls `labeled`, `tested`, `score` and `sum_up`. Every
+    device calls `make_task`, `predict` and `score`, the process of the command all others.
     """
 
     name: str
