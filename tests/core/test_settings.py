@@ -1,15 +1,18 @@
 """The fields of `Settings` say what devices compare, what checkpoints hold, and what may change."""
 
 import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onefold.checkpoint.manifest import check_run
 from onefold.checks.description import compare
-from onefold.core.settings import ALLOWED_AS, AS_GIVEN, COSTS, Settings
+from onefold.core.settings import ALLOWED_AS, AS_GIVEN, COSTS, LossScale, Precision, Settings
 from onefold.data_order.position import PROMISES
 from onefold.errors import DisagreementError
 from tests.checks.test_description import said
@@ -64,3 +67,32 @@ def test_a_saved_setting_has_a_name_a_price_and_a_check() -> None:
     assert [name for name in COSTS if name not in guides] == []
     with pytest.raises(ValueError, match="is missing"):
         check_run({})
+
+
+# What each precision stands for
+
+
+def test_other_names_are_refused() -> None:
+    for name in ("", "float16", "fp16-", "BF16"):
+        with pytest.raises(ValueError, match='expected precision to be one of "fp32", "bf16"'):
+            Precision(name)  # type: ignore[arg-type]
+
+
+def test_a_scale_doubles_after_two_thousand_good_steps_and_an_overflow_halves_it() -> None:
+    scale = LossScale()
+    for _ in range(1999):
+        scale = scale.after(overflow=False)
+        assert scale.value == 2.0**16
+    assert scale.after(overflow=False) == LossScale(2.0**17, 0)
+    assert scale.after(overflow=True) == LossScale(2.0**15, 0)
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(0, 32))
+def test_a_scale_is_a_power_of_two(overflows: list[bool], first: int) -> None:
+    scale = LossScale(2.0**first, 1990)
+    for overflow in overflows:
+        before, scale = scale, scale.after(overflow=overflow)
+        assert math.frexp(scale.value)[0] == 0.5
+        assert 1.0 <= scale.value <= 2.0**32
+        assert before.can_shrink == (before.value > 1.0)
+        assert not overflow or scale == LossScale(max(before.value / 2, 1.0))
