@@ -176,7 +176,8 @@ class Reader(Dataset[Any]):
         digests = []
         for index in digest_samples(len(self._dataset)):
             # Without the epoch: the digest is that of the data, whenever a process computes it.
-            self._seed_all(derive_seed("digest", self._seed, index))
+            common = "digest", (self._seed,)
+            self._seed_all(derive_seed("digest", self._seed, index), common)
             # Returned rather than raised, as in `_read_shard`: DataLoader would wrap the exception
             # in one of its own, and the user would not learn which sample it was.
             try:
