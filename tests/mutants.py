@@ -382,7 +382,7 @@ def parsed(faults: str) -> Iterator[Mutant]:
     for fault in faults.strip().split("\n\n"):
         name, file, *lines = fault.splitlines()
         old, new = ("\n".join(li[1:] for li in lines if li[0] == sign) for sign in "-+")
-        yield Mutant(name, file, old, new)
+        yield Mutant(name, file, old, new, tuple(li[1:] for li in lines if li[0] == ">"))
 
 
 MUTANTS = [*parsed(FAULTS)]
