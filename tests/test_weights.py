@@ -1,3 +1,5 @@
+"""Weights of others: what fits is loaded, what does not is named, and no code of a file runs."""
+
 import io
 import pickle
 import warnings

@@ -1,4 +1,4 @@
-"""Values as bytes: every kind comes back as it was, and nothing else gets through."""
+"""Values as bytes and as JSON: each kind comes back as it was, and nothing else gets through."""
 
 import collections
 import enum
