@@ -74,6 +74,7 @@ WRITES_OR_REMOVES = """
     record/entries.py os.ftruncate: a record that begins as ours do, after its last whole frame
     launcher/launch.py tempfile.TemporaryFile: without a name
     system/file_memory.py os.ftruncate: memory without a name
+    system/folder_lock.py os.ftruncate: our lock, which we hold, before we write who holds it
     system/folder_lock.py self._path.unlink: our lock, while it is held, and is still that file
     system/file_memory.py os.ftruncate: longer, of our own file without a name
     system/file_memory.py tempfile.TemporaryFile: without a name, in the home that was named
@@ -122,8 +123,7 @@ ENDS = """
 
 LOCKS = """
     checkpoint/folder.py fcntl.flock: on a file of its owner alone; never waits
-    record/entries.py fcntl.lockf: on the record that is written; never waits
-    system/folder_lock.py fcntl.lockf: on a file of its owner alone; never waits
+    system/folder_lock.py fcntl.fcntl: a lock on a file of its owner alone; never waits
     system/safe_files.py fcntl.flock: on the private folder, so that others leave it; never waits
     testing/scheduler.py threading.Semaphore: of simulated devices, one of which always goes on
 """
@@ -203,7 +203,7 @@ _CALLS = {
     "truncate ftruncate memfd_create mkstemp mkdtemp TemporaryFile NamedTemporaryFile "
     "TemporaryDirectory SharedMemory write_text write_bytes touch fdopen savefig",
     "ends": "kill killpg pidfd_open pidfd_send_signal send_signal terminate signal _exit abort",
-    "locks": "flock lockf Lock RLock Semaphore",
+    "locks": "flock lockf fcntl Lock RLock Semaphore",
     "threads": "Thread ThreadPoolExecutor start_new_thread",
     "waits": "wait join recv accept bind listen connect sleep communicate waitpid poll select",
 }

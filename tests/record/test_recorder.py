@@ -152,7 +152,7 @@ def test_a_record_that_was_cut_anywhere_is_read_up_to_there_and_gone_on_with(
     data = (runs.folder / FILE).read_bytes()
     entries = Record(runs.folder).entries
     (saved,) = runs.folder.glob("step-*/run.json")
-    kept = json.loads(saved.read_text())["recorded"]
+    kept = json.loads(saved.read_text())["recorded"]["entries"]
     for number, length in enumerate(range(0, len(data), len(data) // 9)):
         cut = Runs(tmp_path / str(number), monkeypatch)
         shutil.copytree(runs.folder, cut.folder, dirs_exist_ok=True)
@@ -160,11 +160,14 @@ def test_a_record_that_was_cut_anywhere_is_read_up_to_there_and_gone_on_with(
         caplog.clear()
         read = Record(cut.folder).entries
         assert read == entries[: len(read)]
-        tail = read_frames(cut.folder / FILE)[2]  # none where a frame happens to end there
+        tail = read_frames(cut.folder / FILE)[1]  # none where a frame happens to end there
         assert ("bytes are no whole frame" in caplog.text) == (tail > 0)
+        if len(read) < kept:
+            with pytest.raises(RecordError, match=f"got a record of {len(read)} entries"):
+                cut.start(script, every=2)
+            (cut.folder / FILE).unlink()
         assert cut.start(script, devices=1 + number % 2, every=2) == fingerprint
-        lacks = f"has {len(read)} of the {kept} entries" in caplog.text
-        assert lacks == (len(read) < kept)
+        assert ("is missing" in caplog.text) == (len(read) < kept)
 
 
 def test_what_comes_after_a_place_that_a_script_goes_back_to_does_not_count(

@@ -105,6 +105,11 @@ class _Average(Struct):
     after: str
 
 
+class _Recorded(Struct):
+    entries: Count
+    head: Annotated[str, Meta(pattern=r"\A([0-9a-f]{32})?\Z")]
+
+
 class _Libraries(Struct):
     torch: str
 
@@ -123,7 +128,7 @@ class _Run(Struct, kw_only=True):
     good_steps: Count
     average: _Average | None
     place: Annotated[str, _one_of(("step", "end"))] | None
-    recorded: Count
+    recorded: _Recorded
     trained: dict[str, list[str]]
     fingerprint: Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
     threads: _Positive

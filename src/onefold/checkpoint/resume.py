@@ -94,7 +94,7 @@ class Checkpoints:
         devices: Devices,
         position: Position,
         scheduler: RunScheduler,
-        note: Callable[[int, Path, str], int],
+        note: Callable[[int, Path, str], Mapping[str, Any]],
     ) -> None:
         self._engine, self._averaging = engine, averaging
         self._devices = devices
@@ -230,7 +230,7 @@ class Checkpoints:
         """
         # Under the same name, so that pruning sees the checkpoints of both as one run's.
         self._state.run = found.stored.run["run"]
-        self.recorded = found.stored.run["recorded"]
+        self.recorded = found.stored.run["recorded"]["entries"]
         if self._lead.is_here:
             self._state.warn_of_differences(found.stored, found.allow_changed, advice)
 

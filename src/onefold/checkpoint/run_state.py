@@ -80,7 +80,7 @@ class RunState:
         """Name of the run; one that resumes another takes over its name."""
 
     def record(
-        self, keeping: Keeping, extra: object, place: Place, recorded: int
+        self, keeping: Keeping, extra: object, place: Place, recorded: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Make ``run.json``, except for what is known only once the files are written."""
         return {

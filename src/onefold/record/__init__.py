@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class Record:
         given = Path(path)
         self.path = given / FILE if given.is_dir() else given
         try:
-            bodies, _, torn = read_frames(self.path)
+            frames, torn = read_frames(self.path)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{self.path} is missing: expected the folder of a run that was begun with onefold "
@@ -82,7 +82,7 @@ class Record:
                 "killed, or the file was cut",
                 *(self.path, torn),
             )
-        entries = [decode(body, f"{self.path}, frame {n}") for n, body in enumerate(bodies)]
+        entries = [decode(each.body, f"{self.path}, frame {n}") for n, each in enumerate(frames)]
         self.hangs: list[HangEntry] = [each for each in entries if isinstance(each, HangEntry)]
         """What the launcher has told of devices that waited for very long."""
         self.entries: list[Entry] = standing(entries)
@@ -199,18 +199,30 @@ def _standing(entries: Iterable[Entry]) -> list[tuple[int, Entry]]:
     return found[::-1]
 
 
-def whole_run(bodies: Sequence[bytes], kept: int) -> list[tuple[int, Entry]]:
+def whole_run(path: Path, kept: int, head: str) -> list[tuple[int, Entry]]:
     """The entries by which a run can be gone through again, up to a checkpoint that saw ``kept``.
 
     Each with the number of entries before it in the record. Nothing where the record does not have
     all of it: it was begun later than the run, or the script has gone back by `Trainer.load`, or
     has used gradients that no record keeps.
+
+    Raises:
+        RecordError: it is damaged, or another record than the one that the checkpoint has seen.
     """
-    entries = [decode(body, "the record") for body in bodies]
-    seen = [entry for entry in entries if not isinstance(entry, HangEntry)][:kept]
-    counted = _standing(seen)
+    chain = [frame for frame in read_frames(path)[0] if frame.head]
+    entries = [decode(each.body, f"{path}, frame {n}") for n, each in enumerate(chain[:kept])]
+    if entries and isinstance(entries[0], StartEntry) and entries[0].step > 0:
+        return []
+    if len(chain) < kept or chain[kept - 1].head.hex() != head:
+        has = f"a record of {len(chain)} entries" if len(chain) < kept else "another record"
+        raise RecordError(
+            f"{path} is not what the checkpoint has seen: expected the {kept} entries of its run, "
+            f"with the digest {head}, got {has}. It was exchanged, edited or cut: put the run's "
+            f"own record there, or remove it to resume without answers to the script"
+        )
+    counted = _standing(entries)
     begins = [entry for _, entry in counted if isinstance(entry, StartEntry)]
-    if len(seen) < kept or begins[0].step > 0 or any(each.anew for each in begins):
+    if any(each.anew for each in begins):
         return []
     if any(isinstance(entry, StepEntry) and entry.gradient for _, entry in counted):
         return []

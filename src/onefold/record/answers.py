@@ -45,7 +45,6 @@ from onefold.record.entries import (
     StartEntry,
     StepEntry,
     encode,
-    read_frames,
 )
 from onefold.record.recorder import places_of
 from onefold.step.result import StepResult, Verdict
@@ -309,30 +308,30 @@ class _Unkept(Mapping[str, Any]):
 
 
 def entries_for_all(
-    exchange: Exchange, path: Path, kept: int, *, checkpoint: Path, reads: bool
+    exchange: Exchange, path: Path, seen: Mapping[str, Any], *, checkpoint: Path, reads: bool
 ) -> list[tuple[int, Entry]]:
     """Give all devices the entries of a run that a checkpoint has seen; see `whole_run`.
 
     Args:
         exchange: of this process's devices.
         path: the record.
-        kept: how many entries the checkpoint has seen; 0 for none.
+        seen: what the checkpoint says of them, as `Recorder.note_checkpoint` returned it.
         checkpoint: its folder, for a warning.
         reads: whether this is the process that reads the record.
 
     Raises:
-        RecordError: the record is damaged; raised where it is read.
+        RecordError: the record is damaged, or another one; raised where it is read.
     """
     entries: list[tuple[int, Entry]] = []
-    if reads and kept:
-        frames = read_frames(path)[0] if path.exists() else []
-        entries = whole_run(frames, kept)
-        if len(frames) < kept:
+    if reads and seen["entries"]:
+        there = path.exists()
+        entries = whole_run(path, seen["entries"], seen["head"]) if there else []
+        if not there:
             _log.warning(
-                "%s has %d of the %d entries that %s has seen, so the script is not answered from "
-                "it. It goes on in the epoch that it was in; a model that it calls itself before "
-                "its first step has not the values of the checkpoint",
-                *(path, len(frames), kept, checkpoint),
+                "%s is missing, of which %s has seen %d entries, so the script is not answered "
+                "from it. It goes on in the epoch that it was in; a model that it calls itself "
+                "before its first step has not the values of the checkpoint",
+                *(path, checkpoint, seen["entries"]),
             )
     text = broadcast(exchange, written(encode(entries)) if reads else None)
     return entries if reads else msgspec.msgpack.decode(text, type=list[tuple[int, Entry]])

@@ -6,28 +6,38 @@ numbers in ``digests``.
 
 Note: the file
 --------------
-It begins with the eight bytes of `HEAD`. Behind them come frames: the length of the body, the same
-with all bits inverted, and the body's CRC-32, each as a little-endian uint32; then the body. A
-frame is written by one call, so a process that is killed leaves a beginning of its last frame at
-most. That is the *torn tail*, which readers leave out and the next writer cuts off. Anything else
-that does not check is damage, and refused.
+It begins with the eight bytes of `HEAD`, followed by frames. A frame is a header of 24 bytes and
+the body: the body's length and the same with all bits inverted, each as a little-endian uint32, and
+a digest of 16 bytes. The digest is that of the previous digest and the body together, so each frame
+stands for all that precede it: the *chain*. A checkpoint keeps the digest of the last frame that it
+has seen, and no other record can be taken for that of its run. docs/reference/record-format.md says
+what this proves.
+
+A frame is written by one call, so a process that is killed leaves a beginning of its last frame at
+most, and a power failure zeros in its place. That is the *torn tail*, which readers leave out and
+the next writer cuts off. Anything else that does not check is damage, and refused.
+
+The launcher appends what it tells of a hang, while another process writes the chain. Such a frame
+is *beside* the chain: its digest is of its own body alone, and nothing depends on it.
 """
 
 from __future__ import annotations
 
-import fcntl
+import hashlib
 import logging
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from zlib import crc32
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from onefold.errors import RecordError
-from onefold.system.safe_files import open_plain, open_regular, write_all
+from onefold.system.folder_lock import FolderLock
+from onefold.system.safe_files import RECORD_BYTES, open_plain, open_regular, write_all
 from onefold.system.words import in_shell
 
 __all__ = [
@@ -36,6 +46,7 @@ __all__ = [
     "BlockEntry",
     "Entry",
     "FailureEntry",
+    "Frame",
     "FrameWriter",
     "HangEntry",
     "Result",
@@ -231,122 +242,161 @@ def decode(body: bytes, where: str) -> Entry:
         raise RecordError(f"{where}: expected an entry of a record, got another: {error}") from None
 
 
-HEAD = b"onefold\x01"
+HEAD = b"onefold\x02"
 """How a file of frames begins; the last byte is the version of the format."""
 
 _log = logging.getLogger("onefold")
-_HEADER = struct.Struct("<III")
+_DIGEST_BYTES = 16
+_HEADER = struct.Struct(f"<II{_DIGEST_BYTES}s")
 _INVERTED = 0xFFFFFFFF
 
 
 class FrameWriter:
-    """Appends frames to a file, which it creates or goes on with.
+    """Appends frames to a file, which it creates or continues.
 
     Args:
         path: the file; its folder exists.
 
     Raises:
-        OSError: the file cannot be written, is a link or no regular file, or another process
-            writes to it.
+        OSError: the file cannot be written, is a link or no regular file.
+        LaunchError: another process writes to it.
         RecordError: the file is something else, or damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._lock = FolderLock(
+            path.parent, instead="name another folder by --record", name=f".{path.name}.lock"
+        )
+        self._lock.acquire()
+        self._file = -1
         try:
-            self.before, end, torn = read_frames(path)
-            """The bodies that were there before, in order."""
-            # Only now: to close another descriptor of the file, as reading does, lets go of it.
-            self._lock()
-            if torn:
-                _log.warning("%s: %d bytes of a torn frame are cut off", path, torn)
+            self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            self.entries, self.head, end = 0, _FIRST, len(HEAD)
+            """How many frames the chain has, and the digest of the last."""
+            with open_plain(path) as file:
+                for frame in _frames(path, file):
+                    self.entries += bool(frame.head)
+                    self.head, end = frame.head or self.head, frame.end
+                size = os.fstat(file.fileno()).st_size
+            end = end if size >= len(HEAD) else 0
+            if size > end:
+                _log.warning("%s: %d bytes of a torn frame are cut off", path, size - end)
             os.ftruncate(self._file, end)
             if not end:
                 write_all(self._file, HEAD)
         except BaseException:
-            os.close(self._file)
+            self.close()
             raise
 
     def append(self, body: bytes) -> None:
-        """Append one frame.
+        """Append one frame to the chain.
 
         Raises:
             OSError: the disk is full, for example; nothing of the frame counts then.
         """
-        write_all(self._file, _frame(body))
+        head = _digest(self.head, body)
+        write_all(self._file, _frame(body, head))
+        self.entries, self.head = self.entries + 1, head
+
+    def sync(self) -> None:
+        """Wait until everything is on the disk."""
+        os.fdatasync(self._file)
 
     def close(self) -> None:
         """Close the file, if it is open; nothing can be appended any more."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
-
-    def _lock(self) -> None:
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            text = "another run writes its record there: name another folder by --record"
-            raise BlockingIOError(error.errno, text, str(self.path)) from None
-        except OSError as error:  # a file system without locks
-            _log.info("%s: the record is not locked: %s", self.path, error)
+        self._lock.let_go()
 
 
 def append_beside(path: Path, body: bytes) -> None:
-    """Append a frame from another process than the one that writes to the file.
+    """Append a frame from another process than the one that writes the chain.
 
     Raises:
         OSError: the file cannot be written.
     """
     file = open_regular(path, os.O_WRONLY | os.O_APPEND)
     try:
-        write_all(file, _frame(body))  # at once, and so never inside of another frame
+        # At once, and so never inside of another frame.
+        write_all(file, _frame(body, _digest(_BESIDE, body)))
     finally:
         os.close(file)
 
 
-def _frame(body: bytes) -> bytes:
-    return _HEADER.pack(len(body), len(body) ^ _INVERTED, crc32(body)) + body
+def _digest(previous: bytes, body: bytes) -> bytes:
+    return hashlib.blake2b(previous + body, digest_size=_DIGEST_BYTES).digest()
 
 
-def read_frames(path: Path) -> tuple[list[bytes], int, int]:
-    """Read the bodies of all whole frames, and where the last one ends.
+_FIRST, _BESIDE = _digest(b"", HEAD), _digest(b"beside", HEAD)
+"""What stands for the previous digest in the first frame, and in those beside the chain."""
+
+
+def _frame(body: bytes, digest: bytes) -> bytes:
+    return _HEADER.pack(len(body), len(body) ^ _INVERTED, digest) + body
+
+
+class Frame(NamedTuple):
+    """A whole frame of a file."""
+
+    body: bytes
+    head: bytes
+    """The digest of the chain up to here; empty beside the chain."""
+    end: int
+    """Where it ends in the file."""
+
+
+def read_frames(path: Path) -> tuple[list[Frame], int]:
+    """Read all whole frames.
 
     Returns:
-        The bodies in order, the number of bytes up to the torn tail, and that of the tail.
+        The frames in order, and the number of bytes of the torn tail.
 
     Raises:
         OSError: the file cannot be read, or is no regular file.
         RecordError: it is not a file of frames of this format, or damaged before its end.
     """
     with open_plain(path) as file:
-        data = file.read()
-    if not data.startswith(HEAD):
-        if HEAD.startswith(data):
-            return [], 0, len(data)
+        frames = list(_frames(path, file))
+        size = os.fstat(file.fileno()).st_size
+    whole = frames[-1].end if frames else len(HEAD)
+    return frames, size - whole if size >= len(HEAD) else size
+
+
+def _frames(path: Path, file: BinaryIO) -> Iterator[Frame]:
+    """Read frame by frame: a file may be larger than memory."""
+    start = file.read(len(HEAD))
+    if start != HEAD:
+        if HEAD.startswith(start):
+            return
         raise RecordError(
             f"{path} is no record of onefold, or of another version: expected it to begin with "
-            f"{HEAD!r}, got {data[: len(HEAD)]!r}"
+            f"{HEAD!r}, got {start!r}"
         )
-    at, bodies = len(HEAD), list[bytes]()
-    while (begin := at + _HEADER.size) <= len(data):
-        length, inverted, check = _HEADER.unpack_from(data, at)
-        if length ^ inverted != _INVERTED and any(data[at:]):  # a power failure may leave zeros
-            raise _damaged(path, at, len(bodies))
-        body = data[begin : begin + length]
-        if not length or len(body) < length:
-            break
-        if crc32(body) != check:
-            if begin + length < len(data):
-                raise _damaged(path, at, len(bodies))
-            break
-        bodies.append(body)
-        at = begin + length
-    return bodies, at, len(data) - at
+    at, head, number = len(HEAD), _FIRST, 0
+    while len(header := file.read(_HEADER.size)) == _HEADER.size:
+        length, inverted, check = _HEADER.unpack(header)
+        is_length = length ^ inverted == _INVERTED and 0 < length <= RECORD_BYTES
+        body = file.read(length) if is_length else b""
+        if is_length and len(body) < length:
+            return
+        following = _digest(head, body)
+        is_next, is_beside = check == following, check == _digest(_BESIDE, body)
+        if not is_length or not (is_next or is_beside):
+            if _has_zeros_alone(file):  # as a power failure may leave
+                return
+            raise RecordError(
+                f"{path} is damaged: the frame at byte {at} does not check, or was written for "
+                f"another place. The {number} frames before it are whole: to use these, cut the "
+                f"file there by truncate --size {at} {in_shell(path)}"
+            )
+        head = following if is_next else head
+        at += _HEADER.size + length
+        number += 1
+        yield Frame(body, head if is_next else b"", at)
 
 
-def _damaged(path: Path, at: int, whole: int) -> RecordError:
-    return RecordError(
-        f"{path} is damaged: the frame at byte {at} does not check. The {whole} frames before it "
-        f"are whole: to use these, cut the file there by truncate --size {at} {in_shell(path)}"
-    )
+def _has_zeros_alone(file: BinaryIO) -> bool:
+    """Whether nothing but zeros comes in the rest of a file."""
+    return not any(chunk.strip(b"\0") for chunk in iter(lambda: file.read(1 << 20), b""))

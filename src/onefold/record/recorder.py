@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,12 +34,10 @@ from onefold.record.entries import (
     FailureEntry,
     Found,
     FrameWriter,
-    HangEntry,
     Result,
     SavedEntry,
     StartEntry,
     StepEntry,
-    decode,
     encode,
 )
 from onefold.step.result import Step
@@ -79,14 +78,13 @@ class Recorder:
         optimizer: has the learning rates.
 
     Raises:
-        OSError: the file cannot be written, or another run writes to it.
+        OSError: the file cannot be written.
+        LaunchError: another run writes to it.
         RecordError: the file is something else, or damaged.
     """
 
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         self._writer, self._groups = FrameWriter(path), optimizer.param_groups
-        before = [decode(body, f"{path}, frame {n}") for n, body in enumerate(self._writer.before)]
-        self._entries = sum(not isinstance(each, HangEntry) for each in before)
         self._is_lost = False
         self._held: _Unwritten | None = None
         self._rates: list[float] = []
@@ -96,10 +94,17 @@ class Recorder:
         self._write_held()
         self._append(entry)
 
-    def note_checkpoint(self, step: int, folder: Path, line: str) -> int:
-        """Note that a checkpoint is begun; return how many entries there are by now."""
+    def note_checkpoint(self, step: int, folder: Path, line: str) -> dict[str, Any]:
+        """Note that a checkpoint is begun; return how many entries it has seen, and their digest.
+
+        That is on the disk then: after a power failure a checkpoint without its record would be
+        worth less than an older one with it.
+        """
         self.note(SavedEntry(step=step, folder=folder.name, line=line))
-        return 0 if self._is_lost else self._entries
+        self._written(self._writer.sync)
+        if self._is_lost:
+            return {"entries": 0, "head": ""}
+        return {"entries": self._writer.entries, "head": self._writer.head.hex()}
 
     def begin_step(self) -> None:
         """Note the learning rates of the step that begins: its scheduler may move on with it."""
@@ -136,11 +141,13 @@ class Recorder:
         self._writer.close()
 
     def _append(self, entry: Entry) -> None:
+        self._written(lambda: self._writer.append(encode(entry)))
+
+    def _written(self, write: Callable[[], None]) -> None:
         if self._is_lost:
             return
         try:
-            self._writer.append(encode(entry))
-            self._entries += 1
+            write()
         except OSError as error:
             # A full disk ends no run: it is recorded no further, and resumed without its record.
             self._is_lost = True

@@ -60,6 +60,10 @@ class RunTools(Protocol):
         """Make the hooks of the run."""
 
 
+_NO_RECORD = {"entries": 0, "head": ""}
+"""What a checkpoint has seen of the record of a run that has none."""
+
+
 @dataclass(kw_only=True, eq=False)
 class RunView:
     """A run, as its tools see it."""
@@ -80,7 +84,7 @@ class RunView:
     number. The batch is None if the script made it and it was not cut."""
     left: Callable[[], bool]
     """Whether this process left the run, or failed in it."""
-    note_checkpoint: Callable[[int, Path, str], int] = lambda step, folder, line: 0
+    note_checkpoint: Callable[[int, Path, str], Mapping[str, Any]] = lambda *about: _NO_RECORD
     """Notes a checkpoint in the record, if there is one; see `Checkpoints`."""
     progress: Progress | None = None
     """The table through which the launcher asks the run to stop, if there is one."""

@@ -2,22 +2,26 @@
 
 Note: which kind of lock
 ------------------------
-Linux has two. One by ``flock`` belongs to the open file: every process that was forked meanwhile,
-such as a loader's worker, holds it too, and may outlive the run. One by ``lockf`` belongs to the
-process and ends with it, and the kernel tells who holds it, so the error can name a process. Its
-trap: it is lost as soon as the process closes any descriptor of the file. So the file is opened
-here and nowhere else, and the early look at it is over before the lock is taken. A script may open
-it all the same, to copy the folder: so the lock is taken again with every checkpoint (`keep`).
+Linux has three. One by ``lockf`` belongs to the process, and is lost as soon as the process closes
+any descriptor of the file: a script that reads or copies the folder would give it up. One by
+``flock`` is not shared between hosts by all file servers. One of the *open file description*
+(``F_OFD_SETLK``) is neither, and is used here. It lasts until every copy of the descriptor is
+closed, so a forked child, such as a loader's worker, closes its copy at once: else it could hold
+the lock for longer than the run lasts. The kernel does not say who holds such a lock, so the holder
+writes its process and host into the file.
 
 Note: strangers
 ---------------
-Whoever may open the file for reading may hold a shared lock on it, and so keep the run from
-starting for ever. So the file is made readable for its owner alone.
+Whoever may open a file for reading may hold a shared lock on it, and so keep the run from starting
+for ever. So the lock is on a file of its own, which only its owner can open; no other file of the
+folder is ever locked.
 
 Note: a lock without a process
 ------------------------------
 The kernel frees a lock with its process. What a host that has crashed held on a file server may
 stay for a while, and with old servers for ever: so the error names the file, which may be removed.
+A file server without locks (NFS with ``nolock`` or ``local_lock``) keeps hosts from seeing each
+other's.
 """
 
 from __future__ import annotations
@@ -27,8 +31,10 @@ import contextlib
 import fcntl
 import logging
 import os
+import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +50,10 @@ _log = logging.getLogger("onefold")
 _TRIES = 5
 _PAUSE_S = 0.2
 _FLOCK = struct.Struct("hhqqi4x")
+"""A ``struct flock`` of 64-bit Linux: type, whence, start, length, process."""
+_ASKED = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+"""An exclusive lock of the whole file; asked about, it finds the holders of both kinds."""
+_MOST_BYTES = 512
 
 
 class FolderLock:
@@ -54,14 +64,16 @@ class FolderLock:
         instead: what the user may do if another one has it, for errors.
         strict: whether to refuse a file of another user; not where several users may work in turn,
             or where the system gives all files to somebody else.
+        name: of the file in the folder.
     """
 
-    def __init__(self, folder: Path, *, instead: str, strict: bool = True) -> None:
-        self._path = folder / LOCK
+    def __init__(
+        self, folder: Path, *, instead: str, strict: bool = True, name: str = LOCK
+    ) -> None:
+        self._path = folder / name
         self._instead = instead
         self._strict = strict
         self._descriptor: int | None = None
-        self._process = 0
 
     def refuse_held(self, within_s: float = 0.0) -> None:
         """Refuse a folder in which another process is at work; locks nothing.
@@ -82,24 +94,9 @@ class FolderLock:
         """
         self._in_time(self._acquire, within_s)
 
-    def keep(self) -> None:
-        """Take the lock again, if it was lost; see the head of this file."""
-        if self._descriptor is None or os.getpid() != self._process:
-            return
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                _log.warning(
-                    "%s: another run has begun there, as this process has read the file %s, which "
-                    "gives up its lock: leave that file out where a script copies the folder",
-                    self._path.parent,
-                    LOCK,
-                )
-
     def let_go(self) -> None:
         """Remove the file and let others take the lock, if this process holds it."""
-        if self._descriptor is None or os.getpid() != self._process:
+        if self._descriptor is None:
             return
         descriptor, self._descriptor = self._descriptor, None
         atexit.unregister(self.let_go)
@@ -110,24 +107,23 @@ class FolderLock:
                 self._path.unlink()
         os.close(descriptor)
 
-    def _in_time(self, holder_after: Callable[[], int | None], within_s: float) -> None:
+    def _in_time(self, holder_after: Callable[[], str | None], within_s: float) -> None:
         """Repeat an action until no other process holds the lock after it, or time is up."""
         end_s, said = time.monotonic() + within_s, False
         while (holder := holder_after()) is not None:
-            who = f"process {holder}" if holder else "a process on another host"
             if time.monotonic() >= end_s:
-                crashed = "" if holder else f" (if that has crashed, remove {self._path})"
                 waited = f"; waited for {within_s:g} s" if within_s else ""
                 raise LaunchError(
-                    f"{self._path.parent}: another process is at work in this folder ({who}); wait "
-                    f"for its end{crashed}, or {self._instead}{waited}"
+                    f"{self._path.parent}: another process is at work in this folder ({holder}); "
+                    f"wait for its end, or {self._instead}{waited}. If its host has crashed, "
+                    f"remove {self._path}"
                 )
             if not said:
-                _log.warning("%s is at work in %s: waiting", who, self._path.parent)
+                _log.warning("%s is at work in %s: waiting", holder, self._path.parent)
             said = True
             time.sleep(_PAUSE_S)
 
-    def _find_holder(self) -> int | None:
+    def _find_holder(self) -> str | None:
         try:
             descriptor = self._open_own(os.O_RDWR)
         except FileNotFoundError:
@@ -137,14 +133,14 @@ class FolderLock:
         finally:
             os.close(descriptor)
 
-    def _acquire(self) -> int | None:
+    def _acquire(self) -> str | None:
         # With a limit, or somebody who keeps exchanging the file would keep us here for ever.
         for _ in range(_TRIES):
             with contextlib.ExitStack() as leaving:
                 descriptor = self._open_own(os.O_RDWR | os.O_CREAT)
                 leaving.callback(os.close, descriptor)
                 try:
-                    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _ASKED)
                 except OSError as error:
                     if error.errno not in NO_LOCKS:
                         if (holder := _holder(descriptor)) is not None:
@@ -159,8 +155,12 @@ class FolderLock:
                 # Another process may have removed the file between its opening and the lock. It
                 # would then lock a new one, and both would believe that they are alone.
                 if _is_at(descriptor, self._path):
+                    with contextlib.suppress(OSError):  # a full disk: only messages need it
+                        os.ftruncate(descriptor, 0)
+                        os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
                     leaving.pop_all()
-                    self._descriptor, self._process = descriptor, os.getpid()
+                    self._descriptor = descriptor
+                    _held.add(self)
                     atexit.register(self.let_go)
                     return None
         raise LaunchError(
@@ -205,13 +205,31 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _holder(descriptor: int) -> int | None:
-    """Find the process that keeps us from locking: None if none does, 0 if it is not known."""
-    # Asking for an exclusive lock finds the holders of both kinds. It is a struct flock of 64-bit
-    # Linux: type, whence, start, length, process.
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+def _holder(descriptor: int) -> str | None:
+    """Find out who keeps us from locking, in words; None if nobody does."""
     try:
-        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+        kind = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _ASKED))[0]
     except OSError as error:
-        return None if error.errno in NO_LOCKS else 0
-    return None if kind == fcntl.F_UNLCK else max(pid, 0)
+        return None if error.errno in NO_LOCKS else "an unknown process"
+    if kind == fcntl.F_UNLCK:
+        return None
+    pid, _, host = os.pread(descriptor, _MOST_BYTES, 0).decode(errors="replace").partition(" ")
+    if not (pid.isdecimal() and host.isprintable()):  # it is being written
+        return "an unknown process"
+    return f"process {pid}" + (f" on {host}" if host != socket.gethostname() else "")
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+"""The locks of this process."""
+
+
+def _leave_to_parent() -> None:
+    """In a child that was just forked: close its copies of descriptors, which hold the locks."""
+    for lock in list(_held):
+        if lock._descriptor is not None:
+            os.close(lock._descriptor)
+            lock._descriptor = None
+        atexit.unregister(lock.let_go)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -105,13 +105,17 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
         # Loading may fail on one device alone, for lack of memory say: the others must be told.
         with run.telling_others():
             run.lock = _claimed(run, Path(options.checkpoint))
-            found = run.checkpoints.find(
-                Path(options.checkpoint),
-                allow_changed=options.allow_changed,
-                if_any=True,
-                leave_out=run.context.leave_out,
-            )
-            resumption = Resumption(run, found)
+            try:
+                found = run.checkpoints.find(
+                    Path(options.checkpoint),
+                    allow_changed=options.allow_changed,
+                    if_any=True,
+                    leave_out=run.context.leave_out,
+                )
+                resumption = Resumption(run, found)
+            except BaseException:
+                run.lock.let_go()
+                raise
         run.begun_after, run.is_answered = resumption.step, resumption.replaying
         return Answers(run, resumption)
 
@@ -297,10 +301,10 @@ class Resumption:
         self._place = saved["place"]
         # Its values are taken later, so another average than its own is refused until then.
         run.averaging().expected = saved_rule(saved, found.allow_changed)
-        kept = 0 if found.allow_changed else saved["recorded"]
+        seen = {"entries": 0} if found.allow_changed else saved["recorded"]
         path, exchange = Path(run.context.options.recorded_in) / FILE, run.engine.context.exchange
         reads = run.devices.has_lead
-        entries = entries_for_all(exchange, path, kept, checkpoint=folder, reads=reads)
+        entries = entries_for_all(exchange, path, seen, checkpoint=folder, reads=reads)
         if reads:
             step, without = saved["step"], ", without a record that answers the script"
             note = without if step and not entries else ""

@@ -228,7 +228,6 @@ class Autosaving(Hook):
         self._saved = self._position.step
 
     def _write(self, place: Place) -> None:
-        self._lock.keep()
         self._run.checkpoints.save(
             self._directory, keeping=self._keeping, wait=self._stop, place=place
         )

@@ -126,7 +126,13 @@ class Tools:
         run.progress, run.places = progress_of(self._context), places_of(self._context)
         if options.recorded_in and "inspection" not in options.tools and not run.devices.trainer:
             run.recorded_in = Path(options.recorded_in)
-        self._make(self._begin)
+        try:
+            self._make(self._begin)
+        except BaseException:
+            # The script may survive this, and make another Trainer.
+            for hook in self._hooks.values():
+                hook.close()
+            raise
 
     def _make(self, tools: Mapping[str, Callable[[RunView], Hook | None]]) -> None:
         for name, begin in tools.items():
