@@ -279,3 +279,15 @@ def test_what_is_no_hazard_is_not_asked_for() -> None:
     assert [kind_of(call) for call in calls] == [None] * 6
     calls = [node for node in ast.walk(ast.parse(hazardous)) if isinstance(node, ast.Call)]
     assert [kind_of(call) for call in calls] == ["code", "files", "waits", "code", "files", "files"]
+
+
+def test_every_python_that_is_started_has_a_safe_path() -> None:
+    """Else it imports what lies in the current folder, which may be somebody else's."""
+    wrong = []
+    for prefix, source in SOURCES.items():
+        for path in sorted(source.rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                words = [ast.unparse(each) for each in getattr(node, "elts", ())[:2]]
+                if words[:1] in (["sys.executable"], ["python"]) and words[1:] != ["'-P'"]:
+                    wrong.append(f"{prefix}{path.relative_to(source)}: {' '.join(words)}")
+    assert wrong == []

@@ -85,7 +85,7 @@ def test_a_step_is_computed_again_and_put_into_a_bundle(tmp_path: Path) -> None:
     assert code == 0, text
     for path in ("train.py", "model.pt"):
         (tmp_path / path).unlink()
-    code, text = onefold(tmp_path, "replay", "step.zip", "--devices", "cpu:2", "--json")
+    code, text = onefold(tmp_path, "replay", "step.zip", "--yes", "--devices", "cpu:2", "--json")
     assert code == 0, text
     assert len(read_json(text)["shards"]) == 4
     assert "4 shards have the bits of the record." in text

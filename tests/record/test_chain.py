@@ -138,7 +138,7 @@ def test_a_run_does_not_resume_with_another_record(
 ) -> None:
     """And does so with its own, once that is back."""
     runs = Runs(tmp_path / "run", monkeypatch)
-    shutil.copytree(stopped.folder, runs.folder)
+    shutil.copytree(stopped.folder, runs.folder, dirs_exist_ok=True)
     own, path = stopped.record.read_bytes(), runs.folder / FILE
     bodies = [frame.body for frame in read_frames(path)[0]]
     new = {
@@ -160,7 +160,7 @@ def test_a_record_that_was_begun_later_answers_nothing(
 ) -> None:
     """Somebody has removed the record, and the run was killed before its next checkpoint."""
     runs = Runs(tmp_path / "run", monkeypatch)
-    shutil.copytree(stopped.folder, runs.folder)
+    shutil.copytree(stopped.folder, runs.folder, dirs_exist_ok=True)
     (runs.folder / FILE).unlink()
     assert runs.start(script, dies=1, every=100) is None
     assert runs.start(script, every=100) is not None

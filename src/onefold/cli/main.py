@@ -278,6 +278,7 @@ def show_devices(as_json: AsJson = False) -> None:
 
 
 RunFolder = Annotated[Path, Argument(metavar="RUN", help="A run's folder, or its run.record.")]
+Yes = Annotated[bool, Option("--yes", help="Run what a file of another user, or a bundle, names.")]
 OneOfItsKind = Annotated[
     str,
     Option(
@@ -340,6 +341,7 @@ def why(
     ] = None,
     devices: OneOfItsKind = "",
     placement: PlacementOption = DEFAULT_PLACEMENT,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Say which shard, sample and operation made a loss or norm jump.
@@ -348,7 +350,8 @@ def why(
     """
     from onefold.cli.replay import explain
 
-    code = explain(folder, step, devices=devices, placement=placement, as_json=as_json)
+    where = {"devices": devices, "placement": placement}
+    code = explain(folder, step, **where, confirmed=yes, as_json=as_json)
     if not code:
         tell_next(f"onefold replay {in_shell(folder)} --step N --pdb")
     raise typer.Exit(code)
@@ -384,6 +387,7 @@ def replay(
         str, Option(metavar="FILE:FUNCTION", help="Call function(model, shards, step) there.")
     ] = "",
     pdb: Annotated[bool, Option("--pdb", help="Open a Python prompt in the step.")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Compute one step of a run again, on any devices.
@@ -406,6 +410,7 @@ def replay(
         bundle=bundle,
         function=call,
         prompt=pdb,
+        confirmed=yes,
         as_json=as_json,
     )
     if bundle is not None:
@@ -433,6 +438,7 @@ def compare(
         str | None,
         Option(metavar="GOOD..BAD", help="Name the commit that changed the bits of a command."),
     ] = None,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Say where two runs differ first, and why.
@@ -455,7 +461,7 @@ def compare(
         raise LaunchError(
             f"expected two runs to compare, behind all options, got {in_shell(*given) or 'none'}"
         )
-    code = compare_runs(*map(Path, given), devices=devices, as_json=as_json)
+    code = compare_runs(*map(Path, given), devices=devices, confirmed=yes, as_json=as_json)
     if code:
         tell_next(f"onefold replay {in_shell(given[0])} --step N --shard K")
     raise typer.Exit(code)

@@ -116,14 +116,16 @@ def _named(shards: Sequence[int]) -> str:
     return f"shard{'s' * (len(shards) > 1)} {listed(map(str, shards), _FEW)}"
 
 
-def compare_runs(one: Path, two: Path, *, devices: str, as_json: bool = False) -> int:
+def compare_runs(
+    one: Path, two: Path, *, devices: str, confirmed: bool, as_json: bool = False
+) -> int:
     """Print where two runs differ first, and the likely causes.
 
     Returns:
         0 if nothing differs, 1 if something does.
     """
     console = screen(as_json=as_json, markup=False, soft_wrap=True)
-    runs = [StepReplay(each, devices=devices) for each in (one, two)]
+    runs = [StepReplay(each, devices=devices, confirmed=confirmed) for each in (one, two)]
     found = first_difference(runs[0].record, runs[1].record)
     steps = len(runs[0].record.by_step)
     if found is None:
@@ -333,7 +335,7 @@ def _recorded(commit: str, command: Sequence[str], folder: Path, below: Path) ->
         # What the commit has of onefold itself counts, too.
         paths = [str(tree / "src"), os.environ.get("PYTHONPATH", "")]
         done = subprocess.run(
-            [sys.executable, "-m", *command[:2], "--record", str(record), *command[2:]],
+            [sys.executable, "-P", "-m", *command[:2], "--record", str(record), *command[2:]],
             cwd=place,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             stdout=subprocess.PIPE,

@@ -26,7 +26,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -35,6 +35,7 @@ from typing import Any
 
 import msgspec
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -42,7 +43,8 @@ from rich.text import Text
 import onefold
 from onefold.cli import print_json
 from onefold.cli.running import DEFAULT_PLACEMENT, screen
-from onefold.errors import DataError, RecordError, RunFailed
+from onefold.errors import DataError, LaunchError, RecordError, RunFailed
+from onefold.launcher.environment import harmless_flags
 from onefold.record import FILE, Record
 from onefold.record.entries import FailureEntry, FrameWriter, StartEntry
 from onefold.record.findings import (
@@ -76,15 +78,24 @@ class StepReplay:
         run: the folder of the run, or its record.
         devices: on which devices; empty for one of the kind that the run had.
         placement: where parameters lie.
+        confirmed: whether the user has agreed to run what the record names, whoever wrote it.
 
     Raises:
         FileNotFoundError, RecordError: there is no record, or it cannot be used.
     """
 
-    def __init__(self, run: Path, *, devices: str = "", placement: str = DEFAULT_PLACEMENT) -> None:
+    def __init__(
+        self,
+        run: Path,
+        *,
+        devices: str = "",
+        placement: str = DEFAULT_PLACEMENT,
+        confirmed: bool = False,
+    ) -> None:
         self.record = Record(run.absolute())
         self._run = self.record.path.parent
         self._devices, self._placement = devices, placement
+        self._confirmed = confirmed or not _is_foreign(self.record.path)
 
     @property
     def steps(self) -> int:
@@ -111,6 +122,7 @@ class StepReplay:
 
         Raises:
             RecordError: the record has no such step, or does not know how the run was begun.
+            LaunchError: the record is of another user, and nobody has agreed to run its command.
             RunFailed: the script failed, or ended before it came to the step.
         """
         if not 1 <= step <= self.steps:
@@ -130,14 +142,14 @@ class StepReplay:
                 findings=str(found),
                 **asked,
             )
-            command = self._command(begun, step, folder)
-            tell(f"computing step {step} again: {in_shell(*command)}")
+            command, flags = self._command(begun, step, folder), harmless_flags(begun.flags)
+            self._tell(begun, command, flags, step)
             log = folder / "output"
             with log.open("wb") as output:
                 code = subprocess.run(
                     command,
                     cwd=begun.folder or None,
-                    env={**os.environ, **begun.flags, TOOLS_VARIABLE: _tools(asks)},
+                    env={**os.environ, **flags, TOOLS_VARIABLE: _tools(asks)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -156,7 +168,7 @@ class StepReplay:
         for each in entry_points(group="onefold.replays"):
             before = self._checkpoints_before(step, of_script=False)
             if words := each.load()(self._run, folder, before):
-                return [python, "-m", "onefold", *words, "--devices", devices]
+                return [python, "-P", "-m", "onefold", *words, "--devices", devices]
         if not begun.module and not begun.script:
             raise RecordError(
                 f"{self.record.path} does not know which script began the run ("
@@ -176,7 +188,22 @@ class StepReplay:
             options += ["--checkpoint", str(copy), "--save-every", _NEVER]
             if begun.allow_changed and int(nearest.name.removeprefix("step-")) <= begun.step:
                 options += ["--allow-changed", ",".join(begun.allow_changed)]
-        return [python, "-m", "onefold", "run", *options, *start, *begun.command[1:]]
+        return [python, "-P", "-m", "onefold", "run", *options, *start, *begun.command[1:]]
+
+    def _tell(
+        self, begun: StartEntry, command: Sequence[str], flags: Mapping[str, str], step: int
+    ) -> None:
+        """Say what is about to be run, and have the user agree if a stranger wrote the record."""
+        tell(f"computing step {step} again: {in_shell(*command)}")
+        tell(f"in folder {in_shell(begun.folder or os.getcwd())}")
+        for name, value in flags.items():
+            tell(f"with {name}={in_shell(value)}")
+        if left_out := sorted(begun.flags.keys() - flags.keys()):
+            tell(f"without {listed([in_shell(name) for name in left_out])}, which the run had set")
+        if not self._confirmed:
+            owner = self.record.path.stat().st_uid
+            _confirm(f"{self.record.path} is a file of user {owner}, and names the command above.")
+            self._confirmed = True
 
     def _checkpoints_before(self, step: int, *, of_script: bool) -> list[str]:
         """Names of the checkpoints before a step, the oldest first.
@@ -190,6 +217,26 @@ class StepReplay:
         columns = (table[name].tolist() for name in ("step", "folder", "line"))
         rows = sorted((at, name, line) for at, name, line in zip(*columns, strict=True))
         return [name for at, name, line in rows if at < step and not (of_script and line)]
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether another user may have written a file; root may write everything anyway."""
+    ours = {0, os.geteuid()}
+    return not {path.stat().st_uid, path.parent.stat().st_uid} <= ours
+
+
+def _confirm(text: str) -> None:
+    """Have the user agree to run code from a file.
+
+    Raises:
+        LaunchError: the user does not, or cannot be asked.
+    """
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise LaunchError(
+            f"{text} It would run as you: read it, and add --yes if you trust whoever made it"
+        )
+    if not typer.confirm(f"{text} It would run as you. Run it?", err=True):
+        raise LaunchError("nothing was run")
 
 
 def _warn_of_change(begun: StartEntry) -> None:
@@ -212,6 +259,7 @@ def replay_step(
     bundle: Path | None,
     function: str,
     prompt: bool,
+    confirmed: bool,
     as_json: bool = False,
 ) -> int:
     """Compute a step of a run once more, and print what it consists of.
@@ -228,9 +276,12 @@ def replay_step(
     if zipfile.is_zipfile(run):
         if step or bundle is not None or function or prompt:
             raise ValueError(f"{run} is a bundle, of one step: expected --shard or --devices alone")
+        if not confirmed:
+            _confirm(f"{run} is a bundle, which holds code.")
         found = _look_into_bundle(console, run, shards, devices or "cpu:1")
     else:
-        found = StepReplay(run, devices=devices, placement=placement).inspect_step(
+        again = StepReplay(run, devices=devices, placement=placement, confirmed=confirmed)
+        found = again.inspect_step(
             step,
             shards=shards,
             bundle="" if bundle is None else str(bundle.absolute()),
@@ -387,7 +438,13 @@ def _word(value: float | None) -> str:
 
 
 def explain(
-    run: Path, step: int | None, *, devices: str, placement: str, as_json: bool = False
+    run: Path,
+    step: int | None,
+    *,
+    devices: str,
+    placement: str,
+    confirmed: bool,
+    as_json: bool = False,
 ) -> int:
     """Print where a run first leaves its own history, and what in that step does it.
 
@@ -395,7 +452,7 @@ def explain(
         0 if something stands out, 1 if nothing does.
     """
     console = screen(as_json=as_json, markup=False)
-    again = StepReplay(run, devices=devices, placement=placement)
+    again = StepReplay(run, devices=devices, placement=placement, confirmed=confirmed)
     found = first_departure(again.record) if step is None else None
     if step is None:
         console.print(f"A number stands out if it is {RULE}.")

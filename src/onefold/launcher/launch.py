@@ -334,7 +334,7 @@ class _LaunchedRun:
                 timeline_parts=str(parts) if self.options.profile else "",
                 progress_descriptor=status.table,
                 store_descriptor=status.store,
-                safe_path=sys.flags.safe_path,
+                safe_path=bool(os.environ.get("PYTHONSAFEPATH")),
                 local_size=len(devices),
             )
             outcome, timeline = self._watched(context, status), None

@@ -1,0 +1,142 @@
+"""Records and bundles of other people: nothing of theirs runs unless the user agrees to it."""
+
+import os
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from onefold.cli.main import main
+from onefold.record import FILE, Record
+from onefold.record.entries import Entry, FrameWriter, StartEntry, StepEntry, encode
+from tests.cli.test_replaying import onefold
+
+NOBODY = 65534
+SCRIPT = """
+import pathlib, torch, onefold
+pathlib.Path(__file__).with_name("ran").touch()
+import helper
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+trainer = onefold.Trainer(model, optimizer, lambda m, b: m(b).square().mean(1), shards=2)
+for _ in range(2):
+    trainer.step(torch.ones(4, 2))
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was begun in a folder beside that of its script."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "own").mkdir()
+    (folder / "own" / "train.py").write_text(SCRIPT)
+    (folder / "own" / "helper.py").touch()
+    code, text = onefold(folder, "run", "--devices", "cpu:1", "--record", "own/run", "own/train.py")
+    assert code == 0, text
+    return folder
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of the run, whose record names the script where it was."""
+    (made / "own" / "ran").unlink(missing_ok=True)
+    return Path(shutil.copytree(made / "own" / "run", tmp_path / "run"))
+
+
+def of_somebody_else(run: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a file away")
+    os.chown(run / FILE, NOBODY, NOBODY)
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command that ends with code 2 says, without a terminal."""
+    monkeypatch.setattr("sys.argv", ["onefold", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    return capfd.readouterr().err
+
+
+@pytest.mark.processes
+def test_modules_where_a_run_was_started_are_not_imported(made: Path, run: Path) -> None:
+    """Those beside the script are, as in the run itself."""
+    shadow = f"open({str(made / 'shadow')!r}, 'w')\nraise SystemExit(3)\n"
+    for name in ("typer", "torch", "msgspec", "encodings", "onefold"):
+        (made / f"{name}.py").write_text(shadow)
+    code, text = onefold(run.parent, "replay", "run", "--step", "2")
+    assert code == 0, text
+    assert "4 shards have the bits of the record" in text
+    assert not (made / "shadow").exists()
+
+
+@pytest.mark.parametrize("command", ["replay", "why", "compare"])
+def test_a_record_of_another_user_is_shown_and_not_run(
+    made: Path,
+    run: Path,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    of_somebody_else(run)
+    begun, words = started(run), ["--step", "2"]
+    if command == "compare":
+        words = [str(changed(run))]
+    said = typed(monkeypatch, capfd, command, str(run), *words)
+    assert f"is a file of user {NOBODY}" in said
+    assert "add --yes if you trust whoever made it" in said
+    assert f"{made / 'own' / 'train.py'}" in said
+    assert f"in folder {begun.folder}" in said
+    assert not (made / "own" / "ran").exists()
+
+
+def started(run: Path) -> StartEntry:
+    (begun,) = (each for each in Record(run).entries if isinstance(each, StartEntry))
+    return begun
+
+
+def changed(run: Path) -> Path:
+    """A second run whose second step has another loss."""
+    other = run.with_name("other")
+    shutil.copytree(run, other)
+    forge(other, StepEntry, totals=bytes(16))
+    return other
+
+
+def test_variables_that_run_code_are_never_taken_from_a_record(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    of_somebody_else(run)
+    flags = {"OMP_NUM_THREADS": "3", "OMP_TOOL_LIBRARIES": "/tmp/evil.so", "LD_PRELOAD": "x"}
+    forge(run, StartEntry, flags=flags)
+    said = typed(monkeypatch, capfd, "replay", str(run), "--step", "2")
+    assert "with OMP_NUM_THREADS=3" in said
+    assert "without LD_PRELOAD, OMP_TOOL_LIBRARIES, which the run had set" in said
+    assert "evil" not in said
+
+
+def forge(run: Path, kind: type[Entry], **changes: object) -> None:
+    """Write the record anew, with entries of a kind changed."""
+    entries, path = Record(run).entries, run / FILE
+    owner = path.stat().st_uid
+    path.unlink()
+    writer = FrameWriter(path)
+    for each in entries:
+        writer.append(encode(replace(each, **changes) if isinstance(each, kind) else each))
+    writer.close()
+    os.chown(path, owner, owner)
+
+
+def test_a_bundle_runs_only_if_the_user_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "step.zip"
+    with zipfile.ZipFile(path, "w") as bundle:
+        bundle.writestr("about.json", "{}")
+        bundle.writestr("step.pt", b"cos\nsystem\n(S'touch /tmp/ran'\ntR.")
+    said = typed(monkeypatch, capfd, "replay", str(path))
+    assert f"{path} is a bundle, which holds code." in said
+    assert "add --yes" in said
