@@ -35,18 +35,16 @@ from typing import Any
 
 import msgspec
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import onefold
 from onefold.cli import print_json
-from onefold.cli.running import DEFAULT_PLACEMENT, screen
-from onefold.errors import DataError, LaunchError, RecordError, RunFailed
-from onefold.launcher.environment import harmless_flags
+from onefold.cli.running import DEFAULT_PLACEMENT, confirm, screen
+from onefold.errors import DataError, RecordError, RunFailed
 from onefold.record import FILE, Record
-from onefold.record.entries import FailureEntry, FrameWriter, StartEntry
+from onefold.record.entries import FailureEntry, FrameWriter, StartEntry, harmless_flags
 from onefold.record.findings import (
     RULE,
     Departure,
@@ -95,7 +93,7 @@ class StepReplay:
         self.record = Record(run.absolute())
         self._run = self.record.path.parent
         self._devices, self._placement = devices, placement
-        self._confirmed = confirmed or not _is_foreign(self.record.path)
+        self._confirmed = confirmed or not self.record.is_foreign
 
     @property
     def steps(self) -> int:
@@ -195,48 +193,27 @@ class StepReplay:
     ) -> None:
         """Say what is about to be run, and have the user agree if a stranger wrote the record."""
         tell(f"computing step {step} again: {in_shell(*command)}")
-        tell(f"in folder {in_shell(begun.folder or os.getcwd())}")
-        for name, value in flags.items():
-            tell(f"with {name}={in_shell(value)}")
+        words = " ".join(f"{name}={in_shell(value)}" for name, value in flags.items())
+        tell(f"in folder {in_shell(begun.folder or os.getcwd())} with {words or 'no variables'}")
         if left_out := sorted(begun.flags.keys() - flags.keys()):
             tell(f"without {listed([in_shell(name) for name in left_out])}, which the run had set")
         if not self._confirmed:
             owner = self.record.path.stat().st_uid
-            _confirm(f"{self.record.path} is a file of user {owner}, and names the command above.")
-            self._confirmed = True
-
-    def _checkpoints_before(self, step: int, *, of_script: bool) -> list[str]:
-        """Names of the checkpoints before a step, the oldest first.
-
-        Args:
-            step: number of the step.
-            of_script: leave out those that the program saved, as only its ``trainer.load`` resumes
-                from them.
-        """
-        table = self.record.checkpoints
-        columns = (table[name].tolist() for name in ("step", "folder", "line"))
-        rows = sorted((at, name, line) for at, name, line in zip(*columns, strict=True))
-        return [name for at, name, line in rows if at < step and not (of_script and line)]
+            confirm(f"{self.record.path} is a file of user {owner}, and names the command above.")
 
 
-def _is_foreign(path: Path) -> bool:
-    """Whether another user may have written a file; root may write everything anyway."""
-    ours = {0, os.geteuid()}
-    return not {path.stat().st_uid, path.parent.stat().st_uid} <= ours
+def _checkpoints_before(self, step: int, *, of_script: bool) -> list[str]:
+    """Names of the checkpoints before a step, the oldest first.
 
-
-def _confirm(text: str) -> None:
-    """Have the user agree to run code from a file.
-
-    Raises:
-        LaunchError: the user does not, or cannot be asked.
+    Args:
+        step: number of the step.
+        of_script: leave out those that the program saved, as only its ``trainer.load`` resumes
+            from them.
     """
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise LaunchError(
-            f"{text} It would run as you: read it, and add --yes if you trust whoever made it"
-        )
-    if not typer.confirm(f"{text} It would run as you. Run it?", err=True):
-        raise LaunchError("nothing was run")
+    table = self.record.checkpoints
+    columns = (table[name].tolist() for name in ("step", "folder", "line"))
+    rows = sorted((at, name, line) for at, name, line in zip(*columns, strict=True))
+    return [name for at, name, line in rows if at < step and not (of_script and line)]
 
 
 def _warn_of_change(begun: StartEntry) -> None:
@@ -277,7 +254,7 @@ def replay_step(
         if step or bundle is not None or function or prompt:
             raise ValueError(f"{run} is a bundle, of one step: expected --shard or --devices alone")
         if not confirmed:
-            _confirm(f"{run} is a bundle, which holds code.")
+            confirm(f"{run} is a bundle, which holds code.")
         found = _look_into_bundle(console, run, shards, devices or "cpu:1")
     else:
         again = StepReplay(run, devices=devices, placement=placement, confirmed=confirmed)

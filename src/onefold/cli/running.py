@@ -38,6 +38,7 @@ __all__ = [
     "absolute_dir",
     "come_too_late",
     "command_of",
+    "confirm",
     "run",
     "screen",
 ]
@@ -278,6 +279,20 @@ def absolute_dir(offload_dir: Path | None, placement: str) -> str:
     if all(each.placement_kind.keeps_whole for each in kept):
         kept[0].check_combination(offload_dir=str(offload_dir))
     return _absolute(offload_dir)
+
+
+def confirm(text: str) -> None:
+    """Have the user agree to run code from a file.
+
+    Raises:
+        LaunchError: the user does not, or cannot be asked.
+    """
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise LaunchError(
+            f"{text} It would run as you: read it, and add --yes if you trust whoever made it"
+        )
+    if not typer.confirm(f"{text} It would run as you. Run it?", err=True):
+        raise LaunchError("nothing was run")
 
 
 def screen(*, as_json: bool, **settings: Any) -> Console:

@@ -37,7 +37,6 @@ __all__ = [
     "STARTED_IN",
     "allocator_chosen",
     "current_context",
-    "harmless_flags",
     "have_cublas_repeat",
     "have_private_caches",
     "is_by_bus",
@@ -60,19 +59,6 @@ _OF_KERNELS = (
     *("ATEN_", "CUBLAS", "CUDNN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_TF32_", "OMP_"),
     *("ONEDNN_", "PYTORCH_", "TORCH_"),
 )
-_HARMLESS = frozenset(
-    (
-        *("ATEN_CPU_CAPABILITY", "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG"),
-        *("DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT"),
-        *("KMP_AFFINITY", "KMP_BLOCKTIME", "KMP_DETERMINISTIC_REDUCTION", "MKL_CBWR"),
-        *("MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE"),
-        *("OMP_DYNAMIC", "OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "OMP_SCHEDULE"),
-        *("ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "PYTORCH_ALLOC_CONF"),
-        *("PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
-        *("TORCH_BLAS_PREFER_CUBLASLT", "TORCH_CPP_LOG_LEVEL", "TORCH_CUDNN_V8_API_DISABLED"),
-    )
-)
-"""Variables that choose kernels and name no file, library or program."""
 _FOREIGN = (
     *("AZUREML_", "BEAKER_", "DSTACK_", "FLUX_", "HOROVOD_", "JSM_", "LWS_", "MV2_", "OMPI_"),
     *("PALS_", "PET_", "PMI", "RANK", "SKYPILOT_", "SLURM_", "SM_", "WORLD_SIZE"),
@@ -205,18 +191,6 @@ def allocator_chosen() -> bool:
 def kernel_flags() -> dict[str, str]:
     """The environment variables by which libraries choose their kernels, and so their bits."""
     return {name: value for name, value in os.environ.items() if name.startswith(_OF_KERNELS)}
-
-
-def harmless_flags(flags: Mapping[str, str]) -> dict[str, str]:
-    """Those variables of a file that may be set for a process that computes a step again.
-
-    Others with the same beginnings load libraries (``OMP_TOOL_LIBRARIES``), run code that lies in
-    a folder (``TORCH_EXTENSIONS_DIR``), or write files (``CUDNN_LOGDEST_DBG``).
-
-    >>> harmless_flags({"OMP_NUM_THREADS": "1", "OMP_TOOL_LIBRARIES": "/tmp/evil.so"})
-    {'OMP_NUM_THREADS': '1'}
-    """
-    return {name: value for name, value in flags.items() if name in _HARMLESS}
 
 
 def have_cublas_repeat() -> None:

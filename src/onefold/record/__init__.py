@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,12 @@ class Record:
         """What the launcher has told of devices that waited for very long."""
         self.entries: list[Entry] = standing(entries)
         """All entries that count, in the order in which they were written."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another user may have written it; root may write everything anyway."""
+        owners = {self.path.stat().st_uid, self.path.parent.stat().st_uid}
+        return not owners <= {0, os.geteuid()}
 
     @property
     def begins(self) -> list[dict[str, Any]]:

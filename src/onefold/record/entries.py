@@ -27,7 +27,7 @@ import hashlib
 import logging
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -57,6 +57,7 @@ __all__ = [
     "append_beside",
     "decode",
     "encode",
+    "harmless_flags",
     "read_frames",
 ]
 
@@ -100,6 +101,33 @@ class StartEntry(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=Tru
     kept: int = 0
     """How many of the entries before this one the checkpoint has seen; those that counted for it
     count."""
+
+
+_HARMLESS = frozenset(
+    (
+        *("ATEN_CPU_CAPABILITY", "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG"),
+        *("DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT"),
+        *("KMP_AFFINITY", "KMP_BLOCKTIME", "KMP_DETERMINISTIC_REDUCTION", "MKL_CBWR"),
+        *("MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE"),
+        *("OMP_DYNAMIC", "OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "OMP_SCHEDULE"),
+        *("ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "PYTORCH_ALLOC_CONF"),
+        *("PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+        *("TORCH_BLAS_PREFER_CUBLASLT", "TORCH_CPP_LOG_LEVEL", "TORCH_CUDNN_V8_API_DISABLED"),
+    )
+)
+"""Variables that choose kernels and name no file, library or program."""
+
+
+def harmless_flags(flags: Mapping[str, str]) -> dict[str, str]:
+    """Those variables of a file that may be set for a process that computes a step again.
+
+    Others with the same beginnings load libraries (``OMP_TOOL_LIBRARIES``), run code that lies in
+    a folder (``TORCH_EXTENSIONS_DIR``), or write files (``CUDNN_LOGDEST_DBG``).
+
+    >>> harmless_flags({"OMP_NUM_THREADS": "1", "OMP_TOOL_LIBRARIES": "/tmp/evil.so"})
+    {'OMP_NUM_THREADS': '1'}
+    """
+    return {name: value for name, value in flags.items() if name in _HARMLESS}
 
 
 class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True):
