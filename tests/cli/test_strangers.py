@@ -86,7 +86,7 @@ def test_a_record_of_another_user_is_shown_and_not_run(
     if command == "compare":
         words = [str(changed(run))]
     said = typed(monkeypatch, capfd, command, str(run), *words)
-    assert f"is a file of user {NOBODY}" in said
+    assert "run.record is another user's, and names the command above" in said
     assert "add --yes if you trust whoever made it" in said
     assert f"{made / 'own' / 'train.py'}" in said
     assert f"in folder {begun.folder}" in said

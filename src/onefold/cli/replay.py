@@ -26,7 +26,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -90,10 +90,9 @@ class StepReplay:
         placement: str = DEFAULT_PLACEMENT,
         confirmed: bool = False,
     ) -> None:
-        self.record = Record(run.absolute())
-        self._run = self.record.path.parent
+        self.record = record = Record(run.absolute())
+        self._run, self._confirmed = record.path.parent, confirmed or not record.is_foreign
         self._devices, self._placement = devices, placement
-        self._confirmed = confirmed or not self.record.is_foreign
 
     @property
     def steps(self) -> int:
@@ -140,8 +139,8 @@ class StepReplay:
                 findings=str(found),
                 **asked,
             )
-            command, flags = self._command(begun, step, folder), harmless_flags(begun.flags)
-            self._tell(begun, command, flags, step)
+            command = self._command(begun, step, folder)
+            flags = self._agreed(begun, command, step)
             log = folder / "output"
             with log.open("wb") as output:
                 code = subprocess.run(
@@ -154,9 +153,9 @@ class StepReplay:
                     check=False,
                 ).returncode
             if not found.exists():
-                text = log.read_text(errors="replace")[-4000:]
                 ended = "ended before it came to" if code in (0, STOPPED_CODE) else "failed before"
-                raise RunFailed(f"the run {ended} step {step}: {in_shell(*command)}\n{text}", 2)
+                said = f"{in_shell(*command)}\n{log.read_text(errors='replace')[-4000:]}"
+                raise RunFailed(f"the run {ended} step {step}: {said}", 2)
             return msgspec.json.decode(found.read_bytes(), type=Findings)
 
     def _command(self, begun: StartEntry, step: int, folder: Path) -> list[str]:
@@ -188,32 +187,35 @@ class StepReplay:
                 options += ["--allow-changed", ",".join(begun.allow_changed)]
         return [python, "-P", "-m", "onefold", "run", *options, *start, *begun.command[1:]]
 
-    def _tell(
-        self, begun: StartEntry, command: Sequence[str], flags: Mapping[str, str], step: int
-    ) -> None:
-        """Say what is about to be run, and have the user agree if a stranger wrote the record."""
+    def _agreed(self, begun: StartEntry, command: Sequence[str], step: int) -> dict[str, str]:
+        """Say what is about to be run, and have the user agree if a stranger wrote the record.
+
+        Returns:
+            The environment variables with which the run is computed again.
+        """
+        flags = harmless_flags(begun.flags)
         tell(f"computing step {step} again: {in_shell(*command)}")
         words = " ".join(f"{name}={in_shell(value)}" for name, value in flags.items())
         tell(f"in folder {in_shell(begun.folder or os.getcwd())} with {words or 'no variables'}")
         if left_out := sorted(begun.flags.keys() - flags.keys()):
-            tell(f"without {listed([in_shell(name) for name in left_out])}, which the run had set")
+            tell(f"without {listed(map(in_shell, left_out))}, which the run had set")
         if not self._confirmed:
-            owner = self.record.path.stat().st_uid
-            confirm(f"{self.record.path} is a file of user {owner}, and names the command above.")
+            confirm(f"{self.record.path} is another user's, and names the command above.")
+            self._confirmed = True
+        return flags
 
+    def _checkpoints_before(self, step: int, *, of_script: bool) -> list[str]:
+        """Names of the checkpoints before a step, the oldest first.
 
-def _checkpoints_before(self, step: int, *, of_script: bool) -> list[str]:
-    """Names of the checkpoints before a step, the oldest first.
-
-    Args:
-        step: number of the step.
-        of_script: leave out those that the program saved, as only its ``trainer.load`` resumes
-            from them.
-    """
-    table = self.record.checkpoints
-    columns = (table[name].tolist() for name in ("step", "folder", "line"))
-    rows = sorted((at, name, line) for at, name, line in zip(*columns, strict=True))
-    return [name for at, name, line in rows if at < step and not (of_script and line)]
+        Args:
+            step: number of the step.
+            of_script: leave out those that the program saved, as only its ``trainer.load`` resumes
+                from them.
+        """
+        table = self.record.checkpoints
+        columns = (table[name].tolist() for name in ("step", "folder", "line"))
+        rows = sorted((at, name, line) for at, name, line in zip(*columns, strict=True))
+        return [name for at, name, line in rows if at < step and not (of_script and line)]
 
 
 def _warn_of_change(begun: StartEntry) -> None:
