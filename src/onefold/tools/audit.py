@@ -45,7 +45,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from onefold.core.batch import ShardedBatch
+from onefold.core.batch import ShardedBatch, map_parts
 from onefold.core.encoding import decode, encode
 from onefold.core.flat import same_bits
 from onefold.core.options import RunOptions
@@ -396,51 +396,48 @@ def packed(payload: object) -> bytes:
     Raises:
         TypeError: it holds something that another process would not have as it is here.
     """
-    return encode(_plain(payload), "a shard")
+    layouts: list[tuple[tuple[int, ...], int, bool]] = []
 
+    def plain(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            sparse = part.layout is not torch.strided
+            if sparse or any(
+                n > 1 and not s for n, s in zip(part.shape, part.stride(), strict=True)
+            ):
+                raise TypeError("a tensor of the batch is sparse, or expanded")
+            place = part.data_ptr() % _ALIGNED if part.device.type == "cpu" else 0
+            layouts.append((part.stride(), place, part.requires_grad))
+            return part.detach().contiguous()
+        if type(part) in (list, tuple):
+            return type(part)([plain(each) for each in part])
+        if type(part) is dict:
+            return {key: plain(each) for key, each in part.items()}
+        if part is None or type(part) in (bool, int, float, str):
+            return part
+        raise TypeError(f"the batch holds a {type(part).__name__}")
 
-def _plain(part: Any) -> Any:
-    if isinstance(part, torch.Tensor):
-        sparse = part.layout is not torch.strided
-        if sparse or any(n > 1 and not s for n, s in zip(part.shape, part.stride(), strict=True)):
-            raise TypeError("a tensor of the batch is sparse, or expanded")
-        place = part.data_ptr() % _ALIGNED if part.device.type == "cpu" else 0
-        values = part.detach().contiguous()
-        return ["tensor", values, list(part.stride()), place, part.requires_grad]
-    if type(part) in (list, tuple):
-        return [type(part).__name__, [_plain(each) for each in part]]
-    if type(part) is dict and all(type(key) is str for key in part):
-        return ["dict", [[key, _plain(each)] for key, each in part.items()]]
-    if part is None or type(part) in (bool, int, float, str):
-        return ["value", part]
-    raise TypeError(f"the batch holds a {type(part).__name__}")
+    return encode((plain(payload), layouts), "a shard")
 
 
 def unpacked(text: bytes) -> Any:
     """Read what `packed` has written; tensors lie on the host."""
-    return _made(decode(text))
+    payload, layouts = decode(text)
+    each = iter(layouts)
+    return map_parts(payload, lambda values: _laid(values, *next(each)))
 
 
-def _made(plain: Any) -> Any:
-    """Make what `_plain` was given."""
-    kind, given, *how = plain
-    if kind == "tensor":
-        strides, place, differentiable = how
-        if not given.numel():
-            return torch.empty_strided(given.shape, strides, dtype=given.dtype)
-        extent = 1 + sum((n - 1) * s for n, s in zip(given.shape, strides, strict=True))
-        size = given.element_size()
-        memory = torch.empty(extent * size + _ALIGNED, dtype=torch.uint8)
-        start = (place - memory.data_ptr()) % _ALIGNED
-        flat = memory[start : start + extent * size].view(given.dtype)
-        made = flat.as_strided(given.shape, strides)
-        return made.copy_(given).requires_grad_(differentiable)
-    if kind == "dict":
-        return {key: _made(each) for key, each in given}
-    if kind == "value":
-        return given
-    parts = [_made(each) for each in given]
-    return tuple(parts) if kind == "tuple" else parts
+def _laid(
+    values: torch.Tensor, strides: Sequence[int], place: int, has_gradient: bool
+) -> torch.Tensor:
+    """Copy values to memory of these strides, so far behind a multiple of 64 bytes."""
+    if not values.numel():
+        return torch.empty_strided(values.shape, strides, dtype=values.dtype)
+    extent = 1 + sum((n - 1) * s for n, s in zip(values.shape, strides, strict=True))
+    nbytes = extent * values.element_size()
+    memory = torch.empty(nbytes + _ALIGNED, dtype=torch.uint8)
+    start = (place - memory.data_ptr()) % _ALIGNED
+    laid = memory[start : start + nbytes].view(values.dtype).as_strided(values.shape, strides)
+    return laid.copy_(values).requires_grad_(has_gradient)
 
 
 def _owner_of(batch: ShardedBatch, shard: int) -> int:
