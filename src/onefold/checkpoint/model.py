@@ -141,25 +141,19 @@ class TensorFiles:
             CheckpointError: a tensor differs, or is in only one of the two; the message names it.
         """
         wanted = {**state_of(module), **named_tensors(module)}
-        for name, tensor in wanted.items():
-            there = self.kind_of(name)
+        kinds = {n: (tuple(t.shape), DTYPES.get(t.dtype)) for n, t in wanted.items()}
+        for name in dict.fromkeys([*kinds, *self._files]):
+            here, there = kinds.get(name), self.kind_of(name)
+            if here == there:
+                continue
             if there is None:
-                raise CheckpointError(
-                    f"{name}, of shape {tuple(tensor.shape)}, is in this model and not in the "
-                    f"checkpoint: it was saved from another model"
-                )
-            here = tuple(tensor.shape), DTYPES.get(tensor.dtype)
-            if here != there:
-                raise CheckpointError(
-                    f"{name} is {there[1]} {there[0]} in the checkpoint and {here[1]} {here[0]} in "
-                    f"this model: it was saved from another model"
-                )
-        for name in (each for each in self._files if each not in wanted):
-            shape = tuple(self._files[name].get_slice(name).get_shape())
-            raise CheckpointError(
-                f"{name}, of shape {shape}, is in the checkpoint and not in this "
-                f"model: it was saved from another model"
-            )
+                words = f", of shape {kinds[name][0]}, is in this model and not in the checkpoint"
+            elif here is None:
+                words = f", of shape {there[0]}, is in the checkpoint and not in this model"
+            else:
+                one, other = (f"{dtype} {shape}" for shape, dtype in (there, here))
+                words = f" is {one} in the checkpoint and {other} in this model"
+            raise CheckpointError(f"{name}{words}: it was saved from another model")
 
     def kind_of(self, name: str) -> tuple[tuple[int, ...], str] | None:
         """The shape of a tensor, and its type as `DTYPES` calls it; None if it is not there."""

@@ -68,30 +68,6 @@ _LOOKS_OF_A_LIMIT = 4
 """How many times it does so, at least, within a device's time limit, however short."""
 
 
-class Patience:
-    """Warns now and then while something takes long.
-
-    Args:
-        what: what it is.
-        every_s: how often to warn.
-    """
-
-    def __init__(self, what: str, every_s: float) -> None:
-        self._what, self._every_s = what, every_s
-        self._began, self._warnings = time.monotonic(), 1
-
-    def warn_if_due(self) -> None:
-        """Warn if it is time to."""
-        passed_s = time.monotonic() - self._began
-        # As often as a wait would have failed, so that a hung disk does not go unnoticed.
-        if passed_s > self._warnings * self._every_s:
-            self._warnings += 1
-            _log.warning(
-                "%s has taken %.0f s so far, and goes on; the run waits for it",
-                *(self._what, passed_s),
-            )
-
-
 class LeadWork:
     """The lead's work for a run; all devices make the same calls in the same order.
 
@@ -130,17 +106,28 @@ class LeadWork:
 
     def wait_for(self, job: Background) -> None:
         """Wait until the lead has done a job; what the job has raised is raised on the lead."""
-        patience = self.patience(job)
+        warn_if_due = self.patience(job)
         while True:
             # The others do not sleep: they wait in `share` for as long as the lead waits.
             done = job.wait(self.look_s) if self.is_here else True
             if self.share(float(done)) > 0:
                 return
-            patience.warn_if_due()
+            warn_if_due()
 
-    def patience(self, job: Background) -> Patience:
-        """Begin to wait for a job, and be ready to warn if that takes long."""
-        return Patience(job.what, self._timeout_s if self.is_here else math.inf)
+    def patience(self, job: Background) -> Callable[[], None]:
+        """Begin to wait for a job; return a function that warns now and then if that takes long."""
+        began_s, warnings = time.monotonic(), 0
+
+        def warn_if_due() -> None:
+            nonlocal warnings
+            passed_s = time.monotonic() - began_s
+            # As often as a wait would have failed, so that a hung disk does not go unnoticed.
+            if self.is_here and passed_s > (warnings + 1) * self._timeout_s:
+                warnings += 1
+                words = "%s has taken %.0f s so far, and goes on; the run waits for it"
+                _log.warning(words, job.what, passed_s)
+
+        return warn_if_due
 
     def do(self, what: str, work: Callable[[], _Result] | None) -> _Result | None:
         """Have the lead do work that may take long.
@@ -423,10 +410,10 @@ class PartitionedState:
         try:
             if write is not None:
                 writing.start(partial(self._run, write))
-            patience = self._lead.patience(writing)
+            warn_if_due = self._lead.patience(writing)
             while (number := self._next()) != _ENDED:
                 if number == _NOTHING:
-                    patience.warn_if_due()
+                    warn_if_due()
                 else:
                     self._supply(*self._places[number])
         except BaseException:

@@ -17,6 +17,7 @@ import math
 import os
 import subprocess
 import sys
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -316,13 +317,11 @@ def find_commit(span: str, command: Sequence[str]) -> int:
             console.print(f"{_title(commits[number])}: {words}")
             return found is None
 
-        low, high = 0, len(commits) - 1
-        if same(high):
+        last = len(commits) - 1
+        if same(last):
             return 0
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if same(middle) else (low, middle)
-    console.print(f"{_title(commits[high])} is the first commit with other bits")
+        first = bisect_left(range(last), True, lo=1, key=lambda number: not same(number))
+    console.print(f"{_title(commits[first])} is the first commit with other bits")
     return 1
 
 
