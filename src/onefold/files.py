@@ -17,6 +17,7 @@ from onefold.system.folder_lock import FolderLock
 from onefold.system.safe_files import (
     aside_of,
     json_text,
+    local_path,
     nested_too_deeply,
     open_plain,
     parse_json,
@@ -28,6 +29,7 @@ __all__ = [
     "FolderLock",
     "aside_of",
     "json_text",
+    "local_path",
     "nested_too_deeply",
     "open_plain",
     "parse_json",

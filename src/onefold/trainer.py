@@ -35,6 +35,7 @@ from onefold.session.session import Session
 from onefold.session.user_parts import GivenOptimizer, GivenScheduler, UserParts
 from onefold.shard.replica import LossFunction
 from onefold.step.result import Step
+from onefold.system.safe_files import local_path
 from onefold.tools.registry import Tools
 from onefold.update.averages import AverageRule
 
@@ -483,7 +484,7 @@ class Trainer:
         True
         """
         with self._session.telling_others():
-            self._tools.record(Path(directory))
+            self._tools.record(local_path("directory", directory))
 
     @property
     def replaying(self) -> bool:
@@ -791,7 +792,8 @@ class Trainer:
         keeping = load("checkpoint.folder").Keeping.checked(keep, best, scores or {})
         copied = to_json(extra, "extra")
         session = self._session
-        return session.save(Path(directory), keeping=keeping, wait=wait, extra=copied)
+        folder = local_path("directory", directory)
+        return session.save(folder, keeping=keeping, wait=wait, extra=copied)
 
     @overload
     def load(
@@ -835,7 +837,7 @@ class Trainer:
         """
         names = (allow_changed,) if isinstance(allow_changed, str) else tuple(allow_changed)
         found: Checkpoint | None = self._session.load(
-            Path(directory), allow_changed=names, if_any=if_any
+            local_path("directory", directory), allow_changed=names, if_any=if_any
         )
         return found
 

@@ -12,12 +12,13 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from onefold.system.safe_files import json_text
+from onefold.system.safe_files import json_text, local_path
 from onefold.system.words import counted, in_shell, listed, seconds_of, tell
 
 __all__ = [
@@ -112,7 +113,11 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments; say which other command has an option that this one has not."""
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
+            for parameter in self.params:
+                if isinstance(path := ctx.params.get(parameter.name), Path):
+                    _refuse_address(max(parameter.opts, key=len), path)
+            return rest
         except _UsageError as wrong:
             error: Any = wrong
             # The library that checks values begins all of its messages with these words.
@@ -187,6 +192,13 @@ class Commands(TyperGroup):
                 heading = getattr(command, "rich_help_panel", None) or "Commands"
                 found.append((str(heading), (name, command.get_short_help_str(formatter.width))))
         _write(formatter, found)
+
+
+def _refuse_address(name: str, path: Path) -> None:
+    try:
+        local_path(name, path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _write(formatter: Any, found: Iterable[tuple[str, _Record]]) -> None:

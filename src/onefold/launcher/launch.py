@@ -45,7 +45,7 @@ from onefold.launcher.environment import (
 from onefold.launcher.workers import Logs, Outcome, RunStatus, StoppedGroup, WorkerGroup
 from onefold.system.folder_lock import lock_of_checkpoints
 from onefold.system.process import StopSignals, ctrl_c_later
-from onefold.system.safe_files import PrivateFolder
+from onefold.system.safe_files import PrivateFolder, local_path
 from onefold.system.words import counted, tell
 from onefold.watch.timeline import check_timeline, join_timeline
 
@@ -284,6 +284,11 @@ def _check_places(options: RunOptions) -> None:
         LaunchError: the offload directory is no folder, the place for the timeline holds something
             else, or another run saves itself in the folder for checkpoints.
     """
+    try:
+        for name in ("record", "profile", "checkpoint", "offload_dir", "logs"):
+            local_path(name, getattr(options, name))
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
     if options.offload_dir and not Path(options.offload_dir).is_dir():
         raise LaunchError(
             f"expected --offload-dir or {OFFLOAD_DIR_VARIABLE} to be a folder, on a disk, for the "

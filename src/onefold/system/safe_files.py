@@ -26,6 +26,7 @@ import json
 import math
 import multiprocessing.util
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -46,6 +47,7 @@ __all__ = [
     "create_file",
     "gather_sockets_in",
     "json_text",
+    "local_path",
     "memory_file",
     "nested_too_deeply",
     "open_plain",
@@ -205,6 +207,28 @@ def aside_of(path: Path) -> Iterator[BinaryIO]:
     finally:
         # After the rename nothing has this name any more; after an error the half-written file has.
         aside.unlink(missing_ok=True)
+
+
+def local_path(name: str, path: str | os.PathLike[str]) -> Path:
+    """Refuse an address of object storage or of the web, which would be taken for a folder.
+
+    Args:
+        name: what the user calls it.
+        path: what the user gave.
+
+    Raises:
+        ValueError: it is an address.
+
+    >>> local_path("--checkpoint", "runs/a")
+    PosixPath('runs/a')
+    """
+    # A Path has lost one of the slashes.
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text := os.fspath(path)):
+        raise ValueError(
+            f"expected {name} to be a local folder or file, got {text}: onefold reads and writes "
+            f"local files alone. Mount the storage, or copy the folder when the run has ended"
+        )
+    return Path(path)
 
 
 def open_regular(path: Path, flags: int, mode: int = 0o666, *, follow: bool = False) -> int:

@@ -36,7 +36,7 @@ import torch
 
 import onefold
 from onefold.cli import seconds_of
-from onefold.files import nested_too_deeply, write_whole
+from onefold.files import local_path, nested_too_deeply, write_whole
 from onefold_jobs.data.files import read_whole
 from onefold_jobs.loggers import LoggerName
 
@@ -283,6 +283,7 @@ class TrainOptions:
         # What both TOML and torch.manual_seed can hold.
         expect(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a number of 64 bits")
         expect(bool(self.runs), "runs", self.runs, "the name of a folder")
+        local_path("runs", self.runs)
         # Or the run's folder would lie outside the folder of all runs.
         inside = self.name == Path(self.name).name and self.name not in (".", "..")
         expect(inside, "name", self.name, "a name without slashes")
