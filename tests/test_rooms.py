@@ -244,6 +244,16 @@ def test_commands_and_integrations_use_what_every_program_may_use() -> None:
     assert wrong == []
 
 
+def test_all_text_of_commands_leaves_by_one_screen() -> None:
+    """It takes nothing for markup and spells out control characters, as `tell` does."""
+    others = re.compile(r"rich\.markup|from_markup|markup=True|outcome\.traceback, file")
+    for module in (onefold, onefold_jobs):
+        for path in Path(module.__file__).parent.rglob("*.py"):
+            text, is_home = path.read_text(), path.parts[-3:] == ("onefold", "cli", "__init__.py")
+            assert is_home or "rich.console" not in text, path
+            assert not others.search(text), path
+
+
 PUBLIC_MODULES = {"cli", "errors", "files", "integrations", "losses", "testing", "weights"}
 """The modules of onefold that its reference documents."""
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+
+from onefold.cli import Screen
 
 # scikit-learn sets variables of the environment when it is imported: here, before any test looks.
 pytest.importorskip("sklearn", reason='needs pip install "onefold[demo]"')
@@ -24,7 +25,7 @@ def test_no_image_is_both_trained_on_and_tested() -> None:
 
 
 def test_the_verdict_compares_fingerprints(tmp_path: Path) -> None:
-    console = Console(width=200)
+    console = Screen(width=200)
     for second, code, words in (
         (TWO, 0, "1 x cpu and 2 x cpu have the fingerprint 0123456789abcdef"),
         (ONE, 0, "Only one device was found, so the second run repeats the first."),

@@ -5,8 +5,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-
+from onefold.cli import Screen
 from onefold.cli.verdicts import report_mathematics
 from onefold.tools.verifying.causes import causes_of
 from onefold.tools.verifying.mathematics import Comparison
@@ -29,7 +28,7 @@ def report(*facts: dict[str, Any], shards: int = 4, precision: str = "float64") 
     about = {"step": 0, "function": "f[x] (a.py:1)", "shards": shards, "tolerance": 1e-9}
     lines = [step(number, **each) for number, each in enumerate(facts, 1)]
     printed = io.StringIO()
-    console = Console(file=printed, width=400)
+    console = Screen(file=printed, width=400)
     agree = report_mathematics(console, precision, [[about, *lines]])
     return agree, " ".join(printed.getvalue().split())
 

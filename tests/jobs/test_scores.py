@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
+from onefold.cli import Screen
 from onefold_jobs.progress import epoch_line
 from onefold_jobs.report.words import score
 from onefold_jobs.scores import (
@@ -115,7 +115,7 @@ def test_scores_of_a_class_have_names_and_none_for_what_is_unknown() -> None:
 
 
 def lines_of(counts: np.ndarray, classes: list[str]) -> list[str]:
-    console = Console(width=80)
+    console = Screen(width=80)
     with console.capture() as shown:
         for part in class_tables([*ClassScores(counts).rows(classes)], counts.tolist()):
             console.print(part)

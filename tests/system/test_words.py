@@ -6,7 +6,7 @@ from typing import Any
 from typer.main import get_command
 
 from onefold.cli.main import app
-from onefold.system.words import message_of, words_of_failure
+from onefold.system.words import message_of, visible, words_of_failure
 from onefold_jobs.data.fetch import cause_of
 from tests.conftest import ROOT
 
@@ -21,6 +21,14 @@ def test_a_message_can_always_be_shown() -> None:
     assert message_of(Silent()) == "its message cannot be shown, as its own str() raised KeyError"
     assert message_of(ValueError("\udcff")) == "\\udcff"
     assert len(message_of(ValueError("x" * 10**6))) == 4000
+
+
+def test_what_a_terminal_obeys_is_written_out() -> None:
+    text = "a\x1b[2J\n\x7f\x9b\u202e\u2028\ufeff\udcff\ud800ñ猫 \u05e9\u200d👍"
+    words = r"a\x1b[2J\n\x7f\u009b\u202e\u2028\ufeff\xff\ud800ñ猫 " + "\u05e9\u200d👍"
+    assert visible(text) == words
+    assert visible(words) == words
+    assert visible("one\ntwo\r", "\n") == "one\ntwo\\r"
 
 
 def test_the_cause_below_the_words_of_libraries_is_named() -> None:

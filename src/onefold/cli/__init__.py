@@ -3,7 +3,8 @@
 The help of a command has its usage, one sentence, examples, further paragraphs, and its options
 under the headings that they were declared with, in 80 columns. `Commands` lists commands likewise.
 Plain text, so that it looks the same on a terminal, in a file and in the documentation. The words
-of messages (`counted`, `listed`, `in_shell`, `tell`) are those of onefold's own commands.
+of messages (`counted`, `listed`, `in_shell`, `tell`, `visible`) are those of onefold's own
+commands.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import typer
+from rich.console import Console
+from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from onefold.system.safe_files import json_text, local_path
-from onefold.system.words import counted, in_shell, listed, seconds_of, tell
+from onefold.system.words import counted, in_shell, listed, seconds_of, tell, visible
 
 __all__ = [
     "Command",
     "Commands",
     "LateCommand",
+    "Screen",
     "counted",
     "declare",
     "in_shell",
@@ -33,6 +37,7 @@ __all__ = [
     "seconds_of",
     "tell",
     "tell_next",
+    "visible",
 ]
 
 ENTRY_POINTS = "onefold.commands"
@@ -208,6 +213,29 @@ def _write(formatter: Any, found: Iterable[tuple[str, _Record]]) -> None:
     for heading, records in sorted(groups.items(), key=lambda group: group[0] == _OTHER):
         with formatter.section(heading):
             formatter.write_dl(records)
+
+
+class Screen(Console):
+    """Where the text of a command goes: stdout, or stderr if stdout has a JSON object.
+
+    Text is shown as it is, without markup, and control characters in it are spelled out. Lines are
+    printed each by itself, as a line break in a text may come from a file.
+
+    Args:
+        as_json: whether stdout has a JSON object.
+        settings: of `rich.console.Console`.
+    """
+
+    def __init__(self, *, as_json: bool = False, **settings: Any) -> None:
+        super().__init__(stderr=as_json, highlight=False, markup=False, emoji=False, **settings)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Make text, also of each cell of a table, what can be shown."""
+        return super().render_str(visible(text), **settings)
+
+    def headed(self, style: str, head: str, text: str = "") -> None:
+        """Print a line that begins in a style."""
+        self.print(Text.assemble((visible(head), style), visible(text)))
 
 
 def print_json(value: Any) -> None:

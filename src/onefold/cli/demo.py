@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.utils.data import Dataset
 
 import onefold
+from onefold.cli import Screen
 from onefold.errors import LaunchError
 from onefold.system.safe_files import aside_of
 from onefold.system.words import counted
@@ -300,7 +300,7 @@ def train(epochs: int) -> Run:
     # Stepped by hand, as its length is known only once there is a loader, and so a trainer.
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(batches))
     history: list[Epoch] = []
-    console = Console()
+    console = Screen()
     for epoch in trainer.epochs(epochs):
         start_s, total, samples = time.perf_counter(), 0.0, 0
         for batch in batches:
@@ -356,7 +356,7 @@ def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
     if epochs < 1:
         raise ValueError(f"expected 1 epoch or more, got {epochs}")
     require_new(picture_in(output))
-    console = Console()
+    console = Screen()
     console.print(
         f"Training a residual network on handwritten digits for {counted(epochs, 'epoch')}: "
         f"first on one device, then on several (--devices {devices})."
@@ -371,7 +371,7 @@ def picture_in(output: Path) -> Path:
     return output if output.suffix == ".png" else output / "digits.png"
 
 
-def report(console: Console, first: Run, second: Run, output: Path) -> int:
+def report(console: Screen, first: Run, second: Run, output: Path) -> int:
     """Print the two runs and draw their curves; return the exit code of the demo."""
     console.print(results_table([first, second]))
     if len(second.devices) == 1:

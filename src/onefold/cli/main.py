@@ -45,7 +45,7 @@ from onefold.cli.running import (
 )
 from onefold.errors import LaunchError, OnefoldError, RunFailed
 from onefold.system.process import Stopped, stopped_by_signals
-from onefold.system.words import in_shell, tell
+from onefold.system.words import in_shell, tell, visible
 
 __all__ = ["main"]
 
@@ -490,6 +490,7 @@ def main() -> None:
             raise  # in a worker the launcher reports errors, and handles signals
         text = str(error)
         if isinstance(error, OSError) and error.filename and error.strerror:
-            text = f"{error.filename}: {error.strerror}"  # without the system's number for it
+            # Without the system's number for it.
+            text = f"{visible(str(error.filename))}: {error.strerror}"
         tell(text)
         sys.exit(error.exit_code if isinstance(error, RunFailed) else 2)

@@ -6,20 +6,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from onefold import RunOptions, list_devices, select_devices, supervise
-from onefold.cli import print_json
+from onefold.cli import Screen, print_json
 from onefold.system.safe_files import PrivateFolder
-from onefold.system.words import counted, tell
+from onefold.system.words import counted, show_traceback, tell
 
 __all__ = ["plan_script", "read_counts", "show_devices"]
 
@@ -50,7 +48,7 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as
         )
         outcome = supervise(command, select_devices(1), settled)
         if outcome.exit_code or not path.exists():
-            print(outcome.traceback, file=sys.stderr, end="")
+            show_traceback(outcome.traceback)
             tell(outcome.message or "the script made no Trainer")
             return 2
         found = json.loads(path.read_text())
@@ -68,7 +66,7 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as
     if as_json:
         print_json(found)
     else:
-        _print(Console(highlight=False), found, names)
+        _print(Screen(), found, names)
     return 0
 
 
@@ -84,10 +82,10 @@ def read_counts(devices: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _print(console: Console, found: dict[str, Any], names: Sequence[str]) -> None:
+def _print(console: Screen, found: dict[str, Any], names: Sequence[str]) -> None:
     console.print(
-        f"{escape(found['model'])}: {found['parameters']:,} trained parameters, "
-        f"{_mebibytes(found['parameter_bytes'])} MiB; {escape(found['optimizer'])}; "
+        f"{found['model']}: {found['parameters']:,} trained parameters, "
+        f"{_mebibytes(found['parameter_bytes'])} MiB; {found['optimizer']}; "
         f"{counted(found['shards'], 'shard')}"
     )
     console.print(_stages(found["stages"]))
@@ -114,10 +112,12 @@ def _print(console: Console, found: dict[str, Any], names: Sequence[str]) -> Non
     by_stage = [first[name.removesuffix(_FILE)] for name in names if name.endswith(_FILE)]
     least = min(filter(None, by_stage), default=None)
     if least and not first["fits"]:
-        console.print(
-            f"[bold red]Too large[/] for a device: {escape(largest['name'])} takes "
+        console.headed(
+            "bold red",
+            "Too large",
+            f" for a device: {largest['name']} takes "
             f"{_mebibytes(least)} MiB at a time. Cut it with Trainer(stages=[...]), or "
-            f"cut its largest layer into modules of their own: docs/do/split-a-layer.md."
+            f"cut its largest layer into modules of their own: docs/do/split-a-layer.md.",
         )
 
 
@@ -127,9 +127,9 @@ def _stages(stages: Sequence[dict[str, Any]]) -> Table:
     used = [stage for stage in stages if stage["parameters"]]
     for _, group in groupby(used, key=lambda stage: (stage["parameters"], stage["bytes"])):
         alike = list(group)
-        name = escape(alike[0]["name"])
+        name = alike[0]["name"]
         if len(alike) > 1:
-            name += f" to {escape(alike[-1]['name'])}, each of {len(alike)}"
+            name += f" to {alike[-1]['name']}, each of {len(alike)}"
         table.add_row(name, f"{alike[0]['parameters']:,}", _mebibytes(alike[0]["bytes"]))
     return table
 
@@ -162,14 +162,15 @@ def show_devices(*, as_json: bool) -> None:
     for device in devices:
         name = f"{device.name} ({device.count} cores)" if device.kind == "cpu" else device.name
         sizes = (f"{each / 2**30:.1f} GiB" for each in (device.total_bytes, device.free_bytes))
-        table.add_row(str(device.index), device.kind, escape(name), *sizes)
-    Console().print(table)
+        table.add_row(str(device.index), device.kind, name, *sizes)
+    Screen().print(table)
 
 
 def _table(title: str, *headings: str) -> Table:
     """A table of numbers, but for columns whose heading has a dash before it."""
     columns = [
-        Column(heading.removeprefix("-"), justify="left" if heading.startswith("-") else "right")
-        for heading in headings
+        # Not a str, as some have two lines.
+        Column(Text(each.removeprefix("-")), justify="left" if each.startswith("-") else "right")
+        for each in headings
     ]
     return Table(*columns, title=title)

@@ -22,12 +22,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
-from onefold.cli import print_json
+from onefold.cli import Screen, print_json
 from onefold.cli.replay import StepReplay
-from onefold.cli.running import screen
 from onefold.errors import LaunchError
 from onefold.record import Record, alike, shards_of
 from onefold.record.entries import BlockEntry, Result, StartEntry, StepEntry
@@ -125,7 +123,7 @@ def compare_runs(
     Returns:
         0 if nothing differs, 1 if something does.
     """
-    console = screen(as_json=as_json, markup=False, soft_wrap=True)
+    console = Screen(as_json=as_json, soft_wrap=True)
     runs = [StepReplay(each, devices=devices, confirmed=confirmed) for each in (one, two)]
     found = first_difference(runs[0].record, runs[1].record)
     steps = len(runs[0].record.by_step)
@@ -151,7 +149,7 @@ def compare_runs(
     return 1
 
 
-def _look_closer(console: Console, runs: Sequence[StepReplay], found: FirstDifference) -> bool:
+def _look_closer(console: Screen, runs: Sequence[StepReplay], found: FirstDifference) -> bool:
     """Compute both runs once more; print the first parameter, sample and operation that differ.
 
     Returns:
@@ -195,7 +193,7 @@ def _blocks(runs: Sequence[StepReplay], step: int) -> str:
 
 
 def _both(
-    console: Console, runs: Sequence[StepReplay], step: int, shards: list[int] | None
+    console: Screen, runs: Sequence[StepReplay], step: int, shards: list[int] | None
 ) -> tuple[Findings, Findings]:
     """Look into a step of both runs; print where one has other bits than its record."""
     one, two = (run.inspect_step(step, shards=shards, digests=True) for run in runs)
@@ -214,7 +212,7 @@ def _first_parameters(one: Findings, two: Findings) -> tuple[int, list[str]] | N
     return None
 
 
-def _print_shard(console: Console, one: ShardFinding, two: ShardFinding) -> bool:
+def _print_shard(console: Screen, one: ShardFinding, two: ShardFinding) -> bool:
     """Print the first sample and the first operation that differ; return whether any does."""
     differ = False
     for first, second in zip(one.samples, two.samples, strict=False):
@@ -238,7 +236,7 @@ def _print_shard(console: Console, one: ShardFinding, two: ShardFinding) -> bool
 
 
 def _print_causes(
-    console: Console, runs: Sequence[StepReplay], step: int, *, differ: bool
+    console: Screen, runs: Sequence[StepReplay], step: int, *, differ: bool
 ) -> list[str]:
     """Print and return in what the records say that the runs differ."""
     one, two = (run.begun(step) for run in runs)
@@ -305,7 +303,7 @@ def find_commit(span: str, command: Sequence[str]) -> int:
         )
     commits = [_git("rev-parse", "--verify", f"{good}^{{commit}}").strip()]
     commits += _git("rev-list", "--reverse", "--first-parent", span).split()
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Screen(soft_wrap=True)
     top, here = Path(_git("rev-parse", "--show-toplevel").strip()), Path.cwd()
     with PrivateFolder("onefold-compare-") as private:
         known = Record(_recorded(commits[0], command, private.path, here.relative_to(top)))
@@ -398,7 +396,7 @@ def _plain(entry: Any, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(record: Record) -> None:
-    console, begins = Console(highlight=False, markup=False), record.begins
+    console, begins = Screen(), record.begins
     for begun in begins:
         console.print(
             f"{begun['time']}  from step {begun['step']} on {', '.join(begun['devices'])}: "
@@ -420,7 +418,7 @@ def _show(record: Record) -> None:
 
 
 def _show_step(entry: StepEntry) -> None:
-    console = Console(highlight=False, markup=False)
+    console = Screen()
     console.print(
         f"step {entry.step}, epoch {entry.epoch}: {entry.samples} samples, loss {entry.loss!r}, "
         f"norm {entry.norm!r}, rates {entry.rates}{', skipped: ' if entry.skipped else ''}"

@@ -35,13 +35,12 @@ from typing import Any
 
 import msgspec
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import onefold
-from onefold.cli import print_json
-from onefold.cli.running import DEFAULT_PLACEMENT, confirm, screen
+from onefold.cli import Screen, print_json
+from onefold.cli.running import DEFAULT_PLACEMENT, confirm
 from onefold.errors import DataError, RecordError, RunFailed
 from onefold.record import FILE, Record
 from onefold.record.entries import FailureEntry, FrameWriter, StartEntry, harmless_flags
@@ -246,7 +245,7 @@ def replay_step(
     Returns:
         0 if all shards have the bits of the record, 1 if not.
     """
-    console = screen(as_json=as_json, markup=False)
+    console = Screen(as_json=as_json)
     if bundle is not None and (bundle.exists() or not bundle.absolute().parent.is_dir()):
         raise ValueError(f"--bundle {bundle}: expected a new file, in a folder that exists")
     if prompt and (sys.stdin is None or not sys.stdin.isatty()):
@@ -285,7 +284,7 @@ def replay_step(
 
 
 def _look_into_bundle(
-    console: Console, path: Path, shards: list[int] | None, devices: str
+    console: Screen, path: Path, shards: list[int] | None, devices: str
 ) -> Findings:
     """Compute the step of a bundle, and look into it.
 
@@ -357,7 +356,7 @@ def _absolute_function(text: str) -> str:
     return f"{Path(file).absolute()}:{name}"
 
 
-def _print_step(console: Console, found: Findings) -> None:
+def _print_step(console: Screen, found: Findings) -> None:
     of = f" of loss {found.name}" if found.name else ""
     console.print(
         f"step {found.step}{of}, computed again from step {found.begun} on: {found.samples} "
@@ -385,7 +384,7 @@ def _print_step(console: Console, found: Findings) -> None:
         console.print(f"the {_FEW} largest of {len(given)} parameters with a gradient")
 
 
-def _print_shards(console: Console, found: Findings) -> None:
+def _print_shards(console: Screen, found: Findings) -> None:
     table = Table("shard", "loss", "weight", "digest", "samples")
     by_shard = {each.shard: each for each in found.shards}
     rows = zip(found.totals, found.weights, found.digests, strict=True)
@@ -403,7 +402,7 @@ def _print_shards(console: Console, found: Findings) -> None:
     console.print(table)
 
 
-def _print_samples(console: Console, own: ShardFinding) -> None:
+def _print_samples(console: Screen, own: ShardFinding) -> None:
     table = Table("sample", "in the data", "loss", "what it holds")
     for each in own.samples[:_MOST_SAMPLES]:
         number = "" if each.number is None else str(each.number)
@@ -430,7 +429,7 @@ def explain(
     Returns:
         0 if something stands out, 1 if nothing does.
     """
-    console = screen(as_json=as_json, markup=False)
+    console = Screen(as_json=as_json)
     again = StepReplay(run, devices=devices, placement=placement, confirmed=confirmed)
     found = first_departure(again.record) if step is None else None
     if step is None:
@@ -491,7 +490,7 @@ def _mean_of(looked: Findings, own: ShardFinding) -> float | None:
     return None if own.total is None else own.total / (weight if weight > 0 else 1.0)
 
 
-def _print_culprit(console: Console, own: ShardFinding, mean: float | None) -> None:
+def _print_culprit(console: Screen, own: ShardFinding, mean: float | None) -> None:
     words = f"Shard {own.shard}: loss {_word(mean)}, norm of its gradient {_word(own.norm)}"
     if own.bad_gradients:
         words += f", not finite in {listed(own.bad_gradients)}"

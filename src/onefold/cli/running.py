@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from typer import Argument, Option
 
 from onefold import Outcome, RunOptions, Selection, select_devices, supervise
 from onefold.cli import print_json, tell_next
 from onefold.errors import LaunchError
 from onefold.system.process import STOPPED_CODE
-from onefold.system.words import in_shell, seconds_of, tell
+from onefold.system.words import in_shell, seconds_of, show_traceback, tell, visible
 
 __all__ = [
     "DEFAULT_PLACEMENT",
@@ -40,7 +39,6 @@ __all__ = [
     "command_of",
     "confirm",
     "run",
-    "screen",
 ]
 
 SCRIPT = {"allow_extra_args": True, "allow_interspersed_args": False}
@@ -291,13 +289,8 @@ def confirm(text: str) -> None:
         raise LaunchError(
             f"{text} It would run as you: read it, and add --yes if you trust whoever made it"
         )
-    if not typer.confirm(f"{text} It would run as you. Run it?", err=True):
+    if not typer.confirm(f"{visible(text)} It would run as you. Run it?", err=True):
         raise LaunchError("nothing was run")
-
-
-def screen(*, as_json: bool, **settings: Any) -> Console:
-    """Where the text of a command goes: stdout, or stderr if stdout has a JSON object."""
-    return Console(stderr=as_json, highlight=False, **settings)
 
 
 def _absolute(path: Path | None) -> str:
@@ -352,7 +345,7 @@ def _tell_end(outcome: Outcome) -> None:
         tell(f"timeline: {outcome.timeline} (opens in ui.perfetto.dev)")
     if not outcome.exit_code:
         return
-    print(outcome.traceback, file=sys.stderr, end="")
+    show_traceback(outcome.traceback)
     tell(outcome.message)
     if outcome.logs:
         tell(f"output of the other devices: {outcome.logs}")

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from onefold.cli import Screen
 from onefold.system.words import listed
 
 __all__ = ["State", "hints_of", "report_mathematics"]
@@ -27,7 +26,7 @@ _MODES = "dropout off, batch norm by its statistics, the same random numbers for
 
 
 def report_mathematics(
-    console: Console, precision: str, trainers: Sequence[Sequence[dict[str, Any]]]
+    console: Screen, precision: str, trainers: Sequence[Sequence[dict[str, Any]]]
 ) -> bool:
     """Print a table and a verdict for each trainer.
 
@@ -44,9 +43,11 @@ def report_mathematics(
         who = f" of trainer {number}" if len(trainers) > 1 else ""
         lines = [line for line in steps if "loss" in line]
         if len(lines) < len(steps):
-            console.print(
-                f"[yellow]Not compared{who}[/]: {len(steps) - len(lines)} of {len(steps)} steps, "
-                f"whose batches have parts that are not cut by their number of samples."
+            console.headed(
+                "yellow",
+                f"Not compared{who}",
+                f": {len(steps) - len(lines)} of {len(steps)} steps, "
+                f"whose batches have parts that are not cut by their number of samples.",
             )
         # With one shard there is nothing to compare, but the loss may still be no plain loop's.
         if about["shards"] == 1 and not any(line["causes"] for line in lines):
@@ -57,7 +58,7 @@ def report_mathematics(
 
 
 def _report(
-    console: Console,
+    console: Screen,
     precision: str,
     about: dict[str, Any],
     lines: Sequence[dict[str, Any]],
@@ -70,27 +71,27 @@ def _report(
         console.print(_table(about["shards"], compared, limit))
     why = ""
     if precision != "float64":
-        why = "The script does not run in float64[/], so this is in its own precision, and"
+        why = "The script does not run in float64, so this is in its own precision, and"
     elif limit > about["tolerance"]:
-        why = (
-            "A part of the loss is computed in a lower precision[/] than the float64 of the rest, "
-            "so"
-        )
+        why = "A part of the loss is computed in a lower precision than the float64 of the rest, so"
     if why:
         words = f"differences of up to {limit:g} are taken for rounding."
-        console.print(f"[yellow]{why} {words}")
+        console.print(f"{why} {words}", style="yellow")
     if not all(line["evaluation"] for line in lines):
-        console.print(
-            "[yellow]The loss cannot be computed in evaluation mode[/]: dropout and batch norm "
-            "alone were in it."
+        console.headed(
+            "yellow",
+            "The loss cannot be computed in evaluation mode",
+            ": dropout and batch norm alone were in it.",
         )
     # A note is something that could not be compared: no error, but agreement cannot be claimed.
     for text in notes if not errors else ():
-        console.print(f"[yellow]Not compared{who}[/]: {escape(text)}.")
+        console.headed("yellow", f"Not compared{who}", f": {text}.")
     if not errors and not notes:
-        console.print(
-            f"[bold green]The mathematics{who} agree[/]: {about['shards']} shards and one give the "
-            f"same loss and gradient, to {limit:g} ({precision}, {_MODES})."
+        console.headed(
+            "bold green",
+            f"The mathematics{who} agree",
+            f": {about['shards']} shards and one give the "
+            f"same loss and gradient, to {limit:g} ({precision}, {_MODES}).",
         )
     if errors:
         _report_errors(console, about, lines, who, errors)
@@ -98,30 +99,32 @@ def _report(
 
 
 def _report_errors(
-    console: Console,
+    console: Screen,
     about: dict[str, Any],
     lines: Sequence[dict[str, Any]],
     who: str,
     errors: Sequence[str],
 ) -> None:
     first = next(line for line in lines if any(c["kind"] == "error" for c in line["causes"]))
-    # Escaped: names from the script may hold brackets, which rich would take for styles.
-    function = escape(about["function"])
+    function = about["function"]
     if _largest(first) > first["tolerance"]:
         quotient = f" ({first['alone'] / first['loss']:.6g} times)" if first["loss"] else ""
-        console.print(
-            f"[bold red]The mathematics{who} differ[/], first in step {first['step']}: the loss, "
+        console.headed(
+            "bold red",
+            f"The mathematics{who} differ",
+            f", first in step {first['step']}: the loss, "
             f"{function}, is {first['loss']:.9g} with {first['shards']} shards and "
             f"{first['alone']:.9g} with one{quotient}; the gradient of {first['worst']} "
-            f"differs by {first['worst_difference']:.3g} of its norm."
+            f"differs by {first['worst_difference']:.3g} of its norm.",
         )
     else:
-        console.print(
-            f"[bold red]Not what a plain loop does{who}[/]: {function}, first in step "
-            f"{first['step']}."
+        console.headed(
+            "bold red",
+            f"Not what a plain loop does{who}",
+            f": {function}, first in step {first['step']}.",
         )
     for text in errors:
-        console.print(f"Likely cause: {escape(text.rstrip('.'))}.")
+        console.print(f"Likely cause: {text.rstrip('.')}.")
 
 
 def _causes(lines: Sequence[dict[str, Any]], kind: str) -> list[str]:

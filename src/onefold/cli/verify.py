@@ -31,7 +31,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -40,20 +39,19 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from onefold import Outcome, RunOptions, select_devices, supervise
-from onefold.cli import print_json
+from onefold.cli import Screen, print_json
 from onefold.cli.plan import read_counts
-from onefold.cli.running import DEFAULT_PLACEMENT, screen
+from onefold.cli.running import DEFAULT_PLACEMENT
 from onefold.cli.verdicts import State, hints_of, report_mathematics
 from onefold.record import Record, alike
 from onefold.record.entries import BlockEntry, Result, StepEntry
 from onefold.system.process import STOPPED_CODE
 from onefold.system.safe_files import PrivateFolder, read_record
-from onefold.system.words import counted, tell
+from onefold.system.words import counted, show_traceback, tell
 
 __all__ = [
     "Difference",
@@ -175,7 +173,7 @@ def verify_script(
     """
     ways = read_ways(devices, placement)
     with PrivateFolder("onefold-verify-") as private:
-        comparison = _Comparison(command, private.path, options, screen(as_json=as_json))
+        comparison = _Comparison(command, private.path, options, Screen(as_json=as_json))
         bits = comparison.of_bits(ways)
         # Even if bits differ: the mathematics may name the cause.
         mathematics = comparison.of_mathematics(ways[0])
@@ -195,7 +193,7 @@ class _Comparison:
     """Where the runs are recorded."""
     options: RunOptions
     """Of every run."""
-    console: Console
+    console: Screen
     number: int = 0
     """Runs so far."""
     found: dict[str, Any] = field(default_factory=dict)
@@ -222,7 +220,7 @@ class _Comparison:
         ]
         if (alike := {len(run.trainers) for run in runs}) != {len(reference)}:
             words = f"The runs made different numbers of Trainers: {sorted(alike)}."
-            self.console.print(f"[bold red]{words}[/]")
+            self.console.print(words, style="bold red")
             return _DIFFER
         codes = [self._judge(trainer, runs, differences) for trainer in range(len(reference))]
         made = [len(lines) - 1 for lines in reference]
@@ -303,16 +301,16 @@ class _Comparison:
         return done and _REFUSALS.search(outcome.message) is None
 
     def _note(self, what: str, way: RunSettings, text: str) -> None:
-        self.console.print(f"[yellow]{what}[/] on {way}:", end=" ")
-        self.console.print(text, markup=False)
+        self.console.headed("yellow", what, f" on {way}:")
+        self.console.print(*text.split("\n"), sep="\n")
 
     def _failed(self, outcome: Outcome, where: str) -> typer.Exit:
         """Report a failed run, and return what is raised for it."""
         # What onefold refuses is a finding about the script; anything else is a run that failed.
         refusal = _REFUSALS.search(outcome.message)
         if refusal is not None:
-            self.console.print(f"[bold red]onefold refuses the script[/] {where}:", end=" ")
-            self.console.print(f"{refusal[1]}: {refusal[2]}", markup=False)
+            why = f" {where}: {refusal[1]}: {refusal[2]}"
+            self.console.headed("bold red", "onefold refuses the script", why)
             return typer.Exit(_DIFFER)
         return _failed(outcome, where)
 
@@ -335,24 +333,26 @@ class _Comparison:
         steps = sorted({len(run.trainers[trainer]) - 1 for run in runs})
         if len(steps) > 1:
             words = f"The runs made different numbers of steps{who}: {steps}."
-            self.console.print(f"[bold red]{words}[/]")
+            self.console.print(words, style="bold red")
             return _DIFFER
         for run, each in zip(runs, differences, strict=True):
             if (found := each[trainer]) is not None:
-                self.console.print(f"[bold red]The bits{who} differ[/], {found}")
+                self.console.headed("bold red", f"The bits{who} differ", f", {found}")
                 for hint in self._hints(trainer, runs[0], run, found):
-                    self.console.print(f"Hint: {escape(hint)}.")
+                    self.console.print(f"Hint: {hint}.")
                 return _DIFFER
         if not steps[0]:
             # That no Trainer made any was refused before.
-            self.console.print(
-                f"[yellow]Trainer {trainer} made no step[/] while the others made theirs: it was "
-                f"not compared."
+            self.console.headed(
+                "yellow",
+                f"Trainer {trainer} made no step",
+                " while the others made theirs: it was not compared.",
             )
             return _AGREE
         if self._nothing_trained(lines, who):
             return _DIFFER
-        self.console.print(f"[bold green]The bits{who} agree[/] after each of {steps[0]} steps.")
+        after = f" after each of {steps[0]} steps."
+        self.console.headed("bold green", f"The bits{who} agree", after)
         return _AGREE
 
     def _nothing_trained(self, lines: Sequence[dict[str, Any]], who: str) -> bool:
@@ -362,14 +362,16 @@ class _Comparison:
         if any(first[name] != last[name] for name in lines[0]["parameters"]):
             return False
         if all(line["loss"] == 0 for line in lines[1:]):
-            self.console.print(
-                f"[bold red]Nothing was trained[/]{who}: the loss was exactly 0 in each of {done} "
+            self.console.headed(
+                "bold red",
+                "Nothing was trained",
+                f"{who}: the loss was exactly 0 in each of {done} "
                 f"steps and no parameter changed, so that equal bits say nothing. Look at what the "
-                f"loss returns, and at the data that it is given."
+                f"loss returns, and at the data that it is given.",
             )
             return True
-        self.console.print(
-            f"[yellow]No parameter changed[/]{who} in {done} steps: is the learning rate 0?"
+        self.console.headed(
+            "yellow", "No parameter changed", f"{who} in {done} steps: is the learning rate 0?"
         )
         return False
 
@@ -499,7 +501,7 @@ def verify_resume(
     Raises:
         typer.Exit: a run failed, which was reported; carries the exit code.
     """
-    console, rows = screen(as_json=as_json), []
+    console, rows = Screen(as_json=as_json), []
     with PrivateFolder("onefold-verify-") as private:
         runs = _Runs(command, private.path, options)
         whole = runs.end("whole", ways[0])
@@ -517,14 +519,16 @@ def verify_resume(
             first = _words_of_difference(whole[1], entries)
             same = fingerprint == whole[0]
             differ |= not same or bool(first)
-            shown = "equal" if same else "[bold red]differs[/]"
+            shown = "equal" if same else Text("differs", "bold red")
             ended = first or f"{len(entries)} equal"
             table.add_row(f"step {step}", str(before), str(after), shown, ended)
             row = {"step": step, "stopped_on": str(before), "resumed_on": str(after)}
             rows.append({**row, "fingerprint": fingerprint, "difference": first or None})
         console.print(table)
-    words = "[bold red]The ends differ.[/]" if differ else "[bold green]All ends are equal.[/]"
-    console.print(words)
+    console.print(
+        "The ends differ." if differ else "All ends are equal.",
+        style="bold red" if differ else "bold green",
+    )
     if as_json:
         print_json({"agree": not differ, "fingerprint": whole[0], "stops": rows})
     return _DIFFER if differ else _AGREE
@@ -574,7 +578,7 @@ class _Runs:
 
 
 def _failed(outcome: Outcome, where: str) -> typer.Exit:
-    print(outcome.traceback, file=sys.stderr, end="")
+    show_traceback(outcome.traceback)
     tell(f"{where}: {outcome.message}")
     return typer.Exit(_FAILED)
 

@@ -46,7 +46,7 @@ from onefold.launcher.workers import Logs, Outcome, RunStatus, StoppedGroup, Wor
 from onefold.system.folder_lock import lock_of_checkpoints
 from onefold.system.process import StopSignals, ctrl_c_later
 from onefold.system.safe_files import PrivateFolder, local_path
-from onefold.system.words import counted, tell
+from onefold.system.words import counted, show_traceback, tell
 from onefold.watch.timeline import check_timeline, join_timeline
 
 __all__ = ["launch", "supervise"]
@@ -257,7 +257,7 @@ def supervise(
             failed_in.append(outcome.step)
             if options.restart_devices == "fewer":
                 run = replace(run, selection=_without(run.selection, outcome.lost, options))
-            print(outcome.traceback, file=sys.stderr, end="")
+            show_traceback(outcome.traceback)
             tell(outcome.message)
             left = ""
             if run.selection != selection:

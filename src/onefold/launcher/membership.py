@@ -33,7 +33,7 @@ from onefold.core.options import LaunchContext
 from onefold.errors import PeerError
 from onefold.exchange.progress import WAITING
 from onefold.system.safe_files import PrivateFolder, create_file
-from onefold.system.words import message_of
+from onefold.system.words import message_of, tell
 
 __all__ = [
     "Members",
@@ -182,12 +182,12 @@ def hush_and_report(context: LaunchContext) -> None:
             os.dup2(screen.fileno(), 2)
             previous(kind, error, trace)
             if advice := advice_on_one_file(error, context.size):
-                print(f"onefold: {advice}", file=screen, flush=True)
+                tell(advice, screen)
         elif context.rank == (1 if error.device == 0 else 0):  # one of them is enough to say so
-            print(f"onefold: {error}", file=screen, flush=True)
+            tell(str(error), screen)
         if log is not None and _is_kept(log):
             where = f"output of device {context.rank}: {log.path / _LOG}"
-            print(f"onefold: {where}", file=screen, flush=True)
+            tell(where, screen)
 
     sys.excepthook = report
 

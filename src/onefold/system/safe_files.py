@@ -326,7 +326,8 @@ def json_text(value: Any, indent: int | None = None) -> str:
     >>> json_text({"loss": float("nan"), "rows": b"abc"})
     '{"loss": null, "rows": 3}'
     """
-    return json.dumps(_plain(value), allow_nan=False, indent=indent)
+    # The only control character that JSON leaves as it is.
+    return json.dumps(_plain(value), allow_nan=False, indent=indent).replace("\x7f", r"\u007f")
 
 
 def _plain(value: Any) -> Any:

@@ -1,13 +1,21 @@
-"""How messages count things and list names, and where those to the user of a command go."""
+"""How messages count things and list names, and where those to the user of a command go.
+
+Whoever made a file chose its names and texts, and a terminal obeys control characters in them. So
+`visible` spells these out wherever text leaves: here, in the screens of commands
+(`onefold.cli.Screen`), and in messages of the logger ``onefold``.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import shlex
 import sys
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
 __all__ = [
     "counted",
@@ -16,11 +24,56 @@ __all__ = [
     "message_of",
     "script_line",
     "seconds_of",
+    "show_traceback",
     "tell",
+    "visible",
     "words_of_failure",
 ]
 
 _LONGEST_MESSAGE = 4000
+_HIDDEN, _JOINERS = {"Cc", "Cf", "Cs", "Zl", "Zp"}, "\u200c\u200d"
+"""Categories of characters that a terminal obeys or does not show; and two that words need."""
+_LAYOUT = "\n\t"
+"""What messages of several lines have of these."""
+
+
+def visible(text: str, keep: str = "") -> str:
+    """Write out control characters, marks of direction, line separators and lone surrogates.
+
+    Args:
+        text: of anybody's.
+        keep: characters to leave as they are.
+
+    >>> print(visible("one\\ttwo\\x1b[2J\\u202e"))
+    one\\ttwo\\x1b[2J\\u202e
+    """
+    if text.isprintable():
+        return text
+    others = set(text) - set(keep + _JOINERS)
+    hidden = [each for each in others if unicodedata.category(each) in _HIDDEN]
+    return text.translate({ord(each): _spelled(each) for each in hidden})
+
+
+def _spelled(letter: str) -> str:
+    code = ord(letter)
+    if 0xDC80 <= code <= 0xDCFF:  # so Python holds bytes of a name that are not UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    # As shells and JSON read it, to which two digits stand for a byte.
+    return f"\\u{code:04x}" if 0x80 <= code <= 0xFF else letter.encode("unicode_escape").decode()
+
+
+class _Spelling(logging.Filter):
+    """Spells out what a message of a logger has of control characters."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if (shown := visible(text, _LAYOUT)) != text:
+            record.msg, record.args = shown, ()
+        return True
+
+
+for _name in ("onefold", "onefold.waiting"):
+    logging.getLogger(_name).addFilter(_Spelling())
 
 
 def seconds_of(time: str) -> float:
@@ -50,8 +103,16 @@ def in_shell(*words: object) -> str:
 
     >>> in_shell("predict", "my runs/a", "PATH")
     "predict 'my runs/a' PATH"
+    >>> print(in_shell("a\\nonefold: done"))
+    $'a\\nonefold: done'
     """
-    return shlex.join(map(str, words))
+    return " ".join(map(_quoted, map(str, words)))
+
+
+def _quoted(word: str) -> str:
+    # A shell reads what is spelled out in these quotes alone.
+    plain = word.replace("\\", r"\\").replace("'", r"\'")
+    return shlex.quote(word) if visible(word) == word else f"$'{visible(plain)}'"
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
@@ -79,9 +140,14 @@ def message_of(error: BaseException) -> str:
     return text[:_LONGEST_MESSAGE].encode(errors="backslashreplace").decode()
 
 
-def tell(text: str) -> None:
+def tell(text: str, screen: TextIO | None = None) -> None:
     """Print a message of onefold's own; stdout is left to the script."""
-    print(f"onefold: {text}", file=sys.stderr)
+    print(f"onefold: {visible(text, _LAYOUT)}", file=screen or sys.stderr, flush=True)
+
+
+def show_traceback(text: str) -> None:
+    """Print the traceback of a process that has failed; empty for none."""
+    print(visible(text, _LAYOUT), file=sys.stderr, end="")
 
 
 def words_of_failure(failure: BaseException, step: int) -> str:

@@ -49,7 +49,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -77,7 +76,7 @@ from onefold.step.hook import Hook, Make, ScriptCall
 from onefold.step.result import Step
 from onefold.system.folder_lock import FolderLock, lock_of_checkpoints
 from onefold.system.output import drop_output, show_output
-from onefold.system.words import script_line
+from onefold.system.words import script_line, tell
 from onefold.update.optimizers import optimizers_in
 
 __all__ = ["Answers", "prepare"]
@@ -308,7 +307,7 @@ class Resumption:
         if reads:
             step, without = saved["step"], ", without a record that answers the script"
             note = without if step and not entries else ""
-            print(f"onefold: going on after step {step}: {folder}{note}", file=sys.stderr)
+            tell(f"going on after step {step}: {folder}{note}")
         run.checkpoints.adopt_run(found, _ADVICE)
         if not entries:
             self._position.go_to(saved, found.allow_changed)

@@ -185,7 +185,7 @@ class HostWatch:
         late = late_of(self._standings(), waits.usual_s, self._size)
         # Of the devices here that wait, the first one reports.
         if waits.untold(late, now_s) and late[0].rank == self._rank:
-            _print(report_of(self._standings(stacks=True), self._size))
+            _screen.warning("onefold: %s", report_of(self._standings(stacks=True), self._size))
 
     def _standings(self, *, stacks: bool = False) -> list[DeviceReport]:
         host = "" if len(self._devices) == self._size else self._name
@@ -266,7 +266,7 @@ class HostWatch:
         here = 0 in self._devices or all(each.rank for each in standings)
         self._publish(store, _Outcome(told=bool(late), text="" if here else text))
         if late and here:
-            _print(text)
+            _screen.warning("onefold: %s", text)
 
     def _asked(self, store: Store, *, stacks: bool = False) -> list[DeviceReport]:
         """Ask, and return how the devices stand that answer in time.
@@ -320,7 +320,7 @@ class HostWatch:
                 if outcome.told:
                     self._waits.note_told(time.monotonic())
                 if outcome.text and answers and 0 in self._devices:
-                    _print(outcome.text)
+                    _screen.warning("onefold: %s", outcome.text)
                 break
             self._end.wait(_PAUSE_S)
         # The next one may be there: for stacks, or as this answer came late.
@@ -344,9 +344,3 @@ def _opened(rank: int, pid: int, table: int, stacks: int, *, size: int) -> HostD
     progress = Progress(found[0], size, mmap.ACCESS_READ)
     os.close(found[0])  # it is mapped
     return HostDevice(rank, pid, progress, found[1])
-
-
-def _print(text: str) -> None:
-    # Another host may have written it: nothing that a terminal obeys.
-    plain = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-    _screen.warning("onefold: %s", plain)

@@ -15,7 +15,7 @@ import typer
 from typer import Argument, Option
 from typer.main import get_command
 
-from onefold.cli import LateCommand, declare, print_json, tell_next
+from onefold.cli import LateCommand, declare, print_json, tell_next, visible
 
 __all__ = ["evaluate", "export", "init", "predict", "report", "train"]
 
@@ -68,7 +68,7 @@ def _init(
     from onefold_jobs.cli.init import write_script
 
     write_script(data, output)
-    print(output)
+    print(visible(str(output)))
     tell_next(f"onefold verify --devices 1,2 {shlex.quote(str(output))}")
 
 
@@ -96,7 +96,7 @@ def _export(
     from onefold_jobs.export import export_run
 
     made = export_run(run_folder, to, output, weights=weights)
-    files = [str(each) for each in (made.file, *made.beside)]
+    files = [visible(str(each)) for each in (made.file, *made.beside)]
     if as_json:
         compared = {"samples": made.samples, "difference": made.difference}
         print_json({"files": files, "compared": compared})
@@ -140,7 +140,7 @@ def _report(
     if as_json:
         print_json({"pages": [str(page) for page in pages]})
     else:
-        print(*pages, sep="\n")
+        print(*map(visible, map(str, pages)), sep="\n")
     tell_next(f"open {shlex.quote(str(pages[-1]))} in a browser")
 
 

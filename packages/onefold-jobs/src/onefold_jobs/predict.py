@@ -17,8 +17,9 @@ from typing import Any, TextIO
 import msgspec
 
 import onefold
+from onefold.cli import visible
 from onefold.errors import CheckpointError, DataError, OnefoldError
-from onefold.files import write_whole
+from onefold.files import json_text, write_whole
 from onefold.weights import check_weights
 from onefold_jobs.catalog import job_of
 from onefold_jobs.data.files import BadFile, readable, refuse, require_ours
@@ -138,8 +139,7 @@ def write_prediction(
     format = options.format or ("json" if is_json else "csv")
     content = as_json(prediction.rows) if format == "json" else as_csv(prediction.rows)
     if path is None:
-        # A file name that is not UTF-8 has lone surrogates in it, which no screen can print.
-        screen.write(content.encode(errors="backslashreplace").decode())
+        screen.write(visible(content, "\n"))
         return None
     if prediction.rows and "mask" in prediction.rows[0]:
         path /= f"masks.{format}"
@@ -217,7 +217,10 @@ _BEGINNING = re.compile(
 
 def as_json(rows: list[dict[str, Any]]) -> str:
     """Format predictions as a JSON list of objects."""
-    return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(rows, indent=1, ensure_ascii=False)
+    for each in {each for each in set(text) if visible(each, "\n") != each}:
+        text = text.replace(each, json_text(each)[1:-1])
+    return text + "\n"
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:

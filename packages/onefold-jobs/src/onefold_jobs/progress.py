@@ -19,7 +19,6 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, final
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -32,7 +31,7 @@ from rich.progress import (
 from rich.text import Text
 
 import onefold
-from onefold.cli import counted, tell
+from onefold.cli import Screen, counted, tell
 from onefold_jobs.scores import is_share
 
 __all__ = ["PHASES", "Meter", "TimeLimit", "TrainingBar", "epoch_line", "reading_bar"]
@@ -60,7 +59,7 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
         What to call with how many files of how many have been read, from one thread.
     """
     # stdout is for results, such as predictions that go to another program.
-    console = Console(stderr=True)
+    console = Screen(as_json=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
     task = progress.add_task("reading files", total=None)
@@ -102,7 +101,7 @@ class TrainingBar:
         self.epochs = epochs
         # By the stream alone: a notebook claims to be a terminal, and would keep every state of the
         # bar. There and in files a line comes now and then instead.
-        console = Console(force_terminal=sys.stdout.isatty())
+        console = Screen(force_terminal=sys.stdout.isatty())
         self._is_lead = trainer.is_lead
         self._shown_s = time.monotonic()
         self.progress = Progress(
@@ -143,11 +142,9 @@ class TrainingBar:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        # Without markup: folders and models may have brackets in their names, which rich would take
-        # for styles.
         if self._is_lead:
             self._shown_s = time.monotonic()
-            self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.progress.console.print(text, soft_wrap=True)
 
 
 def epoch_line(line: dict[str, Any], epochs: int) -> str:

@@ -26,7 +26,7 @@ from typing import Any, TypedDict
 import onefold
 from onefold.cli import counted, in_shell, tell
 from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, PeerLost, RunFailed
-from onefold_jobs.data.files import left_out_notes, visible
+from onefold_jobs.data.files import left_out_notes
 from onefold_jobs.data.layouts import refuse_other_layouts
 from onefold_jobs.data.scan import Scanning, read_scan
 from onefold_jobs.job import Job
@@ -139,7 +139,7 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
             '"onefold-jobs[report]", onefold report makes it from the folder of the run'
         )
     for note in notes:
-        tell(visible(note))
+        tell(note)
     _check_same_data(options, before, data.digest)
     settled = job.settle(options, data)
     # The devices are sent what was found here, so all of them have the same samples and labels.

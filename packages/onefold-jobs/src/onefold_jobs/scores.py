@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from torch import nn
@@ -186,13 +185,13 @@ def class_tables(
     yield Text(title)
     table = _table("class", [_HEADINGS.get(name, name) for name in names])
     for row in rows:
-        table.add_row(escape(row["class"]), *(_cell(row[name]) for name in names))
+        table.add_row(row["class"], *(_cell(row[name]) for name in names))
     yield table
     if counts and len(classes) <= _IN_MATRIX:
         yield Text("Test samples by true class (rows) and predicted class (columns)")
         matrix = _table("true", classes)
         for name, row_counts in zip(classes, counts, strict=True):
-            matrix.add_row(escape(name), *map(_cell, row_counts))
+            matrix.add_row(name, *map(_cell, row_counts))
         yield matrix
 
 
@@ -208,9 +207,9 @@ def _cell(value: float | None) -> str:
 
 def _table(first: str, numbers: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column(escape(first), overflow="fold")
+    table.add_column(first, overflow="fold")
     for name in numbers:
-        table.add_column(escape(name), justify="right", overflow="fold")
+        table.add_column(name, justify="right", overflow="fold")
     return table
 
 

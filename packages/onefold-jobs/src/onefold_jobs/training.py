@@ -37,7 +37,7 @@ from torch.utils.data import WeightedRandomSampler
 import onefold
 from onefold.cli import counted
 from onefold.errors import CheckpointError, LaunchError
-from onefold_jobs.data.files import ReadData, counted_bad, visible
+from onefold_jobs.data.files import ReadData, counted_bad
 from onefold_jobs.finetune import freeze, parameter_groups
 from onefold_jobs.options import TrainOptions, make_optimizer, rate_factor
 from onefold_jobs.progress import Meter, TimeLimit, TrainingBar, epoch_line
@@ -300,7 +300,7 @@ class Training:
         if self.task.class_counts:
             each = self.task.baseline.each if self.task.baseline else "sample"
             counts = self.task.class_counts
-            lines.append(visible(count_line(facts["classes"], *counts, each)))
+            lines.append(count_line(facts["classes"], *counts, each))
         if self.task.baseline:
             rule, baseline = self._rule, self.task.baseline
             name = rule.partition(" ")[2]

@@ -21,10 +21,19 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from typer.main import get_command
 
-from onefold.cli import Command, Commands, counted, declare, in_shell, print_json, tell, tell_next
+from onefold.cli import (
+    Command,
+    Commands,
+    Screen,
+    counted,
+    declare,
+    in_shell,
+    print_json,
+    tell,
+    tell_next,
+)
 from onefold_jobs.catalog import JOBS
 from onefold_jobs.data.files import readable
 from onefold_jobs.job import Job
@@ -184,7 +193,7 @@ def _declare_evaluate(app: typer.Typer) -> None:
 
 
 def _tell_scores(found: Evaluation) -> None:
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = Screen(soft_wrap=True)
     samples = counted(len(found.prediction.rows), "sample")
     console.print(f"{found.weights} on {samples} of {readable(found.data)}")
     baseline = found.baseline.scores if found.baseline else {}
@@ -269,7 +278,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 def _tell(result: dict[str, Any], folder: Path) -> None:
     """Print the result of a run: its best epoch, its fingerprint, its report."""
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = Screen(soft_wrap=True)
     best = result["best"]
     if best:
         console.print(

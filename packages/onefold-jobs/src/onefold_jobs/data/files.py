@@ -7,13 +7,12 @@ import json
 import os
 import stat
 import tempfile
-import unicodedata
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from onefold.cli import counted
+from onefold.cli import counted, visible
 from onefold.errors import DataError
 from onefold.files import open_plain, parse_json
 
@@ -29,7 +28,6 @@ __all__ = [
     "readable",
     "refuse",
     "require_ours",
-    "visible",
 ]
 
 _TOLD = 5
@@ -82,9 +80,7 @@ def readable(path: Path) -> str:
     >>> print(readable(Path("a\\x1b[2J.png")))
     a\\x1b[2J.png
     """
-    # A name is bytes to the kernel. Python holds those that are not UTF-8 as lone surrogates, which
-    # raise UnicodeEncodeError wherever such a name is printed or written to a file.
-    return visible(os.fsencode(path).decode(errors="backslashreplace"))
+    return visible(str(path))
 
 
 def name_below(path: Path, root: Path) -> str:
@@ -94,18 +90,6 @@ def name_below(path: Path, root: Path) -> str:
     ('a.png', '/a.png')
     """
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
-
-
-def visible(text: str) -> str:
-    """Write out control characters, which a terminal would obey.
-
-    >>> print(visible("one\\ttwo"))
-    one\\ttwo
-    """
-    # Whoever made a data set chose its names, and an escape sequence in one could rewrite what the
-    # terminal shows.
-    controls = {letter for letter in text if unicodedata.category(letter) == "Cc"}
-    return text.translate({ord(each): repr(each)[1:-1] for each in controls}) if controls else text
 
 
 def refuse(bad: Sequence[BadFile], others: Sized) -> None:
