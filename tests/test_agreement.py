@@ -217,6 +217,12 @@ FROM_THE_START: dict[str, Callable[[int], object]] = {
     "scheduler_every is epoch on .* and script": lambda n: scheduled(3, ("epoch", "script")[n]),
     "a module that the loss uses .* other values on device 1": unseeded_teacher,
     "the precision of matrix products is highest on device 0 and high on": library,
+    "the order of the losses is one, other on device 0 and other, one on": lambda n: stepped(
+        loss=dict.fromkeys(("one", "other")[:: 1 - 2 * n], square)
+    ),
+    "parameter a.weight is .* number 0 of the model, .* number 2 of the model": lambda n: stepped(
+        nn.ModuleDict({name: line() for name in "ab"[:: 1 - 2 * n]})
+    ),
 }
 CASES: dict[str, Callable[[int], object]] = {
     **{words: lambda n, act=act: act(stepped(), n) for words, act in AFTER_A_STEP.items()},

@@ -76,11 +76,33 @@ def test_steps_change_the_settings_alone() -> None:
     assert not settings.keys() & one.keys()
 
 
+def in_other_order(model: nn.Sequential) -> None:
+    """The same parts under the same names, of which the last comes first."""
+    model._modules = dict(reversed(model._modules.items()))
+
+
+def buffers_in_other_order(model: nn.Sequential) -> None:
+    model[1]._buffers = {n: model[1]._buffers[n] for n in sorted(model[1]._buffers, reverse=True)}
+
+
+def in_groups(model: nn.Module, second: Sequence[str]) -> torch.optim.Optimizer:
+    named = dict(model.named_parameters())
+    other = [named.pop(name) for name in second]
+    groups = [{"params": [*named.values()]}, {"params": other}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
 CHOICES: dict[str, dict[str, Any]] = {
     "shards is 4 on device 0 and 8 on device 1: every device": {"shards": 8},
     "clip_norm is None on device 0 and 0.5 on": {"clip_norm": 0.5},
     "buffers is {} on device 0 and": {"buffers": {"*": "max"}},
     "the number of Trainers before this one is 0 on device 0": {"trainer": 1},
+    r"parameter 0\.weight is .* number 0 of the optimizer's group 0 on .* number 5 of the": {
+        "optimizer": lambda m: torch.optim.SGD([*m.parameters()][::-1], lr=0.1, momentum=0.9)
+    },
+    r"parameter 0\.bias is .* group 0 on device 0 and .* number 0 of the optimizer's group 1": {
+        "optimizer": lambda m: in_groups(m, ["0.bias"])
+    },
     "the scheduler is None on device 0 and LambdaLR on": {"scheduler": by_lambda},
     "the optimizer is SGD on device 0 and Rprop on": {
         "optimizer": lambda m: torch.optim.Rprop(m.parameters(), lr=0.1)
@@ -94,10 +116,12 @@ MODELS: dict[str, Change] = {
     r"parameter 3\.weight is absent .* and trained torch\.float32 \(2, 1\)": (
         lambda m: m.append(nn.Linear(1, 2))
     ),
-    r"parameter 0\.weight is trained .* \(3, 1\) on device 0 and .* \(1, 4\) on": (
+    r"parameter 0\.weight is trained .* \(3, 1\), number 0 .* and .* \(1, 4\), number 0": (
         lambda m: setattr(m[0].weight, "data", torch.zeros(3, 4).t())
     ),
     r"parameter 0\.bias is trained .* other torch\.f": lambda m: m[0].bias.requires_grad_(False),
+    r"parameter 0\.weight is .* number 0 of the model, .* number 4 of the model": in_other_order,
+    r"buffer 1\.running_mean is .* number 0 on .* number 1 on": buffers_in_other_order,
     "buffer mask is absent on device 0": lambda m: m.register_buffer("mask", torch.zeros(2)),
 }
 CHOICES |= {words: {"change": each} for words, each in MODELS.items()}

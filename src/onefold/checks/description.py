@@ -28,6 +28,7 @@ __all__ = ["compare", "describe", "describe_settings"]
 _log = logging.getLogger("onefold")
 _HASHES = "a hash"
 _VALUE = "the value of "
+_PARTS = ("parameter ", "buffer ")
 
 
 def describe(
@@ -58,13 +59,22 @@ def describe(
     }
     if settings.compile:
         described["what compiles"] = code_compiler(devices.all[devices.own[0]])
-    for kind, parameters in (("trained", parts.trained), ("other", parts.other | parts.frozen)):
-        for name, p in parameters.items():
-            # With strides: they decide the order of elements in flat memory.
-            described[f"parameter {name}"] = f"{kind} {p.dtype} {tuple(p.shape)} {p.stride()}"
+    updated = {
+        id(p): f"number {place} of the optimizer's group {number}"
+        for number, group in enumerate(optimizer.param_groups)
+        for place, p in enumerate(group["params"])
+    }
+    for number, (name, p) in enumerate(parts.named.items()):
+        kind = "trained" if name in parts.trained else "other"
+        # With strides: they decide the order of elements in flat memory. With numbers: devices add
+        # up gradients by place, so the same layers in another order would be mixed.
+        described[f"parameter {name}"] = (
+            f"{kind} {p.dtype} {tuple(p.shape)} {p.stride()}, number {number} of the model, "
+            f"{updated.get(id(p), 'in no group of the optimizer')}"
+        )
     buffers = dict(parts.module.named_buffers())
-    for name, buffer in buffers.items():
-        described[f"buffer {name}"] = f"{buffer.dtype} {tuple(buffer.shape)}"
+    for number, (name, buffer) in enumerate(buffers.items()):
+        described[f"buffer {name}"] = f"{buffer.dtype} {tuple(buffer.shape)}, number {number}"
     for name, digest in (values or {}).items():
         described[f"{_VALUE}{'buffer' if name in buffers else 'parameter'} {name}"] = digest
     return described
@@ -179,7 +189,11 @@ def compare(descriptions: Sequence[bytes]) -> None:
             continue
         other: dict[str, str] = json.loads(text)
         other.pop(_HASHES, None)
-        for what in {**lead, **other}:
+        names = {**lead, **other}
+        lacking = [w for w in names if w.startswith(_PARTS) and (w in lead) != (w in other)]
+        for what in names:
+            if lacking and what.startswith(_PARTS):
+                what = lacking[0]  # it shifts the numbers of those that follow
             if lead.get(what) != other.get(what) and what.startswith(_VALUE):
                 raise DisagreementError(
                     f"{what.removeprefix(_VALUE)} has other values on device {number} than on "
@@ -192,7 +206,8 @@ def compare(descriptions: Sequence[bytes]) -> None:
                 raise DisagreementError(
                     f"{what} is {lead.get(what, 'absent')} on device 0 and "
                     f"{other.get(what, 'absent')} on device {number}: every device must build the "
-                    f"same model, optimizer and Trainer, with the same libraries{_of_gpus(what)}"
+                    f"same model, optimizer and Trainer, with all parts in the same order and the "
+                    f"same libraries{_of_gpus(what)}"
                 )
 
 

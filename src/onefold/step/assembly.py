@@ -144,6 +144,7 @@ def assemble(
     described = {
         **describe(parts, optimizer, settings, devices, shares, scheduler, storage.stages, values),
         **describe_settings(optimizer, scheduler),
+        "the order of the losses": ", ".join(losses),
     }
     exchange = join(
         storage,
