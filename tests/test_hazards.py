@@ -75,7 +75,7 @@ WRITES_OR_REMOVES = """
     launcher/launch.py tempfile.TemporaryFile: without a name
     system/file_memory.py os.ftruncate: memory without a name
     system/folder_lock.py os.ftruncate: our lock, which we hold, before we write who holds it
-    system/folder_lock.py self._path.unlink: our lock, while it is held, and is still that file
+    system/folder_lock.py path.unlink: our lock, while it is held, and is still that file
     system/file_memory.py os.ftruncate: longer, of our own file without a name
     system/file_memory.py tempfile.TemporaryFile: without a name, in the home that was named
     launcher/membership.py os.fdopen: a copy of stderr

@@ -324,6 +324,7 @@ class Session:
         except DisagreementError as error:
             at_good_end(partial(_raise, error))  # nobody hears what is raised here
         self._leave(together=False)
+        self.hooks.close()
 
     def refuse_raced(self) -> None:
         """Refuse parameters of which the values are left to chance, at the end of the script."""

@@ -26,7 +26,6 @@ other's.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import logging
@@ -73,7 +72,8 @@ class FolderLock:
         self._path = folder / name
         self._instead = instead
         self._strict = strict
-        self._descriptor: int | None = None
+        self._release: weakref.finalize[[int, Path], FolderLock] | None = None
+        """Lets go of the lock: when it is asked to, with this object, or as the process ends."""
 
     def refuse_held(self, within_s: float = 0.0) -> None:
         """Refuse a folder in which another process is at work; locks nothing.
@@ -96,16 +96,9 @@ class FolderLock:
 
     def let_go(self) -> None:
         """Remove the file and let others take the lock, if this process holds it."""
-        if self._descriptor is None:
-            return
-        descriptor, self._descriptor = self._descriptor, None
-        atexit.unregister(self.let_go)
-        # The name goes before the lock: whoever gets it afterwards finds that it is at no path.
-        # The folder may be gone by now.
-        with contextlib.suppress(OSError):
-            if _is_at(descriptor, self._path):
-                self._path.unlink()
-        os.close(descriptor)
+        if self._release is not None:
+            self._release()
+            self._release = None
 
     def _in_time(self, holder_after: Callable[[], str | None], within_s: float) -> None:
         """Repeat an action until no other process holds the lock after it, or time is up."""
@@ -159,9 +152,8 @@ class FolderLock:
                         os.ftruncate(descriptor, 0)
                         os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
                     leaving.pop_all()
-                    self._descriptor = descriptor
-                    _held.add(self)
-                    atexit.register(self.let_go)
+                    self._release = weakref.finalize(self, _release, descriptor, self._path)
+                    _held[self] = descriptor
                     return None
         raise LaunchError(
             f"{self._path}: expected a file that stays where it is, got another one each time"
@@ -216,20 +208,30 @@ def _holder(descriptor: int) -> str | None:
     pid, _, host = os.pread(descriptor, _MOST_BYTES, 0).decode(errors="replace").partition(" ")
     if not (pid.isdecimal() and host.isprintable()):  # it is being written
         return "an unknown process"
-    return f"process {pid}" + (f" on {host}" if host != socket.gethostname() else "")
+    if host != socket.gethostname():
+        return f"process {pid} on {host}"
+    return "this process itself" if int(pid) == os.getpid() else f"process {pid}"
 
 
-_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
-"""The locks of this process."""
+def _release(descriptor: int, path: Path) -> None:
+    # The name goes before the lock: whoever gets it afterwards finds that it is at no path.
+    # The folder may be gone by now.
+    with contextlib.suppress(OSError):
+        if _is_at(descriptor, path):
+            path.unlink()
+    os.close(descriptor)
+
+
+_held: weakref.WeakKeyDictionary[FolderLock, int] = weakref.WeakKeyDictionary()
+"""The descriptors of the locks of this process."""
 
 
 def _leave_to_parent() -> None:
     """In a child that was just forked: close its copies of descriptors, which hold the locks."""
-    for lock in list(_held):
-        if lock._descriptor is not None:
-            os.close(lock._descriptor)
-            lock._descriptor = None
-        atexit.unregister(lock.let_go)
+    for lock, descriptor in list(_held.items()):
+        if lock._release is not None and lock._release.detach():
+            os.close(descriptor)
+        lock._release = None
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
