@@ -236,6 +236,13 @@ def test_numbers_that_are_none_leave_gaps_and_are_counted(tmp_path: Path) -> Non
     assert "caf?.jpg: cannot be read" in page.text
 
 
+def test_numbers_that_are_too_large_to_be_drawn_are_left_out(tmp_path: Path) -> None:
+    scores = {"loss": 1e308, "accuracy": 1e308}
+    lines = [runs.epoch_line(n, scores=scores, loss=loss) for n, loss in enumerate((1e308, 1e299))]
+    page = page_of(tmp_path / "run", metrics=lines)
+    assert page.course("Test accuracy") == ""
+
+
 def test_steps_are_thinned_out_to_means_and_pauses_have_no_speed(tmp_path: Path) -> None:
     """Two epochs of 40 steps; the run was resumed after step 50, an hour later."""
     folder = runs.write_run(tmp_path / "run")

@@ -156,6 +156,8 @@ Points = Sequence[tuple[float, float]]
 
 _MOST_POINTS = 500
 """A line of more points is drawn as means of neighbors; the page would have megabytes of them."""
+_LARGEST = 1e300
+"""Matplotlib computes with sums and multiples of numbers, which must be finite as well."""
 _MARKED_POINTS = 30
 """A line of more points is drawn without a mark at each."""
 _LOGARITHMIC_RATIO = 200
@@ -242,7 +244,7 @@ def charts_of(charts: Iterable[Chart]) -> list[Chart]:
 
 
 def _finite(points: Points) -> list[float]:
-    return [y for _, y in points if math.isfinite(y)]
+    return [y for _, y in points if abs(y) < _LARGEST]
 
 
 def thinned(points: Points) -> Points:
@@ -282,7 +284,7 @@ def _draw(axes: Axes, line: Curve, *, depth: int) -> None:
     marked = len(points) <= _MARKED_POINTS and not line.faint
     axes.plot(
         [x for x, _ in points],
-        [y for _, y in points],
+        [y if abs(y) < _LARGEST else math.nan for _, y in points],
         color=_INKS[line.color],
         linewidth=line.width,
         alpha=0.5 if line.faint and not line.dashes else 1.0,
