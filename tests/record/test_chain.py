@@ -1,5 +1,6 @@
 """A record is bound to the checkpoints of its run: no other, and no edited one, passes for it."""
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from onefold.checkpoint.folder import find_checkpoint
 from onefold.errors import RecordError
 from onefold.record import FILE, whole_run
 from onefold.record.entries import HEAD, FrameWriter, Result, decode, encode, read_frames
+from tests.checkpoint.folders import reseal
 from tests.checkpoint.inprocess import Life, Runs
 from tests.small import points
 
@@ -164,3 +166,38 @@ def test_a_record_that_was_begun_later_answers_nothing(
     (runs.folder / FILE).unlink()
     assert runs.start(script, dies=1, every=100) is None
     assert runs.start(script, every=100) is not None
+
+
+ODD_VALUES = (
+    b"",
+    b"\xff" * 64,
+    b"\xc0",
+    b"\x91" * 5000 + b"\xc0",
+    b"\xdd\xff\xff\xff\xff",
+    b"\x00",
+)
+
+
+@pytest.mark.parametrize("value", ODD_VALUES)
+def test_a_forged_record_with_a_forged_checkpoint_is_an_error_or_an_answer(
+    stopped: Stopped, value: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes the whole folder decides what the script is answered, and nothing else."""
+    runs = Runs(tmp_path / "run", monkeypatch)
+    shutil.copytree(stopped.folder, runs.folder, dirs_exist_ok=True)
+    path = runs.folder / FILE
+    entries = [decode(frame.body, "here") for frame in read_frames(path)[0]]
+    forged(
+        path,
+        [
+            encode(msgspec.structs.replace(each, value=value) if isinstance(each, Result) else each)
+            for each in entries
+        ],
+    )
+    head = [frame.head for frame in read_frames(path)[0]][stopped.kept - 1].hex()
+    for folder in runs.folder.glob("step-*"):
+        recorded = json.loads((folder / "run.json").read_text())["recorded"]
+        if recorded["entries"] == stopped.kept:
+            reseal(folder, recorded={**recorded, "head": head})
+    with pytest.raises(RecordError, match=FILE):
+        runs.start(script, every=2)

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from msgspec import msgpack
+from msgspec import MsgspecError, msgpack
 
 from onefold.core.flat import bits_of
 
@@ -71,10 +71,16 @@ def decode(data: bytes) -> Any:
 
     Args:
         data: may have other bytes after it.
+
+    Raises:
+        ValueError: the bytes are not what `encode` writes.
     """
     rest = BytesIO(data)
-    head = rest.read(int.from_bytes(rest.read(_LENGTH_BYTES), "little"))
-    return _value(msgpack.decode(head), rest)
+    try:
+        head = rest.read(int.from_bytes(rest.read(_LENGTH_BYTES), "little"))
+        return _value(msgpack.decode(head), rest)
+    except (*_DAMAGE, MsgspecError) as error:
+        raise ValueError(f"these bytes are no value as onefold writes it: {error}") from None
 
 
 def _check_depth(depth: int, what: str) -> None:
@@ -183,7 +189,7 @@ _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "deque": deque}
 _MAPPINGS: dict[str, type] = {"dict": dict, "counter": Counter, "ordered dict": OrderedDict}
 _NAMES = {kind: name for name, kind in (_SEQUENCES | _MAPPINGS).items()}
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What making values of damaged JSON may raise."""
+"""What making values of damaged bytes or JSON may raise."""
 
 
 def to_json(value: object, what: str, depth: int = 0) -> Any:

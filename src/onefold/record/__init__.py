@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from onefold.core import encoding
 from onefold.core.options import RECORD_FILE as FILE
 from onefold.errors import RecordError
 from onefold.record.entries import (
@@ -28,6 +27,7 @@ from onefold.record.entries import (
     StepEntry,
     decode,
     read_frames,
+    restore,
 )
 
 __all__ = ["FILE", "Record", "alike", "shards_of", "standing", "whole_run"]
@@ -143,7 +143,7 @@ class Record:
             structs.asdict(each)
             | {
                 "kept": each.value is not None,
-                "value": None if each.value is None else encoding.decode(each.value),
+                "value": None if each.value is None else restore(each.value, each.step),
             }
             for each in self._all(Result)
         ]

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 
 from onefold import errors
-from onefold.core import encoding
 from onefold.core.batch import ShardedBatch
 from onefold.core.values import StepValues
 from onefold.errors import RecordError
@@ -45,6 +44,7 @@ from onefold.record.entries import (
     StartEntry,
     StepEntry,
     encode,
+    restore,
 )
 from onefold.record.recorder import places_of
 from onefold.step.result import StepResult, Verdict
@@ -193,7 +193,7 @@ class ScriptReplay:
                 f"the record, so a resumed script cannot be given it: make the call under `if not "
                 f"trainer.replaying:`, and keep what follows from it by trainer.state"
             )
-        return encoding.decode(entry.value)
+        return restore(entry.value, entry.step)
 
     def block(self) -> None:
         """Note that a block of `Trainer.modifying` ends that the run has ended before."""
@@ -278,7 +278,9 @@ class _RecordedResult(StepResult):
     def values(self) -> StepValues:
         rows, names = self._entry.rows, self._entry.outputs
         return StepValues.known(
-            self._entry.values, encoding.decode(rows) if rows else _Unkept(names), self._device
+            self._entry.values,
+            restore(rows, self._entry.step) if rows else _Unkept(names),
+            self._device,
         )
 
     def _number(self, value: float) -> torch.Tensor:

@@ -29,12 +29,14 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from onefold.core import encoding
+from onefold.core.options import RECORD_FILE
 from onefold.errors import RecordError
 from onefold.system.folder_lock import FolderLock
 from onefold.system.safe_files import RECORD_BYTES, open_plain, open_regular, write_all
@@ -59,6 +61,7 @@ __all__ = [
     "encode",
     "harmless_flags",
     "read_frames",
+    "restore",
 ]
 
 
@@ -268,6 +271,21 @@ def decode(body: bytes, where: str) -> Entry:
         return _DECODER.decode(body)
     except msgspec.DecodeError as error:
         raise RecordError(f"{where}: expected an entry of a record, got another: {error}") from None
+
+
+def restore(value: bytes, step: int) -> Any:
+    """Restore what a script was given, from an entry of a step.
+
+    Raises:
+        RecordError: the bytes are no value; only somebody who made the record up writes such.
+    """
+    try:
+        return encoding.decode(value)
+    except ValueError as error:
+        raise RecordError(
+            f"{RECORD_FILE}, step {step}: expected what the script was given, got: {error}. Use "
+            f"the run's own record, or remove it to resume without answers to the script"
+        ) from None
 
 
 HEAD = b"onefold\x02"
