@@ -1,8 +1,10 @@
 """``onefold init`` writes scripts that run, and refuses what it cannot write one for."""
 
 import shutil
+import struct
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +45,17 @@ def arrays(folder: Path, **values: object) -> Path:
     return path
 
 
+def headers(folder: Path, head: str) -> Path:
+    """An NPZ file of headers alone, which promise whatever they like."""
+    path, packed = folder / "a.npz", head.encode()
+    with zipfile.ZipFile(path, "w") as made:
+        for name in "xy":
+            made.writestr(
+                f"{name}.npy", b"\x93NUMPY\x02\0" + struct.pack("<I", len(packed)) + packed
+            )
+    return path
+
+
 def sites(folder: Path) -> Path:
     """Class folders within folders that are no classes."""
     for part in ("north/a", "north/b", "south/a", "south/b"):
@@ -68,6 +81,12 @@ def run(folder: Path) -> str:
     assert done.returncode == 0, done.stderr
     assert (folder / "model.pt").exists()
     return done.stdout
+
+
+def test_only_the_headers_of_arrays_are_read(tmp_path: Path) -> None:
+    large = "{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000, 28, 28)}\n"
+    write_script(headers(tmp_path, large), tmp_path / "train.py")
+    assert "[:, None] / 255" in (tmp_path / "train.py").read_text()
 
 
 def check(make: Callable[[Path], Path | None], score: str, folder: Path) -> None:
@@ -140,6 +159,9 @@ def test_scripts_for_other_data_train(
         (table("", "a.parquet"), "Write the table as CSV: pandas.read_parquet"),
         (lambda folder: arrays(folder, z=np.ones(20)), "Name the inputs x and the targets y"),
         (table("not a zip", "a.npz"), "expected a NumPy file of arrays x and y"),
+        (lambda folder: arrays(folder, y=np.array([None] * 20)), "y holds Python objects"),
+        (lambda folder: headers(folder, "-" * 9000), "expected a NumPy file of arrays x and y"),
+        (lambda folder: headers(folder, "x" * 20000), "expected a NumPy file of arrays x and y"),
     ],
 )
 def test_what_has_no_script_is_refused(

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -289,6 +290,11 @@ OF_ONE = r"expected model_config\.json and run\.json to be of one"
     [
         *(("classify", {"picture_model": each}, KEPT) for each in (3, {})),
         *(("classify", {"shards": each}, ANY) for each in ("two", -1, 1e300)),
+        *(("classify", {"std": [each]}, KEPT) for each in (0.0, -1.0, math.nan, math.inf)),
+        ("classify", {"mean": [math.nan]}, KEPT),
+        ("segment", {"std": [0.1, 0.0, 0.1]}, KEPT),
+        ("segment", {"mean": [0.5], "std": [0.5]}, KEPT),
+        *(("text", {"target": {"std": each}}, KEPT) for each in (0.0, math.nan)),
         *(("classify", {"name": each}, KEPT) for each in (["lenet"], "resnet7")),
         *(("classify", each, KEPT) for each in ({"classes": ""}, {"mean": ["a"]}, {"later": 3})),
         *(("segment", {"encoder": each}, KEPT) for each in ({}, "resnet7")),
@@ -303,7 +309,9 @@ OF_ONE = r"expected model_config\.json and run\.json to be of one"
 def test_facts_of_no_run(
     kind: str, changes: Any, words: str, runs: Paths, data: Paths, tmp_path: Path
 ) -> None:
-    outer = set(changes) <= {*FACTS.values(), "shards"} or (kind == "text" and "classes" in changes)
+    outer = set(changes) <= {*FACTS.values(), "shards"} or (
+        kind == "text" and set(changes) <= {"classes", "target"}
+    )
     change = lambda said: (said if outer else said[FACTS[kind]]).update(changes)  # noqa: E731
     run = changed(runs[kind], tmp_path / "run", change)
     refused(words, run, data[kind] / TESTED[kind], output=tmp_path / "out")
@@ -380,9 +388,22 @@ def test_masks_are_not_written_over_pictures_of_others(runs: Paths, tmp_path: Pa
     assert first == again
 
 
-FORMULAS = {text: f"'{text}" for text in ("=1+1", "+cmd|'/c calc'!A0", "-2+3", "@SUM(1)", "\t=1")}
-FORMULAS |= {text: f"'{text}" for text in ("\r=1", "\uff1d1")}
-FORMULAS |= {text: text for text in ("a;=1", "-5", "+1.5e3", "a=1")}
+FORMULAS = {text: f"'{text}" for text in ("=1+1", "+cmd|'/c calc'!A0", "-2+3", "@SUM(1)", "\ra")}
+FORMULAS |= {text: f"'{text}" for text in ("\ta", "\uff1d1")}
+FORMULAS |= {text: text for text in ("-5", "+1.5e3", "a=1", "a, -b", "a\r\n\r\nb")}
+# Whoever reads with another separator finds cells within ours, whatever the quotes are.
+FORMULAS |= {f"a{each}=1": f"a{each}'=1" for each in ",;|\t\r\n"}
+FORMULAS |= {f"a;{each}1": f"a;'{each}1" for each in "+-@\t\r\uff20"}
+FORMULAS |= {"\t=1": "'\t'=1", "\r=1": "'\r'=1", '";=1': "\";'=1"}
+
+
+def separated(text: str, separator: str) -> list[str]:
+    """The cells of a file that is read with another separator than it was written with."""
+    return [
+        cell
+        for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+        for cell in row
+    ]
 
 
 @for_each("text", FORMULAS)
@@ -393,6 +414,9 @@ def test_no_cell_is_a_formula(text: str) -> None:
     assert (read["file"], read["text"], read["class"]) == (FORMULAS[text],) * 3
     assert (read["line"], read["confidence"]) == ("1", "0.500000")
     assert json.loads(written(prediction, format="json")) == [row]
+    cells = [cell for each in ",;|\t" for cell in separated(written(prediction), each)]
+    begin = {cell[:1] for cell in cells if text not in ("-5", "+1.5e3")}
+    assert not begin & set("=+-@\t\r\uff1d\uff0b\uff0d\uff20")
 
 
 @here

@@ -6,6 +6,7 @@ the loop, checkpoints, metrics, the report, the commands and their options.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,21 @@ class Target(msgspec.Struct, frozen=True):
     """Of the numbers that were trained on: an output of 0 stands for it."""
     std: float = 1.0
     """How far from it a number is with an output of 1."""
+
+    def __post_init__(self) -> None:
+        check_scales([self.mean], [self.std])
+
+
+def check_scales(means: Sequence[float], deviations: Sequence[float]) -> None:
+    """Refuse a mean or a standard deviation by which numbers become none.
+
+    Raises:
+        ValueError: a mean is not finite, or a standard deviation is not finite or not above 0.
+    """
+    bad = [each for each in means if not math.isfinite(each)]
+    bad += [each for each in deviations if not 0 < each < math.inf]
+    if bad:
+        raise ValueError(f"expected finite means, and standard deviations above 0, got {bad[0]}")
 
 
 class RunFacts(msgspec.Struct):

@@ -28,7 +28,7 @@ from onefold_jobs.data.pictures import (
 from onefold_jobs.data.scan import Scanning, Seen, notes_of, scan_pictures
 from onefold_jobs.data.tables import Columns, is_table, read_table
 from onefold_jobs.finetune import run_of
-from onefold_jobs.job import Input, Use
+from onefold_jobs.job import Input, Use, check_scales
 from onefold_jobs.models.catalog import TIMM_PREFIX
 from onefold_jobs.named_weights import timm_facts
 from onefold_jobs.options import PictureOptions
@@ -58,6 +58,12 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     std: tuple[float, ...]
     white: int | None = None
     """The brightest value of pictures with more than 8 bits a pixel; None if there are none."""
+
+    def __post_init__(self) -> None:
+        check_scales(self.mean, self.std)
+        channels = 1 if self.mode == "L" else 3
+        if {len(self.mean), len(self.std)} != {channels}:
+            raise ValueError(f"expected a mean and a standard deviation of {channels} channels")
 
     @property
     def mode(self) -> Mode:

@@ -204,8 +204,12 @@ def _predict(use: Use) -> Predicted | OnefoldError:
         return error
 
 
-_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-"""What a spreadsheet takes for the start of a formula; the last four are East Asian wide forms."""
+_SIGNS = "-=+@\uff1d\uff0b\uff0d\uff20"  # the last four are East Asian wide forms
+_FORMULA = re.compile(
+    rf"\A(?=[{_SIGNS}\t\r\n])|(?<=[,;|\t])(?=[{_SIGNS}\t\r])|(?<=[\r\n])(?=[{_SIGNS}\t])"
+)
+"""Where a spreadsheet may find the start of a formula: in a cell, or behind what it takes for the
+end of one, as quotes keep together only what is read with our own separator."""
 _NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _QUOTED = ',;"\t\r\n'
 _BEGINNING = re.compile(
@@ -234,16 +238,15 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 def _cell(value: object) -> str:
     """Format a value as a cell that no spreadsheet takes for a formula.
 
-    Texts that look like one get an apostrophe in front, unless they are plain numbers. Characters
-    that could end the cell are quoted.
+    What looks like the start of one gets an apostrophe in front, unless the cell is a plain number.
+    Characters that could end the cell are quoted.
 
     Source: OWASP, CSV Injection.
     """
-    text = str(value)
-    formula = isinstance(value, str) and text.startswith(_FORMULAS) and not _NUMBER.fullmatch(text)
-    if formula:
-        text = f"'{text}"
-    if formula or any(letter in text for letter in _QUOTED):
+    text = given = str(value)
+    if isinstance(value, str) and not _NUMBER.fullmatch(text):
+        text = _FORMULA.sub("'", text)
+    if text != given or any(letter in text for letter in _QUOTED):
         return '"' + text.replace('"', '""') + '"'
     return text
 

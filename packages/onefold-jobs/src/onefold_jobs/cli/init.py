@@ -6,17 +6,19 @@ the public names of onefold alone, and whatever is in it can be changed.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from onefold.cli import in_shell, listed, tell
 from onefold.errors import DataError
+from onefold.files import open_plain, write_whole
 from onefold_jobs import require
 from onefold_jobs.data.classes import class_files, test_folder
 from onefold_jobs.data.layouts import refuse_other_layouts
@@ -35,6 +37,8 @@ _INPUTS = ("x", "X", "images", "inputs", "data", "features")
 _TARGET_ARRAYS = ("y", "Y", "labels", "targets", "target", "label")
 _FEW = 20
 """Up to so many different whole numbers, or texts, are taken for classes."""
+_MOST_HEADER_BYTES = 16384
+"""Of an array in an NPZ file; NumPy writes a hundred."""
 _LEAST_SIDE = 8
 """Smaller arrays of two dimensions are taken for no pictures."""
 _CHANNELS = (1, 3, 4)
@@ -79,8 +83,7 @@ def write_script(data: Path | None, output: Path) -> None:
     """
     text = _script(look(data))
     try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(text)
+        write_whole(output, text.encode(), new=True)
     except FileExistsError:
         raise FileExistsError(f"--output {output}: expected a new file, this one exists") from None
 
@@ -162,16 +165,15 @@ def _refuse_deep(path: Path, files: Iterable[Path]) -> None:
 
 
 def _arrays(path: Path) -> Data:
-    import numpy as np
-
     try:
-        with np.load(path) as arrays:
-            names = list(arrays)
+        with open_plain(path, follow=True) as file, zipfile.ZipFile(file) as arrays:
+            names = [name.removesuffix(".npy") for name in arrays.namelist()]
             inputs = next((name for name in _INPUTS if name in names), None)
             targets = next((name for name in _TARGET_ARRAYS if name in names), None)
-            kind = arrays[targets].dtype.kind if targets else ""
-            form = _form(arrays[inputs]) if inputs else None
-    except (ValueError, OSError) as error:
+            kind = _head(arrays, targets)[1] if targets else ""
+            form = _form(*_head(arrays, inputs)) if inputs else None
+    # Of a zip file and a header by anybody, whatever their parsers raise.
+    except Exception as error:
         raise DataError(f"{path}: expected a NumPy file of arrays x and y: {error}") from error
     if inputs is None or targets is None:
         raise DataError(
@@ -181,14 +183,27 @@ def _arrays(path: Path) -> Data:
     return Data("arrays", str(path), classes=kind in "iub", arrays=(inputs, targets), form=form)
 
 
-def _form(inputs: Any) -> str | None:
+def _head(arrays: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], str]:
+    """The shape of an array, and the kind of its numbers; what follows its header is not read."""
+    from numpy.lib import format
+
+    with arrays.open(f"{name}.npy") as array:
+        head = BytesIO(array.read(_MOST_HEADER_BYTES))
+    read = {1: format.read_array_header_1_0, 2: format.read_array_header_2_0}
+    shape, _, dtype = read[format.read_magic(head)[0]](head)
+    if dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects, which may be code")
+    return shape, dtype.kind
+
+
+def _form(shape: tuple[int, ...], kind: str) -> str | None:
     """What makes pictures (n, channels, height, width) of an array; None if it has none."""
-    last = inputs.shape[1:]
+    last = shape[1:]
     if len(last) not in (2, 3) or (len(last) == 2 and min(last) < _LEAST_SIDE):
         return None
     turned = len(last) == 3 and last[-1] in _CHANNELS and last[0] not in _CHANNELS
     form = "[:, None]" if len(last) == 2 else ".permute(0, 3, 1, 2)" if turned else ""
-    return f"{form} / 255" if inputs.dtype.kind == "u" else form
+    return f"{form} / 255" if kind == "u" else form
 
 
 def _table(path: Path) -> Data:
