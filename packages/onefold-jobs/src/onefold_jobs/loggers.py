@@ -17,7 +17,7 @@ from onefold_jobs import require
 
 __all__ = ["LoggerName", "OpenLogger", "open_logger", "require_logger"]
 
-LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "none"]
 _PROJECT = "onefold"
 """Of Trackio, which has no default of its own."""
 
@@ -39,7 +39,7 @@ def require_logger(name: LoggerName | None) -> None:
     Raises:
         LaunchError: it is not; the message has the command that installs it.
     """
-    if name is not None:
+    if name not in (None, "none"):
         extra = {"tensorboard": "report", "trackio": "trackio"}.get(name, "loggers")
         require(f"--log {name}", extra, name)
 

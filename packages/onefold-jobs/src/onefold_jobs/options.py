@@ -254,7 +254,7 @@ class TrainOptions:
     )
     log: LoggerName | None = option(
         None,
-        "Logger of the run's numbers: tensorboard, wandb, mlflow or trackio.",
+        "Logger of the run's numbers: tensorboard, wandb, mlflow, trackio, or none.",
         shown="tensorboard if it is installed",
     )
     best_by: str | None = option(None, "Score of the test set by which the best epoch is chosen.")

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict
 
+from onefold.files import read_plain, write_whole
+from onefold_jobs.data.scan import MOST_SCAN_BYTES
 from onefold_jobs.runfolder import CHECKPOINTS, CONFIG, RUN, SCAN, read_run
 
 __all__ = ["copy_run"]
+
+
+class _Facts(TypedDict):
+    job: str
 
 
 def copy_run(run: Path, folder: Path, checkpoints: Sequence[str]) -> list[str] | None:
@@ -28,15 +34,17 @@ def copy_run(run: Path, folder: Path, checkpoints: Sequence[str]) -> list[str] |
     """
     if not (run / CONFIG).is_file():
         return None
-    facts = read_run(run)
+    facts = read_run(run, shape=_Facts)
     copy = folder / run.name
     (copy / CHECKPOINTS).mkdir(parents=True)
     for name in (CONFIG, SCAN):
         if (run / name).is_file():
-            shutil.copyfile(run / name, copy / name)
-    (copy / RUN).write_text(json.dumps({**facts, "finished": None, "ended": None}))
+            write_whole(copy / name, read_plain(run / name, MOST_SCAN_BYTES))
+    again = {**facts, "finished": None, "ended": None, "logged_as": None}
+    write_whole(copy / RUN, json.dumps(again).encode())
     there = [each for each in checkpoints if (run / CHECKPOINTS / each / RUN).is_file()]
     for each in there[-1:]:
         (copy / CHECKPOINTS / each).symlink_to(run / CHECKPOINTS / each)
     named = ["--runs", str(folder), "--name", copy.name]
-    return ["train", facts["job"], "--resume", *named, "--max-time", "999999h"]
+    # Without a logger: it would go on with what the run has logged elsewhere.
+    return ["train", facts["job"], "--resume", *named, "--max-time", "999999h", "--log", "none"]

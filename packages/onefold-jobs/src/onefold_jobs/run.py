@@ -104,7 +104,9 @@ def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainO
                 f"and --resume goes on with the same; a new --name begins another run"
             )
     kept = {**saved, **{name: value for name, value in named.items() if name in MAY_CHANGE}}
-    resumed: TrainOptions = from_mapping(job.options, {**kept, "resume": True}, str(source))
+    # Of the folder that was named: what a file in it says of its own place may be another run's.
+    kept |= {"resume": True, "runs": asked.runs, "name": asked.name}
+    resumed: TrainOptions = from_mapping(job.options, kept, str(source))
     return resumed
 
 

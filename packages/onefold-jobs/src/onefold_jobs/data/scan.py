@@ -42,7 +42,7 @@ __all__ = [
     "scan_pictures",
 ]
 
-_MOST_BYTES = 1 << 29
+MOST_SCAN_BYTES = 1 << 29
 """Of a scan that is read back: enough for more than a million files."""
 _SETTLED_NS = 2_000_000_000
 """A file that changed more recently may change again and keep the same times."""
@@ -197,7 +197,7 @@ def scan_files(
 def read_scan(path: Path) -> Mapping[str, Seen[Any]]:
     """Read what was seen before; nothing if the file is not there, or damaged."""
     try:
-        return msgspec.convert(parse_json(read_whole(path, _MOST_BYTES)), _Scan).files
+        return msgspec.convert(parse_json(read_whole(path, MOST_SCAN_BYTES)), _Scan).files
     # A scan only saves time: without it the pictures are read again.
     except (OSError, ValueError):
         return {}
