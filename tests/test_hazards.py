@@ -41,36 +41,22 @@ RUNS_CODE = """
     tools/registry.py import_module: our own tools, by the names in its list
     tools/inspection.py runpy.run_path: the user's own function, as asked by --call
     jobs/cli/init.py environment.get_template: our own template, which lies in the package
-    jobs/cli/init.py np.load: without pickles, which NumPy refuses by itself
     cli/replay.py torch.load: a bundle that the user names; docs/do/record.md warns of it
 """
 
-WRITES_OR_REMOVES = """
+REMOVES_OR_PUTS = """
     checkpoint/folder.py lock.unlink: while it is held, and is still that file
     checkpoint/folder.py os.open: the lock, for its owner alone, through no link; and a folder
     checkpoint/folder.py os.rename: of a checkpoint of ours, to and from a name beside it
     checkpoint/folder.py shutil.rmtree: leftovers of this user, with parts of a checkpoint alone
     checkpoint/folder.py os.rename: folders of this name and form, whose record says they are ours
-    checkpoint/folder.py path.open: a new file in the folder that is being written
     checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
     exchange/others.py SharedMemory: our own class, whose memory has no name
     exchange/shared.py os.ftruncate: memory without a name
     jobs/data/files.py tempfile.mkstemp: a new file, which the message names
     jobs/data/files.py os.fdopen: that file
-    cli/demo.py figure.savefig: into a file that is put aside first
-    jobs/report/curves.py figure.savefig: into memory
-    jobs/export.py each.rename: a new file, from the private folder beside it
-    jobs/export.py name.write_text: a new file, beside the other
-    jobs/export.py tempfile.TemporaryDirectory: beside the file that is written
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
-    jobs/cli/init.py output.open: a new file alone, the script
-    jobs/replay.py (copy / RUN).write_text: in the private folder that onefold replay made
-    jobs/replay.py (copy / CHECKPOINTS / each).symlink_to: as above
-    cli/replay.py (copy / nearest.name).symlink_to: in the private folder that was just made
-    cli/replay.py log.open: as above
-    tools/inspection.py Path(self._asked.findings).write_bytes: in the caller's private folder
-    tools/inspection.py open: a new file for a bundle, or the terminal of whoever asks
     record/entries.py os.ftruncate: a record that begins as ours do, after its last whole frame
     launcher/launch.py tempfile.TemporaryFile: without a name
     system/file_memory.py os.ftruncate: memory without a name
@@ -82,17 +68,13 @@ WRITES_OR_REMOVES = """
     launcher/workers.py os.ftruncate: memory without a name
     exchange/progress.py os.ftruncate: memory without a name
     tools/host_watch.py os.open: for reading, memory without a name of a process of this user
-    tools/verifying/__init__.py self._mark('done').touch: in the comparison's own folder
-    tools/verifying/__init__.py self._mark('done').unlink: as above
-    tools/verifying/__init__.py self._mark('cut').write_text: as above
+    tools/verifying/__init__.py self._mark('done').unlink: in the comparison's own folder
     launcher/workers.py self._path(rank).unlink: a log just made; another one was in use
     launcher/foreign_launchers.py os.open: the terminal, only to learn whether there is one
     worker.py os.fdopen: the function's result, into the launcher's unnamed file
-    system/safe_files.py aside.unlink: the file that was just made
+    system/safe_files.py os.unlink: the file that was just made, in the folder that is open
     data_order/worker_processes.py os.open: the null device, to learn its number
-    system/background.py open: the null device, in the place of a child's output
     system/safe_files.py os.fdopen: the same; or reads
-    system/safe_files.py (self.path / _MARK).write_bytes: in the private folder that was just made
     system/safe_files.py os.open: new files, through no link; a folder just made; or for looking
     system/safe_files.py os.memfd_create: memory without a name
     system/safe_files.py tempfile.TemporaryFile: without a name, in memory
@@ -102,8 +84,71 @@ WRITES_OR_REMOVES = """
         or one of this user's, by its mark that of a process of this host whose lock is gone
     system/safe_files.py tempfile.mkdtemp: for this user alone
     system/safe_files.py os.fdopen: appends to comparisons, through no link
-    system/tensor_file.py open: a new file in the folder that is being written
 """
+
+WRITES = """
+    checkpoint/folder.py aside.mkdir: drawn: beside the checkpoint that is written
+    checkpoint/folder.py directory.mkdir: named: the directory of checkpoints
+    checkpoint/folder.py path.open: drawn: in that folder, and new
+    cli/demo.py figure.savefig: open: a file that `aside_of` has made
+    cli/demo.py path.parent.mkdir: named: the folder of the picture
+    cli/replay.py (copy / nearest.name).symlink_to: private: of the replay
+    cli/replay.py bundle.extract: private: of the replay
+    cli/replay.py copy.mkdir: private: of the replay
+    cli/replay.py log.open: private: of the replay
+    cli/replay.py shutil.copyfile: private: of the replay
+    cli/running.py checkpoint.mkdir: named: by --checkpoint
+    cli/running.py folder.mkdir: named: by --profile and --record
+    cli/verify.py folder.mkdir: private: of the comparison
+    integrations/transformers.py self.folded.save: named: the folder that transformers was given
+    jobs/data/fetch.py folder.mkdir: named: by --cache, with the name of a data set of ours
+    jobs/data/fetch.py path.parent.mkdir: named: by --cache
+    jobs/export.py path.parent.mkdir: named: by --output
+    jobs/export.py program.save: private: of the export
+    jobs/export.py save_file: private: of the export
+    jobs/export.py torch.export.save: private: of the export
+    jobs/loggers.py SummaryWriter: checked: `check_own_folders` has found no link
+    jobs/predict.py path.parent.mkdir: named: by --output
+    jobs/replay.py (copy / CHECKPOINTS / each).symlink_to: private: of the replay
+    jobs/replay.py (copy / CHECKPOINTS).mkdir: private: of the replay
+    jobs/report/curves.py figure.savefig: open: memory
+    jobs/report/page.py path.parent.mkdir: named: by --output
+    jobs/runfolder.py picture.save: open: memory
+    jobs/runfolder.py self.path.mkdir: named: the folder of the run
+    jobs/segment_job.py output.mkdir: named: by --output
+    jobs/segment_pictures.py drawn.save: open: a file that `aside_of` has made
+    jobs/training.py self.trainer.save: checked: `check_own_folders` has found no link
+    launcher/launch.py Pickler(packed).dump: open: memory
+    launcher/launch.py parts.mkdir: private: of the run
+    launcher/launch.py pickle.dump: open: a file without a name
+    launcher/workers.py self._folder.mkdir: named: by --logs
+    data_order/worker_processes.py counting.dump: open: memory
+    session/session.py self.run.checkpoints.save: named: the directory that trainer.save was given
+    system/background.py open: open: the null device, in the place of a child's output
+    system/caches.py os.mkdir: checked: each folder on the way belongs to this user or to root
+    system/safe_files.py (self.path / _MARK).write_bytes: private: just made
+    system/safe_files.py os.mkdir: checked: in a folder that is open, and opened without links
+    system/tensor_file.py open: drawn: in the folder of a checkpoint that is written, and new
+    tools/autosaving.py self._run.checkpoints.save: named: by --checkpoint
+    tools/inspection.py Path(self._asked.findings).write_bytes: private: of the replay
+    tools/inspection.py bundle.writestr: open: memory
+    tools/inspection.py open: named: by --bundle, and new; or the terminal of whoever asks
+    tools/inspection.py torch.save: open: memory
+    tools/registry.py folder.mkdir: named: by trainer.record
+    tools/verifying/__init__.py place.parent.mkdir: private: of the comparison
+    tools/verifying/__init__.py self._mark('cut').write_text: private: of the comparison
+    tools/verifying/__init__.py self._mark('done').touch: private: of the comparison
+    tools/verifying/probing.py save_file: private: of the comparison
+    trainer.py session.save: named: the directory that trainer.save was given
+"""
+PLACES = {
+    "checked": "a folder of others, below which no part of the path is a link",
+    "drawn": "a new folder, under a name that nobody could know",
+    "named": "a folder, or a new file, that the user has named",
+    "open": "what is open already: memory, or a file that the mechanism has made",
+    "private": "a folder of this run that only its user can look into",
+}
+"""Where files may be written by other means than `write_whole`, `aside_of` and `create_file`."""
 
 ENDS = """
     exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
@@ -192,16 +237,18 @@ ENVIRONMENT = """
     launcher/environment.py os.environ.setdefault: how cuBLAS is to work, where nobody has said so
 """
 
-_RECEIVERS = {"torch", "pickle", "cloudpickle", "marshal", "joblib", "numpy", "np", "os"}
+_RECEIVERS = {"torch", "pickle", "cloudpickle", "marshal", "joblib", "numpy", "np", "os", "shutil"}
 """Of names that mean something else elsewhere: dicts, text, trainers have such methods too."""
-_ONLY_OF_THESE = {"load", "loads", "replace", "remove", "system", "link", "abort"}
+_ONLY_OF_THESE = {"load", "loads", "replace", "remove", "system", "link", "abort", "copy", "move"}
 _CALLS = {
     "code": "load loads eval exec import_module run_path run_module Popen check_call check_output "
     "system from_pretrained from_config all_gather_object broadcast_object_list get_template "
     "from_string",
-    "files": "unlink rmtree rmdir remove rename replace symlink symlink_to link hardlink_to chmod "
-    "truncate ftruncate memfd_create mkstemp mkdtemp TemporaryFile NamedTemporaryFile "
-    "TemporaryDirectory SharedMemory write_text write_bytes touch fdopen savefig",
+    "files": "unlink rmtree rmdir remove rename replace chmod truncate ftruncate memfd_create "
+    "mkstemp mkdtemp TemporaryFile NamedTemporaryFile TemporaryDirectory SharedMemory fdopen",
+    "writes": "write_text write_bytes touch savefig savez save save_file dump to_csv to_pickle "
+    "tofile memmap mkdir makedirs mkfifo copy copy2 copyfile copytree move symlink symlink_to link "
+    "hardlink_to extract extractall writestr SummaryWriter FileHandler",
     "ends": "kill killpg pidfd_open pidfd_send_signal send_signal terminate signal _exit abort",
     "locks": "flock lockf fcntl Lock RLock Semaphore",
     "threads": "Thread ThreadPoolExecutor start_new_thread",
@@ -210,7 +257,8 @@ _CALLS = {
 _KIND = {name: kind for kind, names in _CALLS.items() for name in names.split()}
 LEDGERS = {
     "code": RUNS_CODE,
-    "files": WRITES_OR_REMOVES,
+    "files": REMOVES_OR_PUTS,
+    "writes": WRITES,
     "ends": ENDS,
     "locks": LOCKS,
     "threads": THREADS,
@@ -225,7 +273,7 @@ def kind_of(call: ast.Call) -> str | None:
     if name == "open":
         modes = [*call.args[0 if receiver else 1 :][:1], *(k.value for k in call.keywords)]
         writes = any(isinstance(m, ast.Constant) and set("wax+") & set(str(m.value)) for m in modes)
-        return "files" if writes or receiver == "os" else None
+        return "files" if receiver == "os" else "writes" if writes else None
     if name in ("pop", "setdefault", "update", "putenv", "clear"):
         return "environment" if receiver in ("os.environ", "environment") else None
     if name in _ONLY_OF_THESE and receiver not in _RECEIVERS:
@@ -270,6 +318,12 @@ def test_every_hazard_was_looked_at() -> None:
     assert all(len(why) > 4 for ledger in LEDGERS.values() for why in entries(ledger).values())
 
 
+def test_files_get_into_folders_of_others_by_one_mechanism() -> None:
+    """`write_whole`, `aside_of` and `create_file` of `system/safe_files.py`, or for a reason."""
+    reasons = {place: why.partition(": ")[0] for place, why in entries(WRITES).items()}
+    assert {place: why for place, why in reasons.items() if why not in PLACES} == {}
+
+
 def test_what_is_no_hazard_is_not_asked_for() -> None:
     harmless = "trainer.load(p); text.replace(a, b); ', '.join(x); json.loads(x); open(p); d.pop(k)"
     hazardous = (
@@ -278,7 +332,14 @@ def test_what_is_no_hazard_is_not_asked_for() -> None:
     calls = [node for node in ast.walk(ast.parse(harmless)) if isinstance(node, ast.Call)]
     assert [kind_of(call) for call in calls] == [None] * 6
     calls = [node for node in ast.walk(ast.parse(hazardous)) if isinstance(node, ast.Call)]
-    assert [kind_of(call) for call in calls] == ["code", "files", "waits", "code", "files", "files"]
+    kinds = ["code", "files", "waits", "code", "writes", "files"]
+    assert [kind_of(call) for call in calls] == kinds
+    writing = (
+        "p.open('x'); open(p, mode='ab'); p.write_text(t); p.write_bytes(b); table.to_csv(p); "
+        "save_file(t, p); shutil.copyfile(a, p); shutil.move(a, p); torch.save(t, p); p.touch()"
+    )
+    calls = [node for node in ast.walk(ast.parse(writing)) if isinstance(node, ast.Call)]
+    assert [kind_of(call) for call in calls] == ["writes"] * 10
 
 
 def test_every_python_that_is_started_has_a_safe_path() -> None:

@@ -15,10 +15,12 @@ Example:
 
 from onefold.system.folder_lock import FolderLock
 from onefold.system.safe_files import (
+    PrivateFolder,
     aside_of,
     json_text,
     local_path,
     nested_too_deeply,
+    open_folder,
     open_plain,
     parse_json,
     read_plain,
@@ -27,10 +29,12 @@ from onefold.system.safe_files import (
 
 __all__ = [
     "FolderLock",
+    "PrivateFolder",
     "aside_of",
     "json_text",
     "local_path",
     "nested_too_deeply",
+    "open_folder",
     "open_plain",
     "parse_json",
     "read_plain",

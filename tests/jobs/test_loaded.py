@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from onefold_jobs.finetune import chosen_checkpoint
 from onefold_jobs.predict import EvaluateOptions, PredictOptions, evaluate_run, predict_run
 from tests.capabilities import needs_text
 from tests.jobs.data.pictures import noise
-from tests.jobs.tiny import CLASSES, WRITERS, run_here
+from tests.jobs.tiny import CLASSES, WRITERS, job_of, run_here
 from tests.tables import for_each
 
 needs_text()
@@ -166,6 +167,52 @@ def test_safetensors_have_the_weights_and_the_description(
         each.unlink()
         with pytest.raises(LaunchError, match=r"a\.safetensors is there already: remove it"):
             export_run(folder, "safetensors", made.file)
+
+
+@for_each("job", ["classify", "text"])
+def test_an_export_leads_nowhere(job: str, runs: Any, tmp_path: Path) -> None:
+    """Of a run of others, in which each name that is written is a link to a file of the user's."""
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    files = job_of(job).files
+    for name in ("model.safetensors", *(f"model.safetensors.{each}" for each in ("json", *files))):
+        for target in (mine, tmp_path / "gone"):
+            run = shutil.copytree(runs[job], tmp_path / f"{name} {target.name}")
+            (run / name).symlink_to(target)
+            with pytest.raises(LaunchError, match=f"{name} is there already: remove it"):
+                export_run(run, "safetensors")
+            # Or the link comes while the model is compared.
+            (run / name).unlink()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(export, "load_run", partial(meanwhile, run / name, target))
+                with pytest.raises(FileExistsError, match="expected a free name, got a link"):
+                    export_run(run, "safetensors")
+            assert (run / name).is_symlink()
+    assert mine.read_text() == "mine"
+    assert not (tmp_path / "gone").exists()
+
+
+def meanwhile(path: Path, target: Path, *args: Any, **named: Any) -> onefold_jobs.LoadedRun:
+    """Load a run, while somebody puts a link where a file is to be written."""
+    if not path.is_symlink():
+        path.symlink_to(target)
+    return onefold_jobs.load_run(*args, **named)
+
+
+@for_each(
+    "examples",
+    [3, [], {"samples": 3}, {"samples": [3]}, {"samples": [None]}, {"samples": [{"picture": [1]}]}]
+    + [
+        {"samples": [{"picture": name}]} for name in ("/etc/passwd", "../mine.png", "\0", "a\ud800")
+    ],
+)
+def test_examples_of_anybody_are_not_what_an_export_is_compared_by(
+    examples: Any, runs: Any, tmp_path: Path
+) -> None:
+    run = shutil.copytree(runs["classify"], tmp_path / "run")
+    shutil.copy(next((run / "pictures").iterdir()), tmp_path / "mine.png")
+    (run / "examples.json").write_text(json.dumps(examples))
+    assert export_run(run, "safetensors").samples == 0
 
 
 def test_what_differs_is_not_written(

@@ -77,8 +77,26 @@ def test_what_cannot_begin_is_refused(given: Any, error: Any, words: str, tmp_pa
     (tmp_path / "old" / "config.toml").write_text('data = "x"\nname = "old"\nlr = 0.02\n')
     with pytest.raises(error, match=words):
         read_options(job_of("classify"), {"runs": str(tmp_path), **given}, None)
+    config = (tmp_path / "old" / "config.toml").read_text()
+    # What the file says of its own place may be another run's.
+    others = 'runs = "elsewhere"\nname = "other"\n'
+    (tmp_path / "old" / "config.toml").write_text(config.replace('name = "old"\n', others))
     again = resumed(tmp_path, "old", workers=2, epochs=7)
+    assert again.folder == tmp_path / "old"
     assert (again.lr, again.workers, again.epochs, again.data) == (0.02, 2, 7, "x")
+
+
+def test_checkpoints_are_never_written_through_a_link(tmp_path: Path) -> None:
+    data, runs, elsewhere = tmp_path / "data", tmp_path / "runs", tmp_path / "elsewhere"
+    folder, _ = run_here("classify", write_pictures(data), runs, name="it", model="lenet")
+    (folder / "checkpoints").rename(elsewhere)
+    (folder / "checkpoints").symlink_to(elsewhere)
+    before = sorted(elsewhere.rglob("*"))
+    with pytest.raises(OSError, match="expected folders of its own, got the link checkpoints"):
+        run_job(unread("classify"), resumed(runs, epochs=2))
+    with pytest.raises(LaunchError, match=r"cannot be written there: .*got the link checkpoints"):
+        run_here("classify", data, runs, name="it", resume=True, epochs=2)
+    assert sorted(elsewhere.rglob("*")) == before
 
 
 @for_each(
@@ -157,16 +175,37 @@ def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert (folder / "run.json").read_bytes() == before
 
 
+LOGGER = """
+from pathlib import Path
+from types import SimpleNamespace
+
+def init(**how):
+    with Path(__file__).with_name("opened").open("a") as file:
+        file.write("once ")
+    return SimpleNamespace(id="run-1", log=lambda numbers, step: None, finish=lambda: None)
+"""
+
+
 @pytest.mark.processes
-def test_a_run_that_ended_early_is_replayed(tmp_path: Path) -> None:
+def test_a_run_that_ended_early_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is logged or written of it a second time."""
+    (tmp_path / "wandb.py").write_text(LOGGER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     data, still = write_texts(tmp_path / "data"), {"lr": 1e-12, "patience": 1, "epochs": 4}
-    options = options_of("text", data, tmp_path / "runs", name="it", max_time="9m", **still)
+    still |= {"log": "wandb", "max_time": "9m"}
+    options = options_of("text", data, tmp_path / "runs", name="it", **still)
     said = run_job(job_of("text"), options)
-    assert said["ended"] == "patience"
+    assert (said["ended"], (tmp_path / "opened").read_text()) == ("patience", "once ")
+    before = {each: each.lstat().st_mtime_ns for each in (tmp_path / "runs").rglob("*")}
     replay = [sys.executable, "-m", "onefold", "replay", said["folder"], "--step", "1"]
     done = subprocess.run(replay, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "computed again" in done.stdout
+    assert (tmp_path / "opened").read_text() == "once "
+    assert {each: each.lstat().st_mtime_ns for each in (tmp_path / "runs").rglob("*")} == before
 
 
 @pytest.mark.full

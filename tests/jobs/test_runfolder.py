@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from onefold.errors import LaunchError
 from onefold.system.folder_lock import lock_of_checkpoints
@@ -68,6 +69,28 @@ def test_numbers_that_are_not_finite_are_written_as_none(tmp_path: Path, number:
     for name in ("run.json", "examples.json"):
         found = json.loads((tmp_path / name).read_text(), parse_constant=refuse)
         assert found["value"] == told
+
+
+@for_each("name", ["checkpoints", "pictures", "tensorboard", "wandb"])
+@for_each("kind", ["link", "dangling"])
+def test_a_run_goes_on_through_no_link(tmp_path: Path, name: str, kind: str) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    begun(run).close()
+    if kind == "link":
+        elsewhere.mkdir()
+    (run / name).symlink_to(elsewhere)
+    before, words = files(run), f"expected folders of its own, got the link {name}"
+    with pytest.raises(OSError, match=words):
+        require_room(run)
+    folder = RunFolder(run, is_lead=True)
+    with pytest.raises(OSError, match=words):
+        folder.go_on(OPTIONS, "classify")
+    if name == "pictures":
+        with pytest.raises(OSError, match=words):
+            folder.save_picture(Image.new("L", (8, 8)), 1)
+    folder.close()
+    assert files(run) == before
+    assert not list(elsewhere.iterdir()) if kind == "link" else not elsewhere.exists()
 
 
 def test_ones_own_process_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -19,8 +19,10 @@ from onefold.system.safe_files import (
     RECORD_BYTES,
     PrivateFolder,
     append_line,
+    aside_of,
     create_file,
     nested_too_deeply,
+    open_folder,
     open_plain,
     parse_json,
     read_plain,
@@ -110,18 +112,80 @@ def test_a_file_is_written_whole_and_on_the_disk_before_it_takes_its_place(
     for name in ("fsync", "replace"):
         own = getattr(os, name)
         monkeypatch.setattr(
-            os, name, lambda *words, own=own, name=name: calls.append(name) or own(*words)
+            os, name, lambda *a, own=own, name=name, **k: calls.append(name) or own(*a, **k)
         )
     for content in (b"older, and longer than what comes now", b"new"):
         write_whole(path, content, sync=sync)
         assert path.read_bytes() == content
     assert calls == (["fsync", "replace"] if sync else ["replace"]) * 2
-    # A link is replaced, and not what it points to.
-    (tmp_path / "link").symlink_to("file")
-    write_whole(tmp_path / "link", b"other", sync=sync)
-    assert not (tmp_path / "link").is_symlink()
-    assert path.read_bytes() == b"new"
-    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def there(path: Path, kind: str, elsewhere: Path) -> None:
+    """Put something under a name that no writer of ours has put there."""
+    make: dict[str, Callable[[], object]] = {
+        "link": lambda: path.symlink_to(elsewhere / "file"),
+        "dangling": lambda: path.symlink_to(elsewhere / "gone"),
+        "fifo": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+    }
+    make[kind]()
+
+
+@for_each("kind", ["link", "dangling", "fifo", "folder"])
+@for_each("new", [True, False])
+def test_nothing_but_a_file_is_replaced(tmp_path: Path, kind: str, new: bool) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "folder"
+    elsewhere.mkdir()
+    folder.mkdir()
+    (elsewhere / "file").write_text("theirs")
+    there(folder / "name", kind, elsewhere)
+    words = "expected a (free name|file), got (a link|no file): remove it"
+    with pytest.raises(FileExistsError, match=words):
+        write_whole(folder / "name", b"ours", new=new)
+    # Or if it comes while the file is written.
+    with pytest.raises(FileExistsError, match=words), aside_of(folder / "late", new=new):
+        there(folder / "late", kind, elsewhere)
+    assert sorted(os.listdir(folder)) == ["late", "name"]
+    assert os.listdir(elsewhere) == ["file"]
+    assert (elsewhere / "file").read_text() == "theirs"
+
+
+def test_a_new_file_replaces_none(tmp_path: Path) -> None:
+    write_whole(tmp_path / "file", b"first", new=True)
+    with pytest.raises(FileExistsError, match="expected a free name, got a file: remove it"):
+        write_whole(tmp_path / "file", b"second", new=True)
+    late = aside_of(tmp_path / "late", new=True)
+    late.__enter__()
+    write_whole(tmp_path / "late", b"first")
+    with pytest.raises(FileExistsError, match="expected a free name, got a file: remove it"):
+        late.__exit__(None, None, None)
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "late").read_bytes() == b"first"
+    assert sorted(os.listdir(tmp_path)) == ["file", "late"]
+
+
+def test_no_link_below_the_folder_that_was_named_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    named, elsewhere = tmp_path / "named", tmp_path / "elsewhere"
+    named.symlink_to("real")  # the user's own
+    elsewhere.mkdir()
+    write_whole(named / "a" / "b" / "file", b"1", below=named)
+    assert (tmp_path / "real/a/b/file").read_bytes() == b"1"
+    (named / "link").symlink_to(elsewhere)
+    (named / "a" / "link").symlink_to(elsewhere)
+    for inner in ("link", "a/link", "a/link/b", "a/../../elsewhere"):
+        words = "expected folders of its own, got the link"
+        with pytest.raises(OSError, match=words), open_folder(named / inner, below=named):
+            pass
+        with pytest.raises(OSError, match=words):
+            write_whole(named / inner / "file", b"1", below=named)
+    # Of the folder, not of its name: whoever exchanges it meanwhile changes nothing.
+    with aside_of(named / "a" / "b" / "late", below=named) as file:
+        file.write(b"2")
+        (named / "a").rename(named / "moved")
+        (named / "a").symlink_to(elsewhere)
+    assert (named / "moved/b/late").read_bytes() == b"2"
+    assert os.listdir(elsewhere) == []
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])

@@ -14,6 +14,7 @@ a line of the list of commands.
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -469,6 +470,9 @@ def compare(
 
 def main() -> None:
     """Run the command line; errors that were foreseen become one line instead of a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As stderr does: names of files may hold bytes that are not UTF-8.
+        sys.stdout.reconfigure(errors="backslashreplace")
     launched = False
     try:
         launched = onefold.is_launched()  # refused if a launcher has left something out

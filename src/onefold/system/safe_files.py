@@ -4,10 +4,15 @@ Note: what lies under a name
 ----------------------------
 In a folder that others may write to, there may be a symbolic link, a pipe, or a file that was never
 ours under any name. So a new file is created with O_EXCL, which follows no link; a file that
-replaces an older one is written aside and renamed, which replaces a link and not its target; and a
-folder is removed only as long as it is the one that was created, by its inode number. Asking what a
-name stands for and opening it afterwards would not do, as somebody may exchange it in between: what
-is opened is checked by its descriptor.
+replaces an older one is written aside and renamed, over a regular file alone; and a folder is
+removed only as long as it is the one that was created, by its inode number. Asking what a name
+stands for and opening it afterwards would not do, as somebody may exchange it in between: what is
+opened is checked by its descriptor.
+
+`open_folder` is how every file gets into a folder that we did not create. The user names a folder,
+by links perhaps; below it no part of a path may be one. Each part is opened from the descriptor of
+the one before, and names are used with that descriptor, so that a folder that is exchanged for a
+link meanwhile leads nowhere.
 
 Note: what is read
 ------------------
@@ -50,6 +55,7 @@ __all__ = [
     "local_path",
     "memory_file",
     "nested_too_deeply",
+    "open_folder",
     "open_plain",
     "open_regular",
     "parse_json",
@@ -72,6 +78,7 @@ _MARK = ".onefold-boot"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 """The errors by which a file system says that it has no locks."""
 
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK, or opening a FIFO would wait for its other end; O_NOCTTY, or a terminal would become
 # ours, and its Ctrl-C with it.
@@ -195,18 +202,73 @@ def write_all(descriptor: int, content: bytes | memoryview) -> None:
 
 
 @contextmanager
-def aside_of(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces ``path`` when all is written, or leaves nothing behind."""
-    # In the same folder: a rename is atomic only within one file system.
-    aside = path.with_name(f".onefold-{uuid.uuid4().hex}.part")
+def open_folder(path: Path, below: Path | None = None, *, make: bool = False) -> Iterator[int]:
+    """Yield a descriptor of a folder, for names in it.
+
+    Args:
+        path: path of the folder.
+        below: the folder that the user has named; None if it is ``path``. Links lead up to it, and
+            none from there on.
+        make: whether to make what is missing below it.
+
+    Raises:
+        OSError: a part of the path is a link or no folder, or cannot be opened.
+    """
+    folder = os.open(below or path, _FOLDER)
     try:
-        with os.fdopen(create_file(aside), "wb") as file:
-            yield file
-        # After the file is closed, so that everything is written by then.
-        os.replace(aside, path)
+        for part in path.relative_to(below or path).parts:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=folder)
+            if part == ".." or stat.S_ISLNK(os.lstat(part, dir_fd=folder).st_mode):
+                raise _not_plain(path, f"the link {part}", "folders of its own")
+            inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        yield folder
     finally:
-        # After the rename nothing has this name any more; after an error the half-written file has.
-        aside.unlink(missing_ok=True)
+        os.close(folder)
+
+
+@contextmanager
+def aside_of(path: Path, *, below: Path | None = None, new: bool = False) -> Iterator[BinaryIO]:
+    """Yield a new file that gets this path when all is written, or leaves nothing behind.
+
+    Args:
+        path: path of the file.
+        below: as for `open_folder`; folders between it and the file are made.
+        new: whether nothing may be replaced.
+
+    Raises:
+        FileExistsError: the path is a link, a folder or a device, or with ``new`` anything at all.
+        OSError: the file cannot be written; what was there before is unchanged.
+    """
+    with open_folder(path.parent, below, make=True) as folder:
+        _check_replaceable(path, folder, new=new)
+        # In the same folder: a rename is atomic only within one file system.
+        aside = f".onefold-{uuid.uuid4().hex}.part"
+        try:
+            with os.fdopen(os.open(aside, _NEW, 0o666, dir_fd=folder), "wb") as file:
+                yield file
+            # After the file is closed, so that everything is written by then. A name that must be
+            # new is taken first, as a rename replaces whatever is there.
+            _check_replaceable(path, folder, new=new)
+            if new:
+                os.close(os.open(path.name, _NEW, 0o666, dir_fd=folder))
+            os.replace(aside, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        finally:
+            # After the rename nothing has this name; after an error the half-written file has.
+            with suppress(FileNotFoundError):
+                os.unlink(aside, dir_fd=folder)
+
+
+def _check_replaceable(path: Path, folder: int, *, new: bool) -> None:
+    with suppress(FileNotFoundError):
+        kind = os.lstat(path.name, dir_fd=folder).st_mode
+        if new or not stat.S_ISREG(kind):
+            came = "a link" if stat.S_ISLNK(kind) else "a file" if stat.S_ISREG(kind) else "no file"
+            words = f"expected {'a free name' if new else 'a file'}, got {came}: remove it"
+            raise FileExistsError(errno.EEXIST, words, str(path))
 
 
 def local_path(name: str, path: str | os.PathLike[str]) -> Path:
@@ -260,8 +322,8 @@ def open_regular(path: Path, flags: int, mode: int = 0o666, *, follow: bool = Fa
     return descriptor
 
 
-def _not_plain(path: Path, came: str) -> OSError:
-    return OSError(errno.EINVAL, f"expected a file, got {came}", str(path))
+def _not_plain(path: Path, came: str, expected: str = "a file") -> OSError:
+    return OSError(errno.EINVAL, f"expected {expected}, got {came}", str(path))
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -344,18 +406,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def write_whole(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Write a file aside, and move it to its path when it is whole; a link there is replaced.
+def write_whole(path: Path, content: bytes, *, sync: bool = True, **where: Any) -> None:
+    """Write a file aside, and move it to its path when it is whole.
 
     Args:
         path: path of the file.
         content: everything that it will hold.
         sync: whether it must be on the disk before it replaces what was there.
-
-    Raises:
-        OSError: the file cannot be written; what was there before is unchanged.
+        where: ``below`` and ``new``; these and the errors are those of `aside_of`.
     """
-    with aside_of(path) as file:
+    with aside_of(path, **where) as file:
         file.write(content)
         # A rename may reach the disk before the bytes do: after a power failure the name would
         # stand for an empty file, and the old one would be gone.

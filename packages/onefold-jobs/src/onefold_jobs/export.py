@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import tempfile
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +25,11 @@ from torch.export import Dim
 
 from onefold import load_weights
 from onefold.errors import LaunchError, OnefoldError
+from onefold.files import PrivateFolder, aside_of, open_plain, read_plain, write_whole
 from onefold_jobs import require
 from onefold_jobs.catalog import LoadedRun, job_of, load_run
 from onefold_jobs.job import Batch, Job
-from onefold_jobs.runfolder import read_object, require_writable
+from onefold_jobs.runfolder import FAULTS, path_inside, read_object, require_writable
 
 __all__ = ["Exported", "Target", "export_run"]
 
@@ -83,22 +85,22 @@ def export_run(
     beside = path.with_name(f"{path.name}.json")
     if path.suffix != _ENDINGS[to]:
         raise LaunchError(f"--output {path}: expected a name that ends in {_ENDINGS[to]}")
-    for each in (path, beside):
-        if each.exists():
+    job = job_of(folder)
+    copies = {name: path.with_name(f"{path.name}.{name}") for name in job.files}
+    for each in (path, beside, *copies.values()):
+        if os.path.lexists(each):
             raise LaunchError(f"{each} is there already: remove it, or name another --output")
     require_writable(path.parent, "--output names another one")
-    job, run = job_of(folder), load_run(folder, weights=weights)
+    run = load_run(folder, weights=weights)
     batches, samples = _batches(job, run, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    copies = {name: path.with_name(f"{path.name}.{name}") for name in job.files}
     before = run.description["preprocessing"]
     # The description names files by their names in the run.
     before |= {key: copies[name].name for key, name in before.items() if name in job.files}
-    files = {beside: json.dumps(run.description, indent=1)}
-    files |= {copy: (folder / name).read_text() for name, copy in copies.items()}
-    # On the same disk, so that it can be renamed; what fails leaves nothing behind.
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".onefold-export-") as aside:
-        made = Path(aside) / path.name
+    files = {beside: json.dumps(run.description, indent=1).encode()}
+    files |= {copy: read_plain(folder / name) for name, copy in copies.items()}
+    # The libraries write to a path, whatever lies there: so into a folder that nobody else has.
+    with PrivateFolder("onefold-export-") as aside:
+        made = aside.path / path.name
         with _quiet():
             call = _WRITERS[to](run, made, batches[0])
             difference = max(_difference(call(each), run.module(**each)) for each in batches)
@@ -107,10 +109,14 @@ def export_run(
                 f"{path}: not written: its logits differ from those of {run.weights} by "
                 f"{difference:.2g} of the largest, expected {_CLOSE:g} at most"
             )
-        for each in made.parent.iterdir():
-            each.rename(path.parent / each.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for each in sorted(aside.path.iterdir()):
+            if each.name.startswith(path.name):
+                copy = path.with_name(each.name)
+                with open_plain(each) as source, aside_of(copy, new=True) as file:
+                    shutil.copyfileobj(source, file)
     for name, content in files.items():
-        name.write_text(content)
+        write_whole(name, content, new=True)
     return Exported(path, [*files], samples, difference)
 
 
@@ -118,13 +124,14 @@ def _batches(job: Job, run: LoadedRun, folder: Path) -> tuple[list[Batch], int]:
     """Inputs to compare by: several samples together, and one alone; and how many are the run's."""
     try:
         shown = read_object(folder / "examples.json").get("samples") or []
+        shown = shown[:_SAMPLES]
         names = [each.get("text") or each.get("picture") or each.get("image") for each in shown]
-        found = [each if job.sample == "text" else folder / each for each in names][:_SAMPLES]
+        found = [each if job.sample == "text" else path_inside(folder, each) for each in names]
         samples = [*dict.fromkeys(found)]
         if samples:
             return [run.preprocess(samples), run.preprocess(samples[:1])], len(samples)
-    # A run that was stopped before it wrote any, or whose pictures are gone.
-    except (OnefoldError, OSError, TypeError):
+    # A run that was stopped before it wrote any, whose pictures are gone, or of anybody's making.
+    except (OnefoldError, *FAULTS):
         pass
     noise = job.noise()
     return [run.preprocess(noise), run.preprocess(noise[:1])], 0

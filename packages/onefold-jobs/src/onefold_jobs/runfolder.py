@@ -17,12 +17,11 @@ is what makes a folder a run, so it is written after all that the model needs.
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from io import BytesIO
 from itertools import count
@@ -32,7 +31,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from onefold.errors import DataError, LaunchError, OnefoldError
-from onefold.files import FolderLock, aside_of, json_text, parse_json, read_plain, write_whole
+from onefold.files import (
+    FolderLock,
+    json_text,
+    open_folder,
+    parse_json,
+    read_plain,
+    write_whole,
+)
 from onefold_jobs.loggers import OpenLogger, open_logger
 from onefold_jobs.options import TrainOptions, write_config
 
@@ -50,6 +56,7 @@ __all__ = [
     "check_folder",
     "kept_facts",
     "next_name",
+    "path_inside",
     "read_object",
     "read_run",
     "require_room",
@@ -81,6 +88,30 @@ def next_name(runs: Path, job: str) -> str:
     # A proposal: another process may take it meanwhile, and the lock decides between them.
     names = (f"{job}-{number}" for number in count(1))
     return next(name for name in names if not (runs / name).exists())
+
+
+def path_inside(folder: Path, name: object) -> Path:
+    """Find a file that a run's folder names in itself.
+
+    Raises:
+        ValueError: the name leads elsewhere.
+    """
+    # Resolved: "..", an absolute path or a link could lead to any file of this machine.
+    path = (folder / str(name or "")).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError(f"{folder}: expected names of files in it, got {name!r}")
+    return path
+
+
+def check_own_folders(folder: Path) -> None:
+    """Refuse a run whose inner folders are links, as checkpoints and events would go elsewhere.
+
+    Raises:
+        OSError: one of them is a link, or no folder.
+    """
+    for name in (CHECKPOINTS, "pictures", "tensorboard", "wandb"):
+        with suppress(FileNotFoundError), open_folder(folder / name, below=folder):
+            pass
 
 
 def check_folder(folder: Path, *, resume: bool) -> None:
@@ -128,8 +159,10 @@ def require_room(folder: Path) -> None:
 
     Raises:
         LaunchError: no file can be written there, or another process is using it.
+        OSError: a folder in it is a link.
     """
     require_writable(folder, "--runs names another one")
+    check_own_folders(folder)
     require_writable(folder / CHECKPOINTS, "mend it, or give this run another --name")
     # Only a look, which is given up at once: the data are read first, and the lock that lasts is
     # taken by the lead's process.
@@ -238,6 +271,7 @@ class RunFolder:
         if not self._is_lead:
             return
         self._lock.acquire()
+        check_own_folders(self.path)
         # There is none if the run was stopped right after its folder had been made.
         if (self.path / RUN).is_file():
             self._said = read_run(self.path)
@@ -256,7 +290,7 @@ class RunFolder:
         name = options.log
         if name is None and importlib.util.find_spec("tensorboard") is not None:
             name = "tensorboard"
-        if self._is_lead and name is not None:
+        if self._is_lead and name not in (None, "none"):
             known, values = self._said.get("logged_as"), asdict(options)
             before = str(known.get(name, "")) if isinstance(known, dict) else ""
             self._logger = open_logger(name, self.path, values, step=step, run_id=before)
@@ -317,14 +351,7 @@ class RunFolder:
         content, kind = _packed(small)
         path = self.path / "pictures" / f"{name}.{kind}"
         if self._is_lead:
-            # mkdir would be content with a link to a folder, and the pictures would go wherever it
-            # leads.
-            if path.parent.is_symlink():
-                came = "a link, and no folder of the run"
-                raise NotADirectoryError(errno.ENOTDIR, came, str(path.parent))
-            path.parent.mkdir(exist_ok=True)
-            with aside_of(path) as file:
-                file.write(content)
+            write_whole(path, content, sync=False, below=self.path)
         return str(path.relative_to(self.path))
 
     @property

@@ -389,8 +389,9 @@ def _predict(use: Use) -> Predicted:
     """Masks, which are written, and the share of each that is foreground."""
     kind, model = MaskModel.built(use.run)
     padded, names = Padded(model.stride), [mask_name(each.name) for each in use.inputs]
-    paths = [(use.options.output or Path()) / name for name in names]
-    draw = mask_writer(paths, model.stride, kind.threshold, kind.classes)
+    output = use.options.output or Path()
+    output.mkdir(parents=True, exist_ok=True)
+    draw = mask_writer(output, names, model.stride, kind.threshold, kind.classes)
     data = kind.inputs_of(use, range(len(use.inputs)))
     collate = partial(_numbered, padded=padded)
     found = use.measured(model, draw, data, collate, batch_size=EVALUATION_BATCH_SIZE)

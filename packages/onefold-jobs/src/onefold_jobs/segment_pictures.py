@@ -475,12 +475,17 @@ def _shown_size(height: int, width: int) -> tuple[int, int]:
 
 
 def mask_writer(
-    paths: Sequence[Path], stride: int, threshold: float, classes: Sequence[MaskClass]
+    output: Path,
+    names: Sequence[str],
+    stride: int,
+    threshold: float,
+    classes: Sequence[MaskClass],
 ) -> Measure:
     """Make what predicts masks and writes them where they are computed.
 
     Args:
-        paths: of the masks; in place of a mask, a sample has the number of its path.
+        output: the folder of the masks.
+        names: paths of the masks below it; in place of a mask, a sample has the number of its name.
         stride: of the model.
         threshold: probability from which a pixel is in the mask.
         classes: of the masks.
@@ -501,14 +506,13 @@ def mask_writer(
         numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()
         for mask, number, size in zip(masks, numbers, batch["sizes"].tolist(), strict=True):
             pixels = mask[: size[0], : size[1]].cpu()
-            paths[number].parent.mkdir(parents=True, exist_ok=True)
             levels = pixels.numpy().astype(np.uint8)
             if classes:
                 drawn = colored_mask(levels, classes, values=True)
             else:
                 drawn = Image.fromarray(levels * np.uint8(255))
             # Whole or not at all, so that nothing half-written lies there after a stop.
-            with aside_of(paths[number]) as file:
+            with aside_of(output / names[number], below=output) as file:
                 drawn.save(file, format="PNG", pnginfo=note)
             counts = torch.bincount(pixels.flatten(), minlength=max(2, len(classes)))
             shares.append(counts.to(torch.float64) / pixels.numel())

@@ -28,6 +28,7 @@ from onefold_jobs.report import words
 from onefold_jobs.report.curves import Runs, curves_of_one, curves_of_several
 from onefold_jobs.report.folder import EpochLine, ReportedRun, finite_or_zero, number, read_reported
 from onefold_jobs.report.words import NOTHING, amount, option, plain
+from onefold_jobs.runfolder import path_inside
 from onefold_jobs.scores import Baseline, ClassScores, no_better
 
 __all__ = ["build_report", "compare_runs"]
@@ -156,12 +157,7 @@ def read_picture(folder: Path, name: object) -> Picture | None:
     from PIL import Image
 
     try:
-        # Resolved first: "..", an absolute path or a link could lead to any file of this machine,
-        # and a page is made to be shared.
-        path = (folder / str(name or "")).resolve()
-        if not path.is_relative_to(folder.resolve()):
-            return None
-        content = read_whole(path, _MOST_BYTES)
+        content = read_whole(path_inside(folder, name), _MOST_BYTES)
         # Only the header is read.
         with Image.open(BytesIO(content), formats=[*_KINDS]) as picture:
             kind, (width, height) = _KINDS[str(picture.format)], picture.size
