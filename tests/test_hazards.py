@@ -72,13 +72,15 @@ REMOVES_OR_PUTS = """
     launcher/workers.py self._path(rank).unlink: a log just made; another one was in use
     launcher/foreign_launchers.py os.open: the terminal, only to learn whether there is one
     worker.py os.fdopen: the function's result, into the launcher's unnamed file
-    system/safe_files.py os.unlink: the file that was just made, in the folder that is open
+    system/whole_files.py os.fdopen: that new file
+    system/whole_files.py os.open: a new file, or a folder, through no link
+    system/whole_files.py os.unlink: the file that was just made, in the folder that is open
     data_order/worker_processes.py os.open: the null device, to learn its number
     system/safe_files.py os.fdopen: the same; or reads
     system/safe_files.py os.open: new files, through no link; a folder just made; or for looking
     system/safe_files.py os.memfd_create: memory without a name
     system/safe_files.py tempfile.TemporaryFile: without a name, in memory
-    system/safe_files.py os.replace: the place of an output that was found to be ours or free
+    system/whole_files.py os.replace: the place of an output that was found to be ours or free
     system/safe_files.py (self.path / _MARK).unlink: of the private folder, while it is that one
     system/safe_files.py shutil.rmtree: the private folder, while it is still the one that was made;
         or one of this user's, by its mark that of a process of this host whose lock is gone
@@ -89,7 +91,6 @@ REMOVES_OR_PUTS = """
 WRITES = """
     checkpoint/folder.py aside.mkdir: drawn: beside the checkpoint that is written
     checkpoint/folder.py directory.mkdir: named: the directory of checkpoints
-    checkpoint/folder.py path.open: drawn: in that folder, and new
     cli/demo.py figure.savefig: open: a file that `aside_of` has made
     cli/demo.py path.parent.mkdir: named: the folder of the picture
     cli/replay.py (copy / nearest.name).symlink_to: private: of the replay
@@ -127,7 +128,7 @@ WRITES = """
     system/background.py open: open: the null device, in the place of a child's output
     system/caches.py os.mkdir: checked: each folder on the way belongs to this user or to root
     system/safe_files.py (self.path / _MARK).write_bytes: private: just made
-    system/safe_files.py os.mkdir: checked: in a folder that is open, and opened without links
+    system/whole_files.py os.mkdir: checked: in a folder that is open, and opened without links
     system/tensor_file.py open: drawn: in the folder of a checkpoint that is written, and new
     tools/autosaving.py self._run.checkpoints.save: named: by --checkpoint
     tools/inspection.py Path(self._asked.findings).write_bytes: private: of the replay
@@ -319,7 +320,7 @@ def test_every_hazard_was_looked_at() -> None:
 
 
 def test_files_get_into_folders_of_others_by_one_mechanism() -> None:
-    """`write_whole`, `aside_of` and `create_file` of `system/safe_files.py`, or for a reason."""
+    """`aside_of` of `system/whole_files.py` and what is made of it; all others have a reason."""
     reasons = {place: why.partition(": ")[0] for place, why in entries(WRITES).items()}
     assert {place: why for place, why in reasons.items() if why not in PLACES} == {}
 

@@ -16,16 +16,14 @@ Example:
 from onefold.system.folder_lock import FolderLock
 from onefold.system.safe_files import (
     PrivateFolder,
-    aside_of,
     json_text,
     local_path,
     nested_too_deeply,
-    open_folder,
     open_plain,
     parse_json,
     read_plain,
-    write_whole,
 )
+from onefold.system.whole_files import aside_of, open_folder, write_whole
 
 __all__ = [
     "FolderLock",

@@ -19,17 +19,14 @@ from onefold.system.safe_files import (
     RECORD_BYTES,
     PrivateFolder,
     append_line,
-    aside_of,
     create_file,
     nested_too_deeply,
-    open_folder,
     open_plain,
     parse_json,
     read_plain,
     read_record,
-    replace_file,
-    write_whole,
 )
+from onefold.system.whole_files import aside_of, open_folder, replace_file, write_whole
 from tests.tables import for_each
 
 DEEPEST = 200

@@ -60,8 +60,9 @@ from onefold.checkpoint.manifest import RUN, TENSOR_FILES, check_stored, next_se
 from onefold.core.encoding import from_json
 from onefold.core.numbers import check_whole
 from onefold.errors import CheckpointError
-from onefold.system.safe_files import NO_LOCKS, RECORD_BYTES, parse_json, read_plain, write_whole
+from onefold.system.safe_files import NO_LOCKS, RECORD_BYTES, parse_json, read_plain
 from onefold.system.tensor_file import Seal, TensorParts, digest_file, write_tensors
+from onefold.system.whole_files import write_whole
 from onefold.system.words import listed
 
 __all__ = [
@@ -416,10 +417,7 @@ def _write_record(
             f"from a checkpoint that holds such a value, go on from an earlier one; checkpoints "
             f"that are there stay"
         ) from error
-    with path.open("xb") as file:
-        file.write(_sealed(text))
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole(path, _sealed(text), new=True)
 
 
 def _put_in_place(aside: Path, folder: Path, run: object, old: Path) -> None:

@@ -28,7 +28,7 @@ from onefold.core.settings import added_up_in
 from onefold.core.storage import Storage
 from onefold.errors import CheckpointError
 from onefold.system.allocator import TensorAllocator
-from onefold.system.dtypes import DTYPES
+from onefold.system.compat import DTYPES
 from onefold.system.tensor_file import TensorParts
 from onefold.update.averages import AVERAGE, AverageRule
 from onefold.update.optimizer import MASTER

@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 import onefold
 from onefold.cli import Screen
 from onefold.errors import LaunchError
-from onefold.system.safe_files import aside_of
+from onefold.system.whole_files import aside_of
 from onefold.system.words import counted
 
 __all__ = ["demo"]

@@ -20,7 +20,7 @@ from onefold.session.user_parts import UserParts
 from onefold.shard.kernels import Compilers
 from onefold.shard.model_parts import ModelParts, StageModules
 from onefold.step.assembly import LEAST_SENT_EARLY_BYTES
-from onefold.system.safe_files import replace_file
+from onefold.system.whole_files import replace_file
 from onefold.update.optimizers import name_of, optimizers_in
 
 __all__ = ["prepare"]

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onefold.system.safe_files import create_file, open_plain, replace_file, write_all
+from onefold.system.safe_files import create_file, open_plain, write_all
+from onefold.system.whole_files import replace_file
 
 __all__ = ["TimelinePart", "check_timeline", "join_timeline", "name_row", "slice_of"]
 
