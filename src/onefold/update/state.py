@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from onefold.core.encoding import from_json, to_json
 from onefold.core.flat import (
     Layout,
     Segment,
@@ -35,7 +36,7 @@ from onefold.core.flat import (
 )
 from onefold.exchange.transport import Message, head_of, read_message, write_message
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
-from onefold.system.compat import DTYPES, from_json, to_json
+from onefold.system.compat import DTYPES
 from onefold.system.tensor_file import Bytes, TensorParts
 from onefold.update.staging import SegmentState, is_by_element
 
