@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from onefold.core.flat import same_bits, storage_order
-from onefold.system.compat import DTYPES
+from onefold.system.accelerator import DTYPES
 from onefold.system.tensor_file import Seal, TensorParts, digest_file, write_tensors
 from tests.tables import for_each
 

@@ -7,8 +7,8 @@ import torch
 
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.storage import cut_segments
+from onefold.system.accelerator import DTYPES
 from onefold.system.allocator import DEFAULT_ALLOCATOR
-from onefold.system.compat import DTYPES
 from onefold.update.averages import AverageRule, Averages
 from onefold.update.staging import SegmentState, Staging
 from onefold.update.state import check_saved, pack, packed, take_apart, unpack

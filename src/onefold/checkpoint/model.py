@@ -27,8 +27,8 @@ from onefold.core.flat import (
 from onefold.core.settings import added_up_in
 from onefold.core.storage import Storage
 from onefold.errors import CheckpointError
+from onefold.system.accelerator import DTYPES
 from onefold.system.allocator import TensorAllocator
-from onefold.system.compat import DTYPES
 from onefold.system.tensor_file import TensorParts
 from onefold.update.averages import AVERAGE, AverageRule
 from onefold.update.optimizer import MASTER

@@ -18,8 +18,8 @@ from onefold.core.flat import extent, is_dense, named_tensors, own_name
 from onefold.core.settings import Precision
 from onefold.deferred.access import ResidentError, deferred_of
 from onefold.shard.model_parts import ModelParts
-from onefold.system.accelerator import name_of
-from onefold.system.compat import DTYPES, EXTRA_STATE_KEY_SUFFIX, BatchNorm
+from onefold.system.accelerator import DTYPES, name_of
+from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX, BatchNorm
 from onefold.system.cuda import has_bfloat16
 from onefold.system.internals import has_own_step
 from onefold.update.optimizers import TAKEN, optimizers_in

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from onefold.system.process import host_bytes
 
 __all__ = [
+    "DTYPES",
     "HostCopy",
     "as_current",
     "capacity_bytes",
@@ -31,6 +32,26 @@ __all__ = [
     "same_stream",
     "traits_of",
 ]
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""The dtypes that safetensors can store, and their names there."""
 
 _WITHOUT = ("mps",)
 """Kinds that lack what is needed here: several devices, or numbers of 64 bits."""

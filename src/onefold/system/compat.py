@@ -22,7 +22,6 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY_S
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "DTYPES",
     "EXTRA_STATE_KEY_SUFFIX",
     "BatchNorm",
     "DropoutNd",
@@ -44,26 +43,6 @@ __all__ = [
     "version_of",
     "writes_to_arguments",
 ]
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-"""The dtypes that safetensors can store, and their names there."""
 
 _C: Any = torch._C
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from msgspec import Meta, Struct
 
-from onefold.system.compat import DTYPES
+from onefold.system.accelerator import DTYPES
 from onefold.system.safe_files import open_plain, write_all
 
 __all__ = ["Seal", "TensorParts", "digest_file", "write_tensors"]

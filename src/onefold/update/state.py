@@ -35,8 +35,8 @@ from onefold.core.flat import (
     storage_order,
 )
 from onefold.exchange.transport import Message, head_of, read_message, write_message
+from onefold.system.accelerator import DTYPES
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator
-from onefold.system.compat import DTYPES
 from onefold.system.tensor_file import Bytes, TensorParts
 from onefold.update.staging import SegmentState, is_by_element
 
