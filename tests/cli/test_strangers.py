@@ -140,3 +140,18 @@ def test_a_bundle_runs_only_if_the_user_agrees(
     said = typed(monkeypatch, capfd, "replay", str(path))
     assert f"{path} is a bundle, which holds code." in said
     assert "add --yes" in said
+
+
+def test_a_record_of_any_number_of_differences_is_compared_in_few_lines(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    of_somebody_else(run)
+    other = changed(run)
+    forge(other, StartEntry, libraries={f"{n:05}": "1" for n in range(20_000)})
+    forge(other, StepEntry, step=7)
+    monkeypatch.setattr("sys.argv", ["onefold", "compare", str(run), str(other)])
+    with pytest.raises(SystemExit):
+        main()
+    said = capfd.readouterr().out
+    assert "more differences" in said
+    assert said.count("\n") < 300

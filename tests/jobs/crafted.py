@@ -275,7 +275,7 @@ def hostile_options(box: Box) -> str:
     lines = dict(line.split(" = ", 1) for line in path.read_text().splitlines() if " = " in line)
     name, value = box.pick((
         ("runs", str(box.home)), ("name", "../../home/folder"), ("data", "/dev/zero"),
-        ("data", str(box.home)), ("log", "wandb"), ("pretrained", str(box.home / ".bash_profile")),
+        ("data", str(box.home)), ("log", "evil"), ("pretrained", str(box.home / ".bash_profile")),
         ("cache", str(box.home)), ("workers", 10**6), ("epochs", 10**12), ("shards", 10**9),
         ("model", "../../home/evil"), ("image_size", 10**9), ("width", 10**9), ("name", WORDS[0]),
         ("job", WORDS[0]), ("devices", "cpu:4096"), ("batch_size", 10**15), ("lr", 1e308),

@@ -169,6 +169,7 @@ def test_a_value_of_another_type_is_refused(name: str, value: object, expected: 
 FILES = [(b"lr: 0.1\n", "a TOML file: "), (b"lr = 0.1\nlr = 0.2\n", "a TOML file: ")]
 FILES += [(b'data = "\xff"\n', "a TOML file: "), (b"seed = " + b"7" * 5000, "a TOML file: ")]
 FILES += [(b"a = " + b"[" * 50_000, "a TOML file: it is nested too deeply")]
+FILES += [(b"data" + b".a" * 500_000 + b" = 1", "a TOML file: it is nested too deeply")]
 FILES += [(b"data" + b".a" * 5000 + b" = 1", "a TOML file: it is nested too deeply")]
 FILES += [(b"#" * (2 << 20), "a file of at most 1,048,576 bytes")]
 

@@ -38,6 +38,8 @@ __all__ = ["compare_runs", "find_commit", "first_difference", "show_record"]
 _OF_NO_ACCOUNT = {"the number of shards per device", "the placement", "a hash", "the stages"}
 """Words of a description on which no bit depends."""
 _FEW = 8
+_MOST_CAUSES = 200
+"""Lines of causes: a run differs in few, a record that somebody made up in any number."""
 _SHOWN = 100
 """Characters of a setting that are printed: the state of a scheduler may have thousands."""
 
@@ -262,7 +264,9 @@ def _causes(one: StartEntry, two: StartEntry) -> list[str]:
         for name in first | second:
             then, now = first.get(name, "none"), second.get(name, "none")
             if then != now and name not in _OF_NO_ACCOUNT:
-                lines.append(f"{name}: {then[:_SHOWN]}, and {now[:_SHOWN]}")
+                lines.append(f"{name[:_SHOWN]}: {then[:_SHOWN]}, and {now[:_SHOWN]}")
+    if len(lines) > _MOST_CAUSES:
+        lines[_MOST_CAUSES:] = [f"and {counted(len(lines) - _MOST_CAUSES, 'more difference')}"]
     if one.python != two.python:
         lines.append(f"the interpreter: {one.python}, and {two.python}")
     if one.script_digest != two.script_digest:

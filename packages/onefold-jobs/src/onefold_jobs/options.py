@@ -82,6 +82,7 @@ OTHER_NAMES = {
 }
 """The names that other programs have for options of the jobs."""
 _MOST_CONFIG_BYTES = 1 << 20
+_MOST_DOTS = 1000
 _SHOWN_CHARACTERS = 30
 _RUN = {field.name: field for field in dataclasses.fields(onefold.RunOptions)}
 
@@ -415,10 +416,12 @@ def parse_toml(content: bytes) -> dict[str, Any]:
     Raises:
         ValueError: the content is not TOML, or is nested too deeply.
     """
+    # Dots in a name make tables within each other: tomllib takes time and memory by their square.
+    if any(line.count(b".") > _MOST_DOTS for line in content.splitlines()):
+        raise ValueError(f"it is nested too deeply, by a line of more than {_MOST_DOTS:,} dots")
     try:
         values = tomllib.loads(content.decode())
-    # tomllib reads nested lists by recursion, and sets no limit of its own. Dots in a name make
-    # tables within each other, without any recursion.
+    # tomllib reads nested lists by recursion, and sets no limit of its own.
     except RecursionError:
         values = None
     if values is None or nested_too_deeply(values):
