@@ -22,7 +22,11 @@ extensions = [
 ]
 exclude_patterns = ["inventories"]
 nitpicky = True
-nitpick_ignore_regex = [("py:class", r"tuple\[~onefold.*")]  # a field's type, which Sphinx cuts
+nitpick_ignore_regex = [
+    ("py:(class|obj)", r"[^\[]*\[[^\]]*"),  # a field's type, which Sphinx cuts
+    ("py:class", r"(rich|typer)\..*"),  # without an inventory
+    ("py:class", "Collate|DataSource|ScoreFunction|TorchNames"),  # of the source, not of the pages
+]
 smartquotes = False  # -- is an option, not a dash
 default_role = "code-or-link"  # of single backticks in docstrings
 
