@@ -1,17 +1,22 @@
 """Records and bundles of other people: nothing of theirs runs unless the user agrees to it."""
 
+import math
 import os
 import shutil
 import zipfile
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from onefold.cli.main import main
+from onefold.cli.replay import StepReplay
 from onefold.record import FILE, Record
-from onefold.record.entries import Entry, FrameWriter, StartEntry, StepEntry, encode
+from onefold.record.entries import Entry, FrameWriter, StartEntry, StepEntry, encode, read_frames
+from onefold.record.findings import Findings
 from tests.cli.test_replaying import onefold
+from tests.tables import for_each
 
 NOBODY = 65534
 SCRIPT = """
@@ -155,3 +160,95 @@ def test_a_record_of_any_number_of_differences_is_compared_in_few_lines(
     said = capfd.readouterr().out
     assert "more differences" in said
     assert said.count("\n") < 300
+
+
+ABOUT = b'{"step": 1, "scale": 0.0, "description": {}}'
+BUNDLES: dict[str, tuple[dict[str, bytes], int, str]] = {
+    "nothing in it": ({}, 0, "no item named 'about.json'"),
+    "no step": ({"about.json": ABOUT}, 0, "no item named 'step.pt'"),
+    "fields missing": ({"about.json": b"{}"}, 0, "missing required field `step`"),
+    "a list": ({"about.json": b"[]"}, 0, "Expected `object`"),
+    "wrong fields": ({"about.json": ABOUT.replace(b"1", b'"x"')}, 0, "Expected `int`, got `str`"),
+    "no step of a run": ({"about.json": ABOUT.replace(b"1", b"0")}, 0, "Expected `int` >= 1"),
+    "wrong texts": ({"about.json": ABOUT.replace(b"{}", b'{"a": [1]}')}, 0, "Expected `str`"),
+    "no JSON": ({"about.json": b"\xff\xfe"}, 0, "is malformed"),
+    "nested": ({"about.json": b'{"a":' + b"[" * 100_000}, 0, "ecursion"),
+    "compressed": ({"about.json": ABOUT + bytes(1 << 24)}, zipfile.ZIP_DEFLATED, "are compressed"),
+    "large": ({"about.json": ABOUT + bytes(1 << 26)}, 0, "is too large"),
+    "no entry": ({"about.json": ABOUT, "step.pt": b"", "entry": b"\x80"}, 0, "its entry"),
+}
+
+
+@for_each("kind", BUNDLES)
+def test_bundles_that_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    parts, compression, words = BUNDLES[kind]
+    path = tmp_path / "step.zip"
+    with zipfile.ZipFile(path, "w", compression) as bundle:
+        for name, content in parts.items():
+            bundle.writestr(name, content)
+    said = typed(monkeypatch, capfd, "replay", str(path), "--yes")
+    assert f"{path}: expected a bundle of onefold replay" in said
+    assert words in said
+    path.write_bytes(path.read_bytes().replace(b"about", b"ab\0ut"))
+    assert "expected" in typed(monkeypatch, capfd, "replay", str(path), "--yes")
+
+
+ODD = (-1, 1 << 63, None, "x", b"x", [], ["step-00000001/../.."], {}, {"x": b"x"}, math.nan)
+
+
+@pytest.mark.full
+def test_whatever_an_entry_says_there_is_no_traceback(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fields = [
+        (number, name)
+        for number, each in enumerate(Record(run).entries)
+        for name in each.__struct_fields__
+    ]
+    frames, whole = [each.body for each in read_frames(run / FILE)[0]], str(run)
+    edited, ended = run.with_name("edited"), 0
+    edited.mkdir()
+    bodies = [
+        *((number, [body]) for number, body in enumerate(map(deep, frames))),
+        *((n, [odd_body(frames[n], name, odd)]) for n, name in fields for odd in ODD),
+    ]
+    for number, (body,) in bodies:
+        (edited / FILE).unlink(missing_ok=True)
+        writer = FrameWriter(edited / FILE)
+        for place, each in enumerate(frames):
+            writer.append(body if place == number else each)
+        writer.close()
+        for words in (("record", "show"), ("why",), ("compare", whole)):
+            with monkeypatch.context() as patch:
+                patch.setattr("sys.argv", ["onefold", *words, str(edited)])
+                patch.setattr(
+                    StepReplay, "inspect_step", lambda self, step, **asked: Findings(step=1)
+                )
+                with pytest.raises(SystemExit) as end:
+                    main()
+            ended += end.value.code == 2
+    assert ended > len(bodies)
+
+
+def odd_body(body: bytes, name: str, value: object) -> bytes:
+    return msgspec.msgpack.encode({**msgspec.msgpack.decode(body), name: value})
+
+
+def deep(body: bytes) -> bytes:
+    """With a field that later versions may have, nested without end."""
+    return bytes([body[0] + 1]) + body[1:] + b"\xa1x" + b"\x91" * 100_000 + b"\xc0"
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_replay_leaves_no_log_behind(
+    made: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = made / "own" / "train.py"
+    script.write_text(SCRIPT + "print('a line of each device')\n")
+    monkeypatch.setenv("TMPDIR", str(made / "own"))
+    code, text = onefold(run.parent, "replay", str(run), "--step", "2", "--devices", "cpu:2")
+    assert code == 0, text
+    assert not list((made / "own").glob("onefold-*"))

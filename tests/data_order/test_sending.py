@@ -1,7 +1,10 @@
 """What a worker may send: each tensor takes a descriptor, and a process may have so many."""
 
+import multiprocessing
+import multiprocessing.context
 import os
 import resource
+import signal
 import subprocess
 import sys
 import types
@@ -15,6 +18,8 @@ import torch
 from onefold.core.shard import Shares
 from onefold.data_order.reader import Answer, BadSample, Request
 from onefold.data_order.worker_processes import Sending
+from onefold.errors import SampleError
+from tests.small import make_trainer
 from tests.tables import for_each
 
 REQUEST = Request(0, 2, 8, 24, Shares((1,)), (0,), 0, None, {0: [*range(8)]}, {}, -1)
@@ -94,3 +99,26 @@ def test_too_few_open_files_end_the_run_with_a_word(tmp_path: Path) -> None:
     _, errors = run(tmp_path / "train.py", soft=100, hard=100)
     assert "SampleError: sending the batch up to sample 16 in epoch 0 failed: OSError" in errors
     assert "(ulimit -n)" in errors
+
+
+class Killed(multiprocessing.context.ForkProcess):
+    """Is killed before PyTorch hears of it."""
+
+    def start(self) -> None:
+        super().start()
+        os.kill(self.pid or 0, signal.SIGKILL)
+        self.join()
+
+
+class Killing(multiprocessing.context.ForkContext):
+    Process = Killed
+
+
+def test_a_worker_that_is_killed_as_it_starts_is_noticed_at_once() -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=4, num_workers=2, multiprocessing_context=Killing()
+    )
+    batches = make_trainer(timeout_s=60.0).loader(loader)
+    with pytest.raises(SampleError, match="expected 2 worker processes of a loader, one has ended"):
+        next(iter(batches))

@@ -1,6 +1,7 @@
 """The rule by which a step stands out: what has left its own history, and nothing else."""
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -136,3 +137,19 @@ def test_a_batch_without_weight_and_a_scale_that_is_lowered_are_no_departure(
         writer.append(encode(entry))
     writer.close()
     assert first_departure(Record(tmp_path)) is None
+
+
+def test_a_step_of_100_000_values_takes_no_time(tmp_path: Path) -> None:
+    """Nor do steps before it that have none of them."""
+    writer, numbers = FrameWriter(tmp_path / FILE), bytes(16)
+    for step in range(1, 61):
+        values = {f"v{n}": 1.0 for n in range(100_000)} if step == 60 else {}
+        entry = StepEntry(
+            step=step, epoch=0, samples=8, loss=1.0, weight=1.0, norm=1.0, rates=[0.1],
+            values=values, totals=numbers, weights=numbers,
+        )  # fmt: skip
+        writer.append(encode(entry))
+    writer.close()
+    record, begun = Record(tmp_path), time.process_time()
+    assert first_departure(record) is None
+    assert time.process_time() - begun < 3

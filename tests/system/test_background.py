@@ -125,3 +125,15 @@ def test_a_child_computes_on_another_core() -> None:
         assert len(os.sched_getaffinity(0)) == len(_cores) - 1
         gradient()
     assert os.sched_getaffinity(0) == _cores
+
+
+def test_cores_may_not_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in some containers."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    assert Child(lambda: b"a value").result(limit_s=60.0) == b"a value"
+    with on_other_cores():
+        pass

@@ -406,16 +406,15 @@ def _show(record: Record) -> None:
             f"{begun['time']}  from step {begun['step']} on {', '.join(begun['devices'])}: "
             f"{in_shell(*begun['command'])}"
         )
-    steps = record.steps
+    steps = [each for each in record.entries if isinstance(each, StepEntry)]
     others = [each for each in record.entries if not isinstance(each, StartEntry)]
     table = Table("step", "epoch", "samples", "loss", "norm", "")
-    for row in range(max(0, len(steps["step"]) - _LAST), len(steps["step"])):
-        table.add_row(*(str(steps[name][row]) for name in ("step", "epoch", "samples")),
-                      *(f"{steps[name][row]:.6g}" for name in ("loss", "norm")),
-                      str(steps["skipped"][row]))  # fmt: skip
+    for each in steps[-_LAST:]:
+        numbers = (f"{each.loss:.6g}", f"{each.norm:.6g}")
+        table.add_row(*map(str, (each.step, each.epoch, each.samples)), *numbers, each.skipped)
     console.print(table)
     console.print(
-        f"{counted(len(steps['step']), 'step')}, {counted(len(record.results), 'result')}, "
+        f"{counted(len(steps), 'step')}, {counted(len(record.results), 'result')}, "
         f"{counted(len(record.blocks['step']), 'block')} of modifying, "
         f"{counted(len(record.checkpoints['step']), 'checkpoint')}, {len(others)} entries in all"
     )

@@ -18,7 +18,6 @@ the run into the new folder, and returns the arguments of ``onefold`` that resum
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -31,7 +30,7 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -43,7 +42,7 @@ from onefold.cli import Screen, print_json
 from onefold.cli.running import DEFAULT_PLACEMENT, confirm
 from onefold.errors import DataError, RecordError, RunFailed
 from onefold.record import FILE, Record
-from onefold.record.entries import FailureEntry, FrameWriter, StartEntry, harmless_flags
+from onefold.record.entries import FailureEntry, FrameWriter, StartEntry, decode, harmless_flags
 from onefold.record.findings import (
     RULE,
     Departure,
@@ -54,8 +53,8 @@ from onefold.record.findings import (
     first_departure,
 )
 from onefold.system.process import STOPPED_CODE, TOOLS_VARIABLE
-from onefold.system.safe_files import PrivateFolder
-from onefold.system.words import in_shell, listed, tell
+from onefold.system.safe_files import RECORD_BYTES, PrivateFolder
+from onefold.system.words import in_shell, listed, message_of, tell
 
 __all__ = ["StepReplay", "explain", "replay_step"]
 
@@ -64,6 +63,16 @@ _GATHERS = "The loss gathers over the batch: its shards cannot be looked into by
 _FEW, _MOST_SAMPLES = 8, 64
 _OWN = ("optimizer", "the optimizer", "the number of shards per device", "the scheduler", "a hash")
 """How words of a description begin that a bundle does not keep."""
+_UNUSABLE = (
+    zipfile.BadZipFile,
+    msgspec.DecodeError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    EOFError,
+)
+"""What is raised for a ZIP file or a JSON text that is not as it must be."""
+_CHECKPOINT = re.compile(r"step-\d{1,18}", re.ASCII)
 _MANIFEST = "run.json"
 """A file of every whole checkpoint."""
 
@@ -214,6 +223,8 @@ class StepReplay:
         table = self.record.checkpoints
         columns = (table[name].tolist() for name in ("step", "folder", "line"))
         rows = sorted((at, name, line) for at, name, line in zip(*columns, strict=True))
+        # Of this folder: a record may name any.
+        rows = [each for each in rows if _CHECKPOINT.fullmatch(each[1])]
         return [name for at, name, line in rows if at < step and not (of_script and line)]
 
 
@@ -292,22 +303,18 @@ def _look_into_bundle(
         DataError: the file is no bundle.
         RunFailed: the step cannot be computed here.
     """
-    with PrivateFolder("onefold-replay-") as private, zipfile.ZipFile(path) as bundle:
-        folder, names = private.path, bundle.namelist()
-        if not {"about.json", "step.pt"} <= set(names):
-            raise DataError(f"{path}: expected a bundle of onefold replay, it has {listed(names)}")
-        about = json.loads(bundle.read("about.json"))
-        record = ""
-        if "entry" in names:
+    with PrivateFolder("onefold-replay-") as private:
+        folder, record = private.path, ""
+        about, entry = _unpack(path, folder)
+        if entry:
             writer = FrameWriter(folder / FILE)
-            writer.append(bundle.read("entry"))
+            writer.append(entry)
             writer.close()
             record = str(folder / FILE)
-        bundle.extract("step.pt", folder)
         found = folder / "findings.json"
         asks = Inspection(
-            record=record, step=about["step"], after=about["step"] - 1, shards=shards,
-            scale=about["scale"], findings=str(found),
+            record=record, step=about.step, after=about.step - 1, shards=shards,
+            scale=about.scale, findings=str(found),
         )  # fmt: skip
         os.environ[TOOLS_VARIABLE] = _tools(asks)
         try:
@@ -318,10 +325,38 @@ def _look_into_bundle(
         finally:
             del os.environ[TOOLS_VARIABLE]
         looked = msgspec.json.decode(found.read_bytes(), type=Findings)
-    for what, then in about["description"].items():
+    for what, then in about.description.items():
         if not what.startswith(_OWN) and (now := looked.description.get(what, "")) != then:
             console.print(f"{what}: {then} where the bundle was made, here {now}")
     return looked
+
+
+class _About(msgspec.Struct):
+    """What a bundle says of its step."""
+
+    step: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    scale: float
+    description: dict[str, str]
+
+
+def _unpack(path: Path, folder: Path) -> tuple[_About, bytes]:
+    """Put the step of a bundle into a folder; return what is said of it, and its entry, if any."""
+    try:
+        with zipfile.ZipFile(path) as bundle:
+            sizes = {each.filename: each.file_size for each in bundle.infolist()}
+            if any(each.compress_type != zipfile.ZIP_STORED for each in bundle.infolist()):
+                raise ValueError("its parts are compressed, as no bundle's are")
+            if sizes.get("about.json", 0) + sizes.get("entry", 0) > RECORD_BYTES:
+                raise ValueError("its about.json or entry is too large")
+            about = msgspec.json.decode(bundle.read("about.json"), type=_About)
+            bundle.extract("step.pt", folder)
+            entry = bundle.read("entry") if "entry" in sizes else b""
+            if entry:
+                decode(entry, "its entry")
+            return about, entry
+    except (*_UNUSABLE, RecordError) as error:
+        why = message_of(error)
+        raise DataError(f"{path}: expected a bundle of onefold replay: {why}") from None
 
 
 def _tools(asked: Inspection) -> str:

@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from onefold.data_order.order import Requests, Workers
 from onefold.data_order.reader import Answer, BadSample
+from onefold.errors import SampleError
 from onefold.system.process import ctrl_c_as_before, die_with_parent
 from onefold.system.safe_files import LONGEST_TEMPORARY_PATH
 
@@ -83,8 +84,16 @@ def start_workers(
         # Without one, DataLoader would draw a seed from the caller's generator.
         generator=torch.Generator().manual_seed(0),
     )
+    before = set(multiprocessing.active_children())
     with _collecting_nothing():
-        return iter(loader)
+        answers = iter(loader)
+    # PyTorch hears of the end of workers that it knows, and of those alone.
+    if len(set(multiprocessing.active_children()) - before) < workers.number:
+        raise SampleError(
+            f"expected {workers.number} worker processes of a loader, one has ended while they "
+            f"were started: it was killed, as where memory runs out. Use fewer workers"
+        )
+    return answers
 
 
 class _Tied:

@@ -44,7 +44,7 @@ from onefold.launcher.environment import (
 )
 from onefold.launcher.workers import Logs, Outcome, RunStatus, StoppedGroup, WorkerGroup
 from onefold.system.folder_lock import lock_of_checkpoints
-from onefold.system.process import StopSignals, ctrl_c_later
+from onefold.system.process import STOPPED_CODE, StopSignals, ctrl_c_later
 from onefold.system.safe_files import PrivateFolder, local_path
 from onefold.system.words import counted, show_traceback, tell
 from onefold.watch.timeline import check_timeline, join_timeline
@@ -253,7 +253,9 @@ def supervise(
             failures = 1 if now_saved > saved else failures + 1
             saved = max(saved, now_saved)
             if outcome.final or failures > options.max_restarts:
-                return replace(outcome, logs=logs.place(failed=outcome.failed))
+                # A run that stops because a tool has seen enough has nothing to tell.
+                failed = outcome.failed and outcome.exit_code != STOPPED_CODE
+                return replace(outcome, logs=logs.place(failed=failed))
             failed_in.append(outcome.step)
             if options.restart_devices == "fewer":
                 run = replace(run, selection=_without(run.selection, outcome.lost, options))

@@ -29,10 +29,10 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from onefold.core import encoding
@@ -65,12 +65,16 @@ __all__ = [
 ]
 
 
+Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+"""A whole number that an array can have."""
+
+
 class StartEntry(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=True):
     """A run began here, or was resumed: what was written of later steps does not count."""
 
     run: str
     """The run's name, kept when it is resumed."""
-    step: int
+    step: Number
     """How many steps are done."""
     time: str
     """ISO 8601, UTC."""
@@ -94,14 +98,14 @@ class StartEntry(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=Tru
     """The environment variables by which libraries choose their kernels."""
     libraries: dict[str, str] = {}
     """The version of each library that was loaded and says which one it is."""
-    devices: list[str]
+    devices: Annotated[list[str], Meta(min_length=1)]
     description: dict[str, str]
     """What the numbers depend on, in words: settings, versions, processor, parameters; the same on
     all devices."""
     anew: bool = False
     """Whether no script could be answered from what was written before: it has gone back by
     `Trainer.load`, or something was changed on purpose."""
-    kept: int = 0
+    kept: Number = 0
     """How many of the entries before this one the checkpoint has seen; those that counted for it
     count."""
 
@@ -136,9 +140,9 @@ def harmless_flags(flags: Mapping[str, str]) -> dict[str, str]:
 class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True):
     """A step was made, or skipped."""
 
-    step: int
-    epoch: int
-    samples: int
+    step: Number
+    epoch: Number
+    samples: Number
     name: str = ""
     """Of the loss, where there are several."""
     gradient: bool = False
@@ -169,6 +173,11 @@ class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True)
     """Seconds since 1970, when it was noted; 0 in records that have no times. Steps that differ in
     nothing else are equal."""
 
+    def __post_init__(self) -> None:
+        size = len(self.totals)
+        if size % 8 or len(self.weights) != size or len(self.digests) not in (0, size):
+            raise ValueError("expected as many numbers of 8 bytes in totals, weights and digests")
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StepEntry) and encode(replace(self, time=0.0)) == encode(
             replace(other, time=0.0)
@@ -178,7 +187,7 @@ class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True)
 class FailureEntry(Struct, tag="failed", tag_field="kind", frozen=True, kw_only=True):
     """A step that raised an error, which the script survived."""
 
-    step: int
+    step: Number
     line: str
     """Where in the script."""
     error: str
@@ -189,7 +198,7 @@ class FailureEntry(Struct, tag="failed", tag_field="kind", frozen=True, kw_only=
 class Result(Struct, tag="result", tag_field="kind", frozen=True, kw_only=True):
     """Something that the script asked for between two steps."""
 
-    step: int
+    step: Number
     call: str
     """``evaluate``, ``predict``, ``gather`` or ``broadcast``."""
     line: str
@@ -203,7 +212,7 @@ class Result(Struct, tag="result", tag_field="kind", frozen=True, kw_only=True):
 class BlockEntry(Struct, tag="modifying", tag_field="kind", frozen=True, kw_only=True):
     """A block of `Trainer.modifying` has ended."""
 
-    step: int
+    step: Number
     line: str
     """Where in the script."""
     digest: int
@@ -213,7 +222,7 @@ class BlockEntry(Struct, tag="modifying", tag_field="kind", frozen=True, kw_only
 class SavedEntry(Struct, tag="checkpoint", tag_field="kind", frozen=True, kw_only=True):
     """A checkpoint was begun."""
 
-    step: int
+    step: Number
     folder: str
     line: str = ""
     """Where in the script; empty where the launcher had it made."""
@@ -222,7 +231,7 @@ class SavedEntry(Struct, tag="checkpoint", tag_field="kind", frozen=True, kw_onl
 class AuditEntry(Struct, tag="audit", tag_field="kind", frozen=True, kw_only=True):
     """An audit has found a wrong result."""
 
-    step: int
+    step: Number
     shard: int
     """-1 for the update of a part of the parameters."""
     devices: list[int]
@@ -234,7 +243,7 @@ class AuditEntry(Struct, tag="audit", tag_field="kind", frozen=True, kw_only=Tru
 class SameProcessEntry(Struct, tag="same_process", tag_field="kind", frozen=True, kw_only=True):
     """From here on, the only device audits its shards in the run's own process, without a child."""
 
-    step: int
+    step: Number
     why: str
 
 
@@ -244,7 +253,7 @@ class HangEntry(Struct, tag="hang", tag_field="kind", frozen=True, kw_only=True)
     Nothing depends on it: it counts as no entry where entries are counted.
     """
 
-    step: int
+    step: Number
     text: str
     """Who has waited for whom, with the stacks of all processes."""
 
@@ -269,7 +278,7 @@ def decode(body: bytes, where: str) -> Entry:
     """
     try:
         return _DECODER.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RecordError(f"{where}: expected an entry of a record, got another: {error}") from None
 
 

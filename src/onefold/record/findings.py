@@ -20,7 +20,8 @@ the spread is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -149,7 +150,7 @@ class Findings(Struct, kw_only=True):
     """Digests of the model's tensors before each step, if they were asked for."""
 
 
-_WINDOW, _LEAST = 50, 10
+_WINDOW, _LEAST, _AT_ONCE = 50, 10, 1 << 19
 _SPREADS, _SPREADS_OF_SHARD = 8.0, 20.0
 _LEAST_SPREAD = 0.05
 RULE = (
@@ -181,25 +182,28 @@ def first_departure(record: Record) -> Departure | None:
     numbers by chance, so a batch of less than half the usual size counts only where no other step
     stands out, or with numbers that are not finite.
     """
-    sizes = record.steps["samples"]
-    short = 2 * sizes < np.median(sizes) if len(sizes) else np.zeros(0, bool)
-    finite = np.isfinite(record.steps["loss"]) & np.isfinite(record.steps["norm"])
-    return _first_of(record, ~(short & finite)) or _first_of(record, np.ones(len(sizes), bool))
+    made = [each for each in record.entries if isinstance(each, StepEntry)]
+    usual = np.median([each.samples for each in made]) if made else 0.0
+    whole = [each for each in made if 2 * each.samples >= usual or not _is_finite(each)]
+    return _first_of(record, whole) or _first_of(record, made)
 
 
-def _first_of(record: Record, counted: np.ndarray) -> Departure | None:
-    """The first that stands out of the steps for which ``counted``, (steps,) bool, is true."""
-    steps, found = record.steps, []
-    looked = set(steps["step"][counted].tolist())
-    names = [name for name in steps if name in ("loss", "norm") or name.startswith("value.")]
-    for loss in dict.fromkeys(steps["name"].tolist()):
+def _is_finite(entry: StepEntry) -> bool:
+    return math.isfinite(entry.loss) and math.isfinite(entry.norm)
+
+
+def _first_of(record: Record, made: Sequence[StepEntry]) -> Departure | None:
+    """The first that stands out of these steps, or has failed."""
+    found: list[Departure | None] = []
+    for loss in dict.fromkeys(each.name for each in made):
+        own = [each for each in made if each.name == loss]
         # A batch without weight has no loss, and is skipped for that.
-        rows = np.flatnonzero((steps["name"] == loss) & (steps["weight"] > 0) & counted)
-        for name in names:
-            which = rows if name != "norm" else rows[~_lacks(steps, rows)]
-            found.append(_first(steps["step"][which], steps[name][which].astype(float), name))
-        entries = [each for each in record.by_step.values() if each.step in looked]
-        found.append(_first_shard([each for each in entries if each.name == loss]))
+        rows = [each for each in own if each.weight > 0]
+        normed = [each for each in rows if not _lacks_norm(each)]
+        found.append(_first(rows, lambda each: {"loss": each.loss}))
+        found.append(_first(normed, lambda each: {"norm": each.norm}))
+        found.append(_first(rows, lambda each: each.values, may_lack=True))
+        found.append(_first_shard(own))
     for entry in record.entries:
         if isinstance(entry, FailureEntry):
             text = f"{entry.error}: {entry.text}"
@@ -207,24 +211,20 @@ def _first_of(record: Record, counted: np.ndarray) -> Departure | None:
     return min(filter(None, found), default=None, key=lambda each: (each.step, each.what))
 
 
-def _lacks(steps: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
-    """Which steps have no norm, as they were skipped for another reason than the norm itself."""
-    skipped = steps["skipped"][rows] != ""
-    none = np.isnan(steps["norm"][rows]) & np.isfinite(steps["loss"][rows])
+def _lacks_norm(entry: StepEntry) -> bool:
+    """Whether a step was skipped for another reason than its norm itself, and has none."""
+    none = bool(entry.skipped) and math.isnan(entry.norm) and math.isfinite(entry.loss)
     # The scale of the losses is lowered now and then until no gradient overflows.
-    scaled = np.char.startswith(steps["skipped"][rows].astype(str), "a gradient overflowed")
-    lacks: np.ndarray = (skipped & none) | scaled
-    return lacks
+    return none or entry.skipped.startswith("a gradient overflowed")
 
 
 def _first_shard(entries: Sequence[StepEntry]) -> Departure | None:
     means = [_means(entry) for entry in entries]
     for place, own in enumerate(means):
         near = np.concatenate(means[max(0, place - _WINDOW) : place + 1])
-        near = near[np.isfinite(near)]
-        if len(near) < _LEAST or len(own) < 2:
+        if np.isfinite(near).sum() < _LEAST or len(own) < 2:
             continue
-        usual, spread = _usual(near)
+        usual, spread = map(float, _usual(near))
         largest = int(np.argmax(own))
         if own[largest] - usual > _SPREADS_OF_SHARD * spread:
             what = f"loss of shard {largest}"
@@ -238,24 +238,70 @@ def _means(entry: StepEntry) -> np.ndarray:
     return means
 
 
-def _usual(values: np.ndarray) -> tuple[float, float]:
-    """The median of some numbers, and their spread."""
-    usual = float(np.median(values))
-    deviation = 1.4826 * float(np.median(np.abs(values - usual)))
-    return usual, max(deviation, _LEAST_SPREAD * abs(usual))
+def _usual(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The median of the finite numbers in the last axis, NaN of none, and their spread."""
+    usual = _median(values)
+    spread = 1.4826 * _median(np.abs(values - usual[..., None]))
+    return usual, np.maximum(spread, _LEAST_SPREAD * np.abs(usual))
 
 
-def _first(steps: np.ndarray, values: np.ndarray, name: str) -> Departure | None:
-    for place, value in enumerate(values.tolist()):
-        before = values[max(0, place - _WINDOW) : place]
-        before = before[np.isfinite(before)]
-        known = len(before) >= _LEAST
-        usual, spread = _usual(before) if known else (math.nan, math.nan)
-        if math.isfinite(value) and not (known and value - usual > _SPREADS * spread):
-            continue
-        # A value that was never there, such as one that only some steps return.
-        if math.isnan(value) and name.startswith("value.") and not np.isfinite(before).any():
-            continue
-        what = name.removeprefix("value.")
-        return Departure(int(steps[place]), what, value, usual, spread)
+def _median(values: np.ndarray) -> np.ndarray:
+    finite = np.isfinite(values)
+    ordered = np.sort(np.where(finite, values, np.inf), axis=-1)
+    number = finite.sum(axis=-1, keepdims=True)
+    places = np.maximum(number - 1, 0) // 2, np.minimum(number // 2, values.shape[-1] - 1)
+    low, high = (np.take_along_axis(ordered, each, axis=-1) for each in places)
+    median: np.ndarray = np.where(number > 0, (low + high) / 2, np.nan)[..., 0]
+    return median
+
+
+def _windows(rows: np.ndarray) -> np.ndarray:
+    """For each row behind the first ones, those before it: (rows, columns, `_WINDOW`)."""
+    return np.lib.stride_tricks.sliding_window_view(rows, _WINDOW, axis=0)[:-1]
+
+
+def _first(
+    entries: Sequence[StepEntry],
+    values: Callable[[StepEntry], Mapping[str, float]],
+    *,
+    may_lack: bool = False,
+) -> Departure | None:
+    """The first step one of whose values, by name, stands out.
+
+    Args:
+        entries: of the steps.
+        values: returns those of a step.
+        may_lack: whether a value may be missing until the first step that has it.
+    """
+    past, names, begin = np.full((_WINDOW, 0), np.nan), list[str](), 0
+    while begin < len(entries):
+        # As many steps at once as do not take much memory.
+        here, end = dict.fromkeys(names, 0.0), begin
+        while end < len(entries):
+            wider = {**here, **values(entries[end])}
+            if end > begin and (end - begin) * len(wider) > _AT_ONCE:
+                break
+            here, end = wider, end + 1
+        own = [[values(each).get(name, np.nan) for name in here] for each in entries[begin:end]]
+        now = np.array(own, float).reshape(end - begin, len(here))
+        rows = np.full((_WINDOW + len(now), len(here)), np.nan)
+        rows[:_WINDOW, : len(names)], rows[_WINDOW:] = past, now  # the old names come first
+        before = _windows(rows)
+        number = np.isfinite(before).sum(axis=-1)
+        known, bad = number >= _LEAST, ~np.isfinite(now)
+        # Whatever stands out is so far above half of them: only of these a median is needed.
+        above = _windows(rows + 0.99 * _SPREADS * _LEAST_SPREAD * np.abs(rows)) <= now[..., None]
+        high = known & (2 * above.sum(axis=-1) >= number)
+        usual, spread = _usual(before[high])
+        bad[high] |= now[high] - usual > _SPREADS * spread
+        bad &= ~(may_lack & np.isnan(now) & (number == 0))
+        if bad.any():
+            at = int(bad.any(axis=1).argmax())
+            what, column = min((name, n) for n, name in enumerate(here) if bad[at, n])
+            place = at, column
+            spent = map(float, _usual(before[place])) if known[place] else (math.nan, math.nan)
+            return Departure(entries[begin + at].step, what, float(now[place]), *spent)
+        past, begin = rows[-_WINDOW:], end
+        kept = np.isfinite(past).any(axis=0)
+        past, names = past[:, kept], list(compress(here, kept.tolist()))
     return None

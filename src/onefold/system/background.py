@@ -34,7 +34,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -222,7 +222,7 @@ def on_other_cores() -> Iterator[None]:
     try:
         yield
     finally:
-        os.sched_setaffinity(0, allowed)
+        _move_to(allowed)
         with suppress(ChildError):
             _dissolve_pools()  # the threads that were made meanwhile lack that core
 
@@ -268,4 +268,10 @@ def _leave(core: int) -> None:
         # does its part of each kernel on a core that did another part before.
         torch.ones(_DIVIDED_NUMEL).mul_(2.0)
     if others:
-        os.sched_setaffinity(0, others)
+        _move_to(others)
+
+
+def _move_to(cores: Set[int]) -> None:
+    """Have this thread compute on these cores, unless a container does not let it choose."""
+    with suppress(PermissionError):
+        os.sched_setaffinity(0, cores)
