@@ -320,3 +320,71 @@ def test_weights_of_a_damaged_checkpoint_are_refused(original: Path, tmp_path: P
     for place in (folder, path, copy):
         with pytest.raises(CheckpointError, match=r"is damaged: model\.safetensors has other"):
             onefold.load_weights(line(), place)
+
+
+def whole(trainer: onefold.Trainer, place: Path) -> dict[str, Any]:
+    """All that a trainer goes on with: bits of tensors, settings, scheduler, place in the data."""
+    folder = trainer.save(place)
+    record = record_of(folder)
+    kept = {name: record[name] for name in record.keys() - {"serial", "sha256", "files", "saved"}}
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} | kept
+
+
+def flipped(folder: Path, file: str, name: str) -> None:
+    tensors = load_file(folder / file)
+    tensors[name].view(torch.uint8).flatten()[0] ^= 1
+    save_file(tensors, folder / file)
+    reseal(folder)
+
+
+def without(folder: Path, file: str, name: str) -> None:
+    save_file({n: v for n, v in load_file(folder / file).items() if n != name}, folder / file)
+    reseal(folder)
+
+
+def says(folder: Path, value: object, *names: str | int) -> None:
+    record = record_of(folder)
+    put(record, value, *names)
+    seal(folder, text_of(record))
+
+
+STATE = "scheduler", "state"
+LATE: dict[str, Callable[[Path], None]] = {
+    "fingerprint": lambda folder: says(folder, "0" * 16, "fingerprint"),
+    "weight": lambda folder: flipped(folder, "model.safetensors", "1.weight"),
+    "buffer": lambda folder: flipped(folder, "model.safetensors", "0.running_var"),
+    "no state": lambda folder: without(folder, "optimizer.safetensors", "1.weight.exp_avg"),
+    "no weight": lambda folder: without(folder, "model.safetensors", "1.weight"),
+    "no scheduler": lambda folder: says(folder, [["x"]], *STATE),
+    "odd scheduler": lambda folder: says(
+        folder, {"last_epoch": 7, "more": 1, "_schedulers": 3}, *STATE
+    ),
+    "half a scheduler": lambda folder: says(folder, {"last_epoch": 7}, *STATE),
+}
+
+
+@for_each("kind", LATE)
+def test_what_fails_while_it_is_loaded_leaves_everything_as_it_was(
+    tmp_path: Path, kind: str
+) -> None:
+    def made() -> onefold.Trainer:
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), line())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        parts = [torch.optim.lr_scheduler.StepLR(optimizer, n) for n in (2, 3)]
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
+        trainer = make_trainer(model, optimizer=optimizer, scheduler=scheduler)
+        trainer.average(decay=0.9)
+        return trainer
+
+    torch.set_num_threads(1)
+    saved, trainer = made(), made()
+    for batch in (points(8), points(12)):
+        saved.step(batch)
+    trainer.step(points(12))
+    folder = saved.save(tmp_path / "kept")
+    LATE[kind](folder)
+    before = whole(trainer, tmp_path / "before")
+    with pytest.raises(CheckpointError):
+        trainer.load(folder)
+    assert whole(trainer, tmp_path / "after") == before
+    trainer.step(points(8))

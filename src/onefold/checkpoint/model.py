@@ -19,6 +19,7 @@ from onefold.checks.model import sorted_values, state_of
 from onefold.core.flat import (
     aligned,
     bits_of,
+    digest_of,
     fingerprint_of,
     named_tensors,
     own_name,
@@ -154,6 +155,19 @@ class TensorFiles:
                 one, other = (f"{dtype} {shape}" for shape, dtype in (there, here))
                 words = f" is {one} in the checkpoint and {other} in this model"
             raise CheckpointError(f"{name}{words}: it was saved from another model")
+
+    def check_fingerprint(self, module: torch.nn.Module, expected: str) -> None:
+        """Compare the values with what was noted of them when they were saved.
+
+        Raises:
+            CheckpointError: they have other bits, so that some are not those of the run.
+        """
+        read = {name: digest_of(self.read(name)) for name in named_tensors(module)}
+        if (found := fingerprint_of(read)) != expected:
+            raise CheckpointError(
+                f"its values have the fingerprint {found}, expected {expected}, which its run.json "
+                f"names: one of the two is of another run"
+            )
 
     def kind_of(self, name: str) -> tuple[tuple[int, ...], str] | None:
         """The shape of a tensor, and its type as `DTYPES` calls it; None if it is not there."""

@@ -319,6 +319,7 @@ class Checkpoints:
                 files.model.check(self._context.module)
                 self._state.check_fits(found.run, allow_changed)
                 files.check()
+                files.model.check_fingerprint(self._context.module, found.run["fingerprint"])
             except (CheckpointError, ValueError) as error:
                 raise CheckpointError(f"{found.folder} does not fit: {error}") from None
         except CheckpointError as error:

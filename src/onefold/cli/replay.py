@@ -30,7 +30,7 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -40,9 +40,9 @@ from rich.text import Text
 import onefold
 from onefold.cli import Screen, print_json
 from onefold.cli.running import DEFAULT_PLACEMENT, confirm
-from onefold.errors import DataError, RecordError, RunFailed
+from onefold.errors import RecordError, RunFailed
 from onefold.record import FILE, Record
-from onefold.record.entries import FailureEntry, FrameWriter, StartEntry, decode, harmless_flags
+from onefold.record.entries import FailureEntry, FrameWriter, StartEntry, harmless_flags
 from onefold.record.findings import (
     RULE,
     Departure,
@@ -51,10 +51,11 @@ from onefold.record.findings import (
     SampleFinding,
     ShardFinding,
     first_departure,
+    unpack_bundle,
 )
 from onefold.system.process import STOPPED_CODE, TOOLS_VARIABLE
-from onefold.system.safe_files import RECORD_BYTES, PrivateFolder
-from onefold.system.words import in_shell, listed, message_of, tell
+from onefold.system.safe_files import PrivateFolder
+from onefold.system.words import in_shell, listed, tell
 
 __all__ = ["StepReplay", "explain", "replay_step"]
 
@@ -63,15 +64,6 @@ _GATHERS = "The loss gathers over the batch: its shards cannot be looked into by
 _FEW, _MOST_SAMPLES = 8, 64
 _OWN = ("optimizer", "the optimizer", "the number of shards per device", "the scheduler", "a hash")
 """How words of a description begin that a bundle does not keep."""
-_UNUSABLE = (
-    zipfile.BadZipFile,
-    msgspec.DecodeError,
-    RuntimeError,
-    ValueError,
-    LookupError,
-    EOFError,
-)
-"""What is raised for a ZIP file or a JSON text that is not as it must be."""
 _CHECKPOINT = re.compile(r"step-\d{1,18}", re.ASCII)
 _MANIFEST = "run.json"
 """A file of every whole checkpoint."""
@@ -305,7 +297,7 @@ def _look_into_bundle(
     """
     with PrivateFolder("onefold-replay-") as private:
         folder, record = private.path, ""
-        about, entry = _unpack(path, folder)
+        about, entry = unpack_bundle(path, folder)
         if entry:
             writer = FrameWriter(folder / FILE)
             writer.append(entry)
@@ -329,34 +321,6 @@ def _look_into_bundle(
         if not what.startswith(_OWN) and (now := looked.description.get(what, "")) != then:
             console.print(f"{what}: {then} where the bundle was made, here {now}")
     return looked
-
-
-class _About(msgspec.Struct):
-    """What a bundle says of its step."""
-
-    step: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
-    scale: float
-    description: dict[str, str]
-
-
-def _unpack(path: Path, folder: Path) -> tuple[_About, bytes]:
-    """Put the step of a bundle into a folder; return what is said of it, and its entry, if any."""
-    try:
-        with zipfile.ZipFile(path) as bundle:
-            sizes = {each.filename: each.file_size for each in bundle.infolist()}
-            if any(each.compress_type != zipfile.ZIP_STORED for each in bundle.infolist()):
-                raise ValueError("its parts are compressed, as no bundle's are")
-            if sizes.get("about.json", 0) + sizes.get("entry", 0) > RECORD_BYTES:
-                raise ValueError("its about.json or entry is too large")
-            about = msgspec.json.decode(bundle.read("about.json"), type=_About)
-            bundle.extract("step.pt", folder)
-            entry = bundle.read("entry") if "entry" in sizes else b""
-            if entry:
-                decode(entry, "its entry")
-            return about, entry
-    except (*_UNUSABLE, RecordError) as error:
-        why = message_of(error)
-        raise DataError(f"{path}: expected a bundle of onefold replay: {why}") from None
 
 
 def _tools(asked: Inspection) -> str:

@@ -20,19 +20,26 @@ the spread is asked for.
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from typing import NamedTuple
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from onefold.errors import DataError, RecordError
 from onefold.record import Record, shards_of
-from onefold.record.entries import FailureEntry, StepEntry
+from onefold.record.entries import FailureEntry, StepEntry, decode
 from onefold.shard.operations import ShardOperation
+from onefold.system.safe_files import RECORD_BYTES
+from onefold.system.words import message_of
 
 __all__ = [
     "RULE",
+    "BundleFacts",
     "Departure",
     "Findings",
     "Inspection",
@@ -40,6 +47,7 @@ __all__ = [
     "SampleFinding",
     "ShardFinding",
     "first_departure",
+    "unpack_bundle",
 ]
 
 
@@ -150,6 +158,43 @@ class Findings(Struct, kw_only=True):
     """Digests of the model's tensors before each step, if they were asked for."""
 
 
+class BundleFacts(Struct, frozen=True, kw_only=True):
+    """What a bundle says of its step, in ``about.json``."""
+
+    step: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    scale: float
+    description: dict[str, str]
+    """See `onefold.record.entries.StartEntry`."""
+
+
+def unpack_bundle(path: Path, folder: Path) -> tuple[BundleFacts, bytes]:
+    """Put the step of a bundle into a folder; return what is said of it, and its entry, if any.
+
+    Raises:
+        DataError: the file is no bundle; nothing of it has been run.
+    """
+    try:
+        with zipfile.ZipFile(path) as bundle:
+            sizes = {each.filename: each.file_size for each in bundle.infolist()}
+            if any(each.compress_type != zipfile.ZIP_STORED for each in bundle.infolist()):
+                raise ValueError("its parts are compressed, as no bundle's are")
+            if sizes.get("about.json", 0) + sizes.get("entry", 0) > RECORD_BYTES:
+                raise ValueError("its about.json or entry is too large")
+            about = msgspec.json.decode(bundle.read("about.json"), type=BundleFacts)
+            bundle.extract("step.pt", folder)
+            entry = bundle.read("entry") if "entry" in sizes else b""
+            if entry:
+                decode(entry, "its entry")
+            return about, entry
+    except (*_UNUSABLE, RecordError) as error:
+        why = message_of(error)
+        raise DataError(f"{path}: expected a bundle of onefold replay: {why}") from None
+
+
+_UNUSABLE = (
+    zipfile.BadZipFile, msgspec.DecodeError, RuntimeError, ValueError, LookupError, EOFError
+)  # fmt: skip
+"""What is raised for a ZIP file or a JSON text that is not as it must be."""
 _WINDOW, _LEAST, _AT_ONCE = 50, 10, 1 << 19
 _SPREADS, _SPREADS_OF_SHARD = 8.0, 20.0
 _LEAST_SPREAD = 0.05

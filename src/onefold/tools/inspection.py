@@ -29,7 +29,7 @@ from onefold.data_order.position import Position
 from onefold.launcher.membership import RunStopped
 from onefold.record import Record, shards_of
 from onefold.record.entries import FailureEntry, StepEntry, encode
-from onefold.record.findings import Findings, Inspection, LayerFinding, ShardFinding
+from onefold.record.findings import BundleFacts, Findings, Inspection, LayerFinding, ShardFinding
 from onefold.session.run import RunSetup, RunView
 from onefold.shard.gradients import keeping_gradients
 from onefold.shard.operations import OperationWatch, first_larger, first_not_finite
@@ -297,7 +297,7 @@ class Inspector(Hook):
             ) from error
         entry = self._entries.get(number)
         scale = 0.0 if engine.rules.scale is None else engine.rules.loss_scale
-        about = {"step": number, "scale": scale, "description": self._found.description}
+        about = BundleFacts(step=number, scale=scale, description=self._found.description)
         whole = io.BytesIO()
         with zipfile.ZipFile(whole, "w") as bundle:
             bundle.writestr("about.json", msgspec.json.encode(about))

@@ -24,6 +24,7 @@ step its scheduler in them either. Neither do those that a resumed run has behin
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -182,6 +183,23 @@ class RunScheduler:
                 raise CheckpointError(
                     f"the saved state of {kind.__name__} has {', '.join(ours)}, which is no state"
                 )
+        # Tried here, as a failure later would leave a model that is half loaded.
+        before = [(each, dict(vars(each))) for each in schedulers_in(self.scheduler).values()]
+        old = copy.deepcopy(self.scheduler.state_dict())
+        try:
+            self._load(state)
+        finally:
+            for each, its in before:
+                vars(each).clear()
+                vars(each).update(its)
+            self.scheduler.load_state_dict(old)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        try:
+            self.scheduler.load_state_dict(state)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            name, why = class_of(self.scheduler), f"{type(error).__name__}: {message_of(error)}"
+            raise CheckpointError(f"the saved state of {name} cannot be used: {why}") from error
 
     def go_on(self, run: Mapping[str, Any], allow_changed: Collection[str]) -> None:
         """Continue as the saved run would have.
@@ -197,12 +215,7 @@ class RunScheduler:
             return
         self._open = None
         if "scheduler" not in allow_changed:
-            name = class_of(self.scheduler)
-            try:
-                self.scheduler.load_state_dict(from_json(run["scheduler"]["state"]))
-            except (AttributeError, LookupError, TypeError, ValueError) as error:
-                why = f"{type(error).__name__}: {message_of(error)}"
-                raise CheckpointError(f"the saved state of {name} cannot be used: {why}") from error
+            self._load(from_json(run["scheduler"]["state"]))
             self._open = run["scheduler"].get("open")
         # Saved in the epoch that is open, but where that counted as done.
         if self._open is not None and self._open < run["epoch"]:
