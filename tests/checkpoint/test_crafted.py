@@ -326,7 +326,7 @@ def whole(trainer: onefold.Trainer, place: Path) -> dict[str, Any]:
     """All that a trainer goes on with: bits of tensors, settings, scheduler, place in the data."""
     folder = trainer.save(place)
     record = record_of(folder)
-    kept = {name: record[name] for name in record.keys() - {"serial", "sha256", "files", "saved"}}
+    kept = {name: record[name] for name in record.keys() - {"serial", "sha256", "files", "time"}}
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} | kept
 
 
