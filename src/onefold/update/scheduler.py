@@ -187,19 +187,12 @@ class RunScheduler:
         before = [(each, dict(vars(each))) for each in schedulers_in(self.scheduler).values()]
         old = copy.deepcopy(self.scheduler.state_dict())
         try:
-            self._load(state)
+            _load(self.scheduler, state)
         finally:
             for each, its in before:
                 vars(each).clear()
                 vars(each).update(its)
             self.scheduler.load_state_dict(old)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        try:
-            self.scheduler.load_state_dict(state)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            name, why = class_of(self.scheduler), f"{type(error).__name__}: {message_of(error)}"
-            raise CheckpointError(f"the saved state of {name} cannot be used: {why}") from error
 
     def go_on(self, run: Mapping[str, Any], allow_changed: Collection[str]) -> None:
         """Continue as the saved run would have.
@@ -215,7 +208,7 @@ class RunScheduler:
             return
         self._open = None
         if "scheduler" not in allow_changed:
-            self._load(from_json(run["scheduler"]["state"]))
+            _load(self.scheduler, from_json(run["scheduler"]["state"]))
             self._open = run["scheduler"].get("open")
         # Saved in the epoch that is open, but where that counted as done.
         if self._open is not None and self._open < run["epoch"]:
@@ -314,3 +307,11 @@ def write_scheduler(scheduler: LRScheduler) -> dict[str, Any]:
     """Return a scheduler's class and state as JSON."""
     name = class_of(scheduler)
     return {"class": name, "state": to_json(scheduler.state_dict(), f"the state of {name}")}
+
+
+def _load(scheduler: LRScheduler, state: dict[str, Any]) -> None:
+    try:
+        scheduler.load_state_dict(state)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        name, why = class_of(scheduler), f"{type(error).__name__}: {message_of(error)}"
+        raise CheckpointError(f"the saved state of {name} cannot be used: {why}") from error
