@@ -94,7 +94,7 @@ WRITES = """
     cli/demo.py figure.savefig: open: a file that `aside_of` has made
     cli/demo.py path.parent.mkdir: named: the folder of the picture
     cli/replay.py (copy / nearest.name).symlink_to: private: of the replay
-    cli/replay.py bundle.extract: private: of the replay
+    record/findings.py bundle.extract: private: of the replay
     cli/replay.py copy.mkdir: private: of the replay
     cli/replay.py log.open: private: of the replay
     cli/replay.py shutil.copyfile: private: of the replay

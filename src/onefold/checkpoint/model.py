@@ -19,7 +19,6 @@ from onefold.checks.model import sorted_values, state_of
 from onefold.core.flat import (
     aligned,
     bits_of,
-    digest_of,
     fingerprint_of,
     named_tensors,
     own_name,
@@ -162,7 +161,9 @@ class TensorFiles:
         Raises:
             CheckpointError: they have other bits, so that some are not those of the run.
         """
-        read = {name: digest_of(self.read(name)) for name in named_tensors(module)}
+        read: dict[str, str] = {}
+        for name in named_tensors(module):  # one at a time, as all would take twice the memory
+            read |= tensor_digests({name: self.read(name)})
         if (found := fingerprint_of(read)) != expected:
             raise CheckpointError(
                 f"its values have the fingerprint {found}, expected {expected}, which its run.json "

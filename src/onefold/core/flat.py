@@ -50,7 +50,6 @@ __all__ = [
     "all_finite",
     "bits_of",
     "dense_stride",
-    "digest_of",
     "extent",
     "fingerprint_of",
     "first_not_finite",
@@ -382,7 +381,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Digest every tensor: 32 hexadecimal digits each, over dtype, shape and bits."""
-    return {name: digest_of(tensor) for name, tensor in tensors.items()}
+    return {name: _digest(tensor) for name, tensor in tensors.items()}
 
 
 def fingerprint_of(digests: Mapping[str, str]) -> str:
@@ -391,8 +390,7 @@ def fingerprint_of(digests: Mapping[str, str]) -> str:
     return hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
 
 
-def digest_of(tensor: torch.Tensor) -> str:
-    """Digest a tensor; see `tensor_digests`."""
+def _digest(tensor: torch.Tensor) -> str:
     # Hashed as raw bytes: -0.0 and 0.0 differ, NaN equals itself, and dtypes that NumPy lacks work.
     text = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
     text.update(bits_of(tensor.cpu()).numpy().data)
