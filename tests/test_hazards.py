@@ -91,6 +91,7 @@ REMOVES_OR_PUTS = """
 WRITES = """
     checkpoint/folder.py aside.mkdir: drawn: beside the checkpoint that is written
     checkpoint/folder.py directory.mkdir: named: the directory of checkpoints
+    checkpoint/folder.py path.open: drawn: a new file in the folder that is being written
     cli/demo.py figure.savefig: open: a file that `aside_of` has made
     cli/demo.py path.parent.mkdir: named: the folder of the picture
     cli/replay.py (copy / nearest.name).symlink_to: private: of the replay

@@ -622,21 +622,27 @@ def _entries(box: Box) -> list[Entry]:
 
 def _rewrite(box: Box, change: Callable[[list[Entry]], list[Entry]]) -> None:
     """Write the record again, with digests that are right."""
-    entries = change(_entries(box))
+    _append_all(box, [encode(each) for each in change(_entries(box))])
+
+
+def _append_all(box: Box, bodies: list[bytes]) -> None:
     (box.run / FILE).unlink()
     writer = FrameWriter(box.run / FILE)
-    for each in entries:
-        writer.append(encode(each))
+    for body in bodies:
+        writer.append(body)
     writer.close()
 
 
 def _edit(box: Box, kind: type[Entry], **changes: Any) -> None:
-    """Change each entry of a kind."""
-    _rewrite(
+    """Change each entry of a kind, to one that may not be made."""
+    _append_all(
         box,
-        lambda entries: [
-            msgspec.structs.replace(each, **changes) if isinstance(each, kind) else each
-            for each in entries
+        [
+            msgspec.msgpack.encode(
+                msgspec.to_builtins(each, builtin_types=(bytes,))
+                | (changes if isinstance(each, kind) else {})
+            )
+            for each in _entries(box)
         ],
     )
 

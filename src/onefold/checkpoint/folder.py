@@ -417,7 +417,12 @@ def _write_record(
             f"from a checkpoint that holds such a value, go on from an earlier one; checkpoints "
             f"that are there stay"
         ) from error
-    write_whole(path, _sealed(text), new=True)
+    # Not by `write_whole`: a kill could leave its other name in the folder, which would then hold
+    # more than parts of a checkpoint, and so stay for good.
+    with path.open("xb") as file:
+        file.write(_sealed(text))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _put_in_place(aside: Path, folder: Path, run: object, old: Path) -> None:
@@ -528,8 +533,7 @@ def _sweep(directory: Path) -> None:
     """Tidy up after processes that were killed while writing; what cannot be tidied up stays."""
     left: dict[tuple[str, str], list[Path]] = {}
     for path in directory.iterdir():
-        match = _BESIDE.fullmatch(path.name)
-        if match is not None:
+        if match := _BESIDE.fullmatch(path.name):
             folders = left.setdefault((match[1], match[2]), [])
             if match[3] != "lock":
                 folders.append(path)

@@ -98,6 +98,7 @@ def write_record(
     step, kept = resumed
     writer, clock = FrameWriter(folder / FILE), 1e9 + 3600 * bool(step)
     names = [each["device"] for line in lines for each in line.get("devices", ())][-2:]
+    names = names or ["cpu"]
     empty: Any = {"command": ["onefold"], "script": "", "script_digest": "", "description": {}}
     writer.append(
         encode(StartEntry(run="it", step=step, kept=kept, time="", devices=names, **empty))
