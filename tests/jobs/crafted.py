@@ -706,7 +706,7 @@ def caged(box: Box, command: Sequence[str], program: Program = main) -> tuple[li
     """
     output, seen = box.root.with_name(f"{box.root.name}.out"), box.root.with_name("seen")
     seen.unlink(missing_ok=True)
-    before, base = _snapshot(box), _memory_bytes()
+    before, base = _snapshot(box), _memory_bytes(_RESIDENT)
     begun = time.monotonic()
     child = os.fork()
     if not child:
@@ -744,7 +744,7 @@ def _become(box: Box, command: Sequence[str], output: Path, seen: Path, program:
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(MOST_S)
-        limit = _memory_bytes() + 2 * MOST_BYTES
+        limit = _memory_bytes(_DATA) + 2 * MOST_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
@@ -824,8 +824,12 @@ def _watch(box: Box, found: set[str]) -> Callable[[str, tuple[Any, ...]], None]:
     return hook
 
 
-def _memory_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+_RESIDENT, _DATA = 1, 5
+"""Columns of ``statm``. RLIMIT_DATA counts what is reserved too, such as the stacks of threads."""
+
+
+def _memory_bytes(column: int) -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[column])
     return pages * resource.getpagesize()
 
 
