@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from onefold.errors import DataError
 from onefold_jobs.data.classes import PictureClasses, Split, read_classes
-from onefold_jobs.data.classes import test_folder as folder_to_test
 from onefold_jobs.data.samples import hold_out
+from onefold_jobs.data.splits import find_folders
 from tests.jobs.data.pictures import noise, write_class_folders, write_cut_jpeg, write_page
 from tests.tables import for_each
 
@@ -61,7 +61,7 @@ def test_a_validation_set_chooses_the_epoch_and_leaves_the_test_set_unseen(
 ) -> None:
     shutil.copytree(given_test / "test", given_test / "val")
     assert names(read(given_test).test)[0] == "val/cat/0.png"
-    assert folder_to_test(given_test, choosing=False) == given_test / "test"
+    assert find_folders(given_test, choosing=False).test == given_test / "test"
 
 
 def test_the_order_is_that_of_the_names_and_not_of_the_disk(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from onefold_jobs.data.classes import (
     class_files,
     listed_files,
     read_classes,
-    test_folder,
 )
 from onefold_jobs.data.fetch import fetch_dataset
 from onefold_jobs.data.files import BadFile, name_below, readable
@@ -39,6 +38,7 @@ from onefold_jobs.data.labels import spelled
 from onefold_jobs.data.pictures import ArrayPictures, Mode, require_folder
 from onefold_jobs.data.samples import files_to_test, read_listed
 from onefold_jobs.data.scan import Scanning
+from onefold_jobs.data.splits import find_folders
 from onefold_jobs.data.tables import Columns, is_table
 from onefold_jobs.job import (
     Batch,
@@ -444,7 +444,8 @@ def _labeled(run: Path, data: Path, facts: RunFacts, options: EvaluateOptions) -
         require_folder(data, "a folder of class folders, or a table")
         if any(data.glob("*-images-idx3-ubyte*")):
             return _arrays(data, facts)
-        where = test_folder(data, choosing=False) if (data / "train").is_dir() else data
+        folders = find_folders(data, choosing=False, classes=facts.classes)
+        where = folders.require_test() if folders.is_split else folders.train
         root, found = where, class_files(where, {}, bad, facts.target.task)
         expected = f"expected a class of the run ({listed(facts.classes)})"
         unknown = dict.fromkeys(spelled(label) for _, label in found if not facts.known(label))

@@ -25,6 +25,7 @@ from onefold_jobs.catalog import job_of
 from onefold_jobs.data.files import BadFile, readable, refuse, require_ours
 from onefold_jobs.data.masks import MASK_NOTE, mask_name
 from onefold_jobs.data.scan import Scanning, read_scan
+from onefold_jobs.data.splits import find_folders
 from onefold_jobs.finetune import chosen_checkpoint
 from onefold_jobs.job import (
     EvaluateOptions,
@@ -388,7 +389,10 @@ def _unseen(
                     f"was trained on the others"
                 )
     where, trained = found.where.resolve(), Path(str(config.get("data"))).resolve()
-    if where != trained and (where.parent, where.stem) != (trained, "train"):
+    sets = {trained}
+    with suppress(OnefoldError, OSError):
+        sets.add(find_folders(trained, masks=job.draws, as_is=True).train)
+    if where not in sets and (where.parent, where.stem) != (trained, "train"):
         return found, None
     return found, (
         f"The run was trained with samples of {readable(found.where)}, so that it scores better "

@@ -13,7 +13,6 @@ import torch
 
 from onefold.errors import DataError
 from onefold_jobs import finetune, require
-from onefold_jobs.data.classes import test_folder
 from onefold_jobs.data.files import BadFile
 from onefold_jobs.data.labels import Label
 from onefold_jobs.data.masks import AUTO, MaskClass, MaskRule, list_classes, mask_name
@@ -414,11 +413,10 @@ def _labeled(run: Path, data: Path, facts: RunFacts, options: EvaluateOptions) -
     del options  # masks are in no table
     require("reading pictures", "images", "PIL")
     require_folder(data, "a folder with images and masks")
-    folder = test_folder(data, choosing=False) if (data / "train").is_dir() else data
     bad: list[BadFile] = []
     with reading_bar() as watch:
         scanning = Scanning(watch=watch, white=MaskModel.of_run(run).white or 0)
-        pairs = read_pairs_to_test(folder, _mask_rule(run), bad, scanning)
+        folder, pairs = read_pairs_to_test(data, _mask_rule(run), bad, scanning)
     inputs = [
         Input(pair.image, str(pair.image.relative_to(folder / "images")), mask=pair.mask)
         for pair in pairs

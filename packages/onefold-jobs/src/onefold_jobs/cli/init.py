@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
@@ -20,9 +19,10 @@ from onefold.cli import in_shell, listed, tell
 from onefold.errors import DataError
 from onefold.files import open_plain, write_whole
 from onefold_jobs import require
-from onefold_jobs.data.classes import class_files, test_folder
+from onefold_jobs.data.classes import class_files
 from onefold_jobs.data.layouts import refuse_other_layouts
 from onefold_jobs.data.pictures import is_picture, load_picture, visible_folders
+from onefold_jobs.data.splits import find_folders
 from onefold_jobs.data.tables import open_table
 
 __all__ = ["write_script"]
@@ -117,8 +117,10 @@ def look(path: Path | None) -> Data:
 
 def _folder(path: Path) -> Data:
     refuse_other_layouts(path, "classify")
-    names = {each.name for each in path.iterdir()}
-    inside = path / "train" if "train" in names else path
+    folders = find_folders(path)
+    for note in folders.notes:
+        tell(note)
+    inside = folders.train
     # Pictures with masks are refused there.
     files = class_files(inside, {}, []) if visible_folders(inside) else []
     with_pictures = sorted({str(label) for _, label in files})
@@ -128,26 +130,11 @@ def _folder(path: Path) -> Data:
             f"{listed(with_pictures) or 'none'}. Texts with a label "
             f"are a job: onefold train text --data {in_shell(path)}"
         )
-    within = {
-        each: {deeper.name for deeper in (inside / each).iterdir() if deeper.is_dir()}
-        for each in with_pictures
-    }
-    shared = set.intersection(*within.values())
-    if len(shared) > 1:
-        first = sorted(within)[0]
-        raise DataError(
-            f"{inside}: all of {listed(sorted(within))} have the folders {listed(sorted(shared))}, "
-            f"so the classes may be either: expected one folder for each class. For one part, "
-            f"onefold init {in_shell(inside / first)}; for all, move the pictures of each class "
-            f"together"
-        )
     test = ""
-    if inside != path:
-        with suppress(DataError):
-            folder = test_folder(path, choosing=True)
-            test = str(folder) if visible_folders(folder) else ""
-            if not test:
-                tell(f"{folder}: not used, as it has no folder for each class")
+    if folders.test:
+        test = str(folders.test) if visible_folders(folders.test) else ""
+        if not test:
+            tell(f"{folders.test}: not used, as it has no folder for each class")
     _refuse_deep(path, {label: file for file, label in reversed(files)}.values())
     suffixes = tuple(sorted({file.suffix.lower() for file, _ in files}))
     return Data("pictures", str(inside), test=test, suffixes=suffixes)

@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onefold.cli import in_shell
 from onefold.errors import DataError
 from onefold_jobs.data.files import BadFile, digest_of, name_below, readable, refuse
 from onefold_jobs.data.labels import (
@@ -41,6 +40,7 @@ from onefold_jobs.data.pictures import (
 )
 from onefold_jobs.data.samples import ListedSamples, hold_out, require_two, strata
 from onefold_jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_pictures
+from onefold_jobs.data.splits import find_folders, refuse_masks
 from onefold_jobs.data.tables import Line
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
     "digest",
     "listed_files",
     "read_classes",
-    "test_folder",
 ]
 
 
@@ -85,14 +84,6 @@ def digest(classes: Sequence[str], parts: Sequence[Sequence[Sample]]) -> str:
     return digest_of(list(classes), *parts, size_bytes=16)
 
 
-_VALIDATION_NAMES = ("val", "valid", "validation")
-_IMAGE_FOLDERS = frozenset({"image", "images", "img", "imgs"})
-_MASK_FOLDERS = frozenset({
-    "annotations", "groundtruth", "gt", "label", "labels", "mask", "masks", "segmentation",
-    "segmentations",
-})  # fmt: skip
-
-
 class _Picture(NamedTuple):
     """A picture of a class that can be read."""
 
@@ -114,8 +105,8 @@ def read_classes(
     """Find pictures and their labels, and read each picture once to see whether it can be.
 
     Args:
-        source: a folder that holds ``train`` and ``test`` (or ``val``) with a folder for each
-            class, or the class folders themselves; or the rows of tables, with paths counted from
+        source: a folder with a training and a test set, as `find_folders` finds them, or with the
+            class folders themselves; or the rows of tables, with paths counted from
             the folder of the table.
         holdout: share of each class that becomes the test set where there is none, 0 to 1.
         seed: seed of the generator that draws that share.
@@ -138,10 +129,11 @@ def read_classes(
         found = [listed_files(lines, path, bad) for lines, path in sets if lines is not None]
     else:
         directory = where = source
-        trained = source / "train"
-        folders = [trained, test_folder(source, choosing=True)] if trained.is_dir() else [source]
+        folders = find_folders(source, as_is=labels_as_is)
+        trained, notes = folders.train, folders.notes
+        sources = [trained, folders.require_test()] if folders.is_split else [trained]
         names: dict[str, str] = {}
-        found = [class_files(folder, names, bad, task) for folder in folders]
+        found = [class_files(folder, names, bad, task) for folder in sources]
     # Labels are checked before the pictures are read, which may take minutes.
     labels = [label for _, label in found[0]]
     notes = [*notes, *check_task(labels, task, readable(where), labels_as_is=labels_as_is)]
@@ -203,27 +195,6 @@ def _of_pictures(
         ],
         scan=pack_scan([(x.path, x.seen) for x in (*train, *test)], directory),
         digest=digest(classes, samples),
-    )
-
-
-def test_folder(directory: Path, *, choosing: bool) -> Path:
-    """Find the folder beside ``train`` that holds the test set.
-
-    Args:
-        directory: that holds both.
-        choosing: whether its scores choose the best epoch; a validation set then comes before
-            ``test``, which stays unseen.
-
-    Raises:
-        DataError: no folder has one of the usual names.
-    """
-    names = (*_VALIDATION_NAMES, "test") if choosing else ("test", *_VALIDATION_NAMES)
-    for name in names:
-        if (directory / name).is_dir():
-            return directory / name
-    raise DataError(
-        f"{directory} has a folder train, and none of {', '.join(names)}: expected both, or "
-        f"only class folders, of which --holdout sets a share aside"
     )
 
 
@@ -324,7 +295,7 @@ def class_files(
             f"pictures into folders named as their classes, or name a table of pictures and labels "
             f"with --data"
         )
-    _refuse_masks(directory, [folder.name for folder in folders])
+    refuse_masks(directory, [folder.name for folder in folders])
     files: list[tuple[Path, Label]] = []
     for folder in folders:
         # A folder that could not be read has its entry already: it need not be called empty, too.
@@ -356,21 +327,3 @@ def _class_of(folder: Path, names: dict[str, str]) -> str:
             f"name"
         )
     return label
-
-
-def _refuse_masks(directory: Path, names: Sequence[str]) -> None:
-    """Refuse a data set of pictures and masks, which would be learned as two classes.
-
-    Raises:
-        DataError: one folder is named as pictures are, and one as masks are.
-    """
-    images = [name for name in names if name.lower() in _IMAGE_FOLDERS]
-    masks = [name for name in names if name.lower() in _MASK_FOLDERS]
-    if images and masks:
-        data = directory.parent if directory.name == "train" else directory
-        other = "" if {"images", "masks"} <= set(names) else " with folders named images and masks"
-        raise DataError(
-            f"{readable(directory)}: expected a folder for each class, got {images[0]} and "
-            f"{masks[0]}, which look like pictures with a mask each: for these there is onefold "
-            f"train segment --data {in_shell(readable(data))}{other}"
-        )

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from onefold.cli import listed, tell
 from onefold.errors import DataError
-from onefold_jobs.data.classes import test_folder
 from onefold_jobs.data.files import BadFile, digest_of, readable, refuse
 from onefold_jobs.data.labels import Sample, check_same
 from onefold_jobs.data.masks import (
@@ -33,6 +32,7 @@ from onefold_jobs.data.pictures import (
 )
 from onefold_jobs.data.samples import hold_out
 from onefold_jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_files
+from onefold_jobs.data.splits import Folders, find_folders
 
 __all__ = ["MaskedPictures", "Pair", "read_pairs", "read_pairs_to_test"]
 
@@ -79,8 +79,8 @@ def read_pairs(
     """Find pictures and masks, and read each once to see whether it can be used.
 
     Args:
-        directory: holds ``train`` and ``test`` (or ``val``) with ``images`` and ``masks`` each, or
-            ``images`` and ``masks`` themselves.
+        directory: holds a training and a test set, as `find_folders` finds them, with ``images``
+            and ``masks`` each, or ``images`` and ``masks`` themselves, which may hold both sets.
         holdout: share that becomes the test set where there is none, 0 to 1.
         seed: seed of the generator that draws that share.
         skip_bad: leave out files that cannot be used, rather than refuse the data set.
@@ -92,13 +92,13 @@ def read_pairs(
     """
     rule = rule or MaskRule()
     bad: list[BadFile] = []
-    if (directory / "train").is_dir():
-        train = _pairs(directory / "train", bad)
-        test = _pairs(test_folder(directory, choosing=True), bad)
-    else:
-        whole = _pairs(directory, bad)
-        # One class for all: pairs have no labels by which the share could be taken.
-        train, test = hold_out(whole, ["pair"] * len(whole), share=holdout, seed=seed)
+    train, given, folders = pairs_in(directory, bad)
+    # One class for all: pairs have no labels by which the share could be taken.
+    train, test = (
+        (train, given)
+        if given is not None
+        else hold_out(train, ["pair"] * len(train), share=holdout, seed=seed)
+    )
     looks = _look_through([*train, *test], directory, rule, scanning, bad)
     # Divided again, for both sets were looked through at once, and some of their pairs are gone.
     known = set(train)
@@ -121,28 +121,34 @@ def read_pairs(
             f"has a foreground pixel"
         )
     data = _of_looks(directory, parts[0], parts[1], bad, rule)
-    return replace(data, own_test=(directory / "train").is_dir())
+    return replace(data, notes=[*folders.notes, *data.notes], own_test=given is not None)
 
 
 def read_pairs_to_test(
     directory: Path, rule: MaskRule, bad: list[BadFile], scanning: Scanning
-) -> list[Pair]:
+) -> tuple[Path, list[Pair]]:
     """Find pictures and masks to score a trained model with, and read each once.
 
     Args:
-        directory: holds ``images`` and ``masks``.
+        directory: as in training, or a part of it: its test set is taken, or all of it if there is
+            no split.
         rule: which values of the masks are foreground, as in training.
         bad: list to which what cannot be used is added.
         scanning: how to look through files.
 
+    Returns:
+        The folder that holds ``images`` and ``masks``, and the pairs.
+
     Raises:
         DataError: there are no such folders, or the masks are of two kinds.
     """
-    looks = _look_through(_pairs(directory, bad), directory, rule, scanning, bad)
+    pairs, given, folders = pairs_in(directory, bad, choosing=False)
+    where = folders.train if folders.test is None else folders.test
+    looks = _look_through(pairs if given is None else given, where, rule, scanning, bad)
     _require_one_scale(looks)
     for note in notes_of([look.seen.look for look in looks]):
         tell(note)
-    return [look.pair for look in looks]
+    return where, [look.pair for look in looks]
 
 
 def _of_looks(
@@ -311,6 +317,31 @@ def _require_named(directory: Path, rule: MaskRule, looks: Sequence[_Look]) -> N
                     f"--{option} {text}: expected a value of the masks, none in "
                     f"{readable(directory)} has it; among theirs are {', '.join([*values][:8])}"
                 )
+
+
+def pairs_in(
+    directory: Path, bad: list[BadFile], *, choosing: bool = True
+) -> tuple[list[Pair], list[Pair] | None, Folders]:
+    """Find the pairs to train and to test with; None of the latter if there is no split.
+
+    Raises:
+        DataError: there are no such folders.
+    """
+    folders = find_folders(directory, choosing=choosing, masks=True)
+    if folders.is_split:
+        tested = folders.require_test()
+        train = _pairs(folders.train, bad) if choosing else []
+        return train, _pairs(tested, bad), folders
+    pairs, images = _pairs(folders.train, bad), folders.train / "images"
+    # As images/train and masks/train, beside those to test with.
+    within = find_folders(images, choosing=choosing, as_is=True)
+    if not within.is_split or within.test is None:
+        return pairs, None, folders
+    train, test = (
+        [pair for pair in pairs if pair.image.is_relative_to(part)]
+        for part in (within.train, within.test)
+    )
+    return train, test, replace(folders, notes=within.notes)
 
 
 def _pairs(directory: Path, bad: list[BadFile]) -> list[Pair]:
