@@ -263,6 +263,33 @@ def test_patience_ends_a_run_that_gets_no_better(
         assert [line.epoch for line in read_reported(folder).epochs] == [0, 1, 2, 3]
 
 
+@for_each("ended_at", ["worse", "better"])
+def test_where_the_time_was_over_is_no_epoch_to_choose(
+    ended_at: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chosen_scores: list[float],
+) -> None:
+    """A run that resumes chooses among the epochs of a run that never stopped."""
+    data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"
+    chosen_scores[:] = (0.6, 0.5, 0.7)
+    _, said = run_here("text", data, runs, name="whole", epochs=3)
+    for step, before in ((3, 0), (8, 1), (13, 2)):
+        name = f"ended-{step}"
+        chosen_scores[:] = [*(0.6, 0.5, 0.7)[:before], 0.9 if ended_at == "better" else 0.1]
+        with monkeypatch.context() as patch:
+            patch.setattr(TimeLimit, "is_over", lambda limit, at=step: limit.trainer.steps >= at)
+            folder, cut = run_here("text", data, runs, name=name, epochs=3, max_time="1h")
+        # Until it resumes, the model where it ended is one of those to choose from.
+        chosen = step if ended_at == "better" or not before else 5
+        assert cut["best"]["checkpoint"] == f"checkpoints/step-{chosen:08d}"
+        assert (folder / cut["best"]["checkpoint"]).is_dir()
+        chosen_scores[:] = (0.6, 0.5, 0.7)[before:]
+        _, resumed = run_here("text", data, runs, name=name, resume=True)
+        assert (resumed["best"], resumed["fingerprint"]) == (said["best"], said["fingerprint"])
+        assert (folder / resumed["best"]["checkpoint"]).is_dir()
+
+
 def test_a_run_whose_time_is_over_goes_on_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +311,7 @@ def test_a_run_whose_time_is_over_goes_on_with_the_same_bits(
         resumed = run_job(job_of("text"), read_options(job_of("text"), again, None))
         seen.append((folder, resumed))
     for folder, resumed in seen:
-        assert resumed["fingerprint"] == said["fingerprint"]
+        assert (resumed["fingerprint"], resumed["best"]) == (said["fingerprint"], said["best"])
         assert resumed["ended"] is None
         for one, two in zip(read_reported(whole).epochs, read_reported(folder).epochs, strict=True):
             assert (one.step, one.loss, one.scores) == (two.step, two.loss, two.scores)

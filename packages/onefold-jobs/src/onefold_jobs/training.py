@@ -216,6 +216,9 @@ class Training:
     saved: Saved = field(default_factory=lambda: Saved(part={}, epochs_done=0, best=None))
     ended: Literal["patience", "max-time"] | None = None
     """The option that has ended the training before its last epoch."""
+    _cut: Best | None = None
+    """The model where ``--max-time`` ended an epoch. It is not saved: a run that resumes evaluates
+    whole epochs alone, as a run that never stopped does."""
 
     def run(self) -> dict[str, Any]:
         """Train to the end, and return what ``run.json`` then holds.
@@ -381,7 +384,7 @@ class Training:
         end = {
             "finished": _now(),
             "fingerprint": fingerprint,
-            "best": self.saved["best"],
+            "best": self._best,
             "ended": self.ended,
             "stale": self._stale,
         }
@@ -394,7 +397,7 @@ class Training:
 
         If the best checkpoint cannot be read, the last model's are taken instead.
         """
-        epoch, best = self.saved["epochs_done"] - (not self.saved["part"]), self.saved["best"]
+        epoch, best = self.saved["epochs_done"] - (not self.saved["part"]), self._best
         # Before the best one is loaded, and with it its number of steps.
         last = self._checkpoint
         is_last = best is None or best["checkpoint"] == last
@@ -469,24 +472,37 @@ class Training:
         # If the pass is over, a run that resumes from here starts with the next epoch: it must find
         # this one counted, and nothing of it in its meter.
         self.saved["part"], self.saved["epochs_done"] = part, epoch + done
-        self.trainer.save(
-            self.folder.checkpoints, scores=scores, keep=KEPT, best=self._rule, extra={**self.saved}
-        )
-        self.folder.say(best=self.saved["best"])
+        # Scores of a part would have the best whole epoch deleted.
+        rule: dict[str, Any] = {"scores": scores, "best": self._rule} if done else {}
+        self.trainer.save(self.folder.checkpoints, keep=KEPT, extra={**self.saved}, **rule)
+        self.folder.say(best=self._best)
 
     def _note_best(self, epoch: int, scores: Mapping[str, float], *, done: bool) -> None:
-        direction, _, name = self._rule.partition(" ")
-        value = scores[name]
-        sign = 1 if direction == "highest" else -1
-        before = self.saved["best"]["value"] if self.saved["best"] else math.nan
+        name = self._rule.partition(" ")[2]
+        found = Best(epoch=epoch, score=name, value=scores[name], checkpoint=self._checkpoint)
+        if not done:
+            self._cut = found
+            return
+        self._note_peak(scores[name], self._sign)
+        self.saved["best"] = self._better(found)
+
+    def _better(self, found: Best) -> Best:
+        """The best whole epoch, or a model that is better."""
+        best, sign = self.saved["best"], self._sign
         # A tie stays with the earlier epoch, as it does where old checkpoints are deleted; the
         # other way round, run.json would name one that is gone. A score that is NaN beats nothing.
-        if done:
-            self._note_peak(value, sign)
-        if math.isnan(before) or sign * value > sign * before:
-            self.saved["best"] = Best(
-                epoch=epoch, score=name, value=value, checkpoint=self._checkpoint
-            )
+        if best is None or math.isnan(best["value"]):
+            return found
+        return found if sign * found["value"] > sign * best["value"] else best
+
+    @property
+    def _best(self) -> Best | None:
+        return self._better(self._cut) if self._cut else self.saved["best"]
+
+    @property
+    def _sign(self) -> int:
+        """1 if the highest score is the best, and -1 if the lowest is."""
+        return 1 if self._rule.startswith("highest") else -1
 
     def _note_peak(self, value: float, sign: int) -> None:
         peak = self.saved.get("peak", Peak(value=math.nan, stale=0))
@@ -534,7 +550,7 @@ class Training:
             "test_samples": len(self.task.test_set),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "score": self._rule,
-            "best": self.saved["best"],
+            "best": self._best,
             # Of an earlier end, if the run had finished and now resumes with more epochs.
             "finished": None,
             "fingerprint": None,
