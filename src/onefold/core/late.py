@@ -32,7 +32,7 @@ LATE = {
     "placement.distribute": "owners have no values of their segments, or rounded ones",
     "session.data_calls": "the script evaluates, predicts or shows the averages",
     "session.gradient_steps": "the script asks for gradients",
-    "shard.advice": "a step fails",
+    "shard.advice": "a step fails, or a loss may be read otherwise",
     "shard.compiling": "the loss is compiled",
     "step.joint": "the loss gathers, has several divisors, or returns values in addition",
     "step.microbatch": "shards run in microbatches",

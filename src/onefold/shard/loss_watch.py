@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 
 from onefold.core.batch import ShardedBatch
+from onefold.core.late import load
 from onefold.core.structure import Count
 from onefold.errors import LossError
 
@@ -335,55 +336,10 @@ def _of(samples: int) -> str:
     return "one sample" if samples == 1 else f"{samples} samples"
 
 
-_BY_SAMPLES = (
-    ". onefold weighs a scalar by the samples of its shard and not by what it was divided by, so "
-    "that the loss is not that of the whole batch. Return onefold.losses.{function}(...) with the "
-    "same arguments, which hands over the total and what it is to be divided by"
-)
-_BY_NUMBER = (
-    ", as reduction='mean' does. Return onefold.losses.{function}(...) with the same arguments and "
-    "without reduction='none'; to divide by the number of samples, return "
-    "onefold.Mean(losses.sum(), len(losses))"
-)
-_WORDS: dict[FindingKind, str] = {
-    "sum": (
-        "a sum over the shard ({shown} with reduction='sum'). onefold reads a scalar as the mean "
-        "over the shard's {samples}, so that loss and gradient become as many times too small as "
-        "the batch has shards. Return onefold.losses.{function}(..., reduction='sum') or "
-        "onefold.Sum(total) for a sum over the batch, and the loss with reduction='none' for a mean"
-    ),
-    "maybe-sum": (
-        "a scalar that was added up and not divided. onefold reads a scalar as the mean over the "
-        "shard's {samples}; were it a sum over them, loss and gradient would become as many times "
-        "too small as the batch has shards. Return onefold.Sum(total) if it is a sum over the "
-        "batch, onefold.Mean(total, weight) if it is to be divided, or one value a sample"
-    ),
-    "maybe-whole": (
-        "a sum divided by {divided}, and the batch has {batch} samples, of which {samples} are in "
-        "the shard. onefold reads a scalar as the mean over the shard; were {divided} a count of "
-        "the whole batch, loss and gradient would become as many times too small as the batch has "
-        "shards. Then return onefold.Sum(loss), or divide by the samples that the loss is given"
-    ),
-    "tokens": (
-        "{seen}, which is no multiple of the shard's {samples} samples. onefold weighs a scalar by "
-        "the samples of its shard, so that a value counts more the fewer there are in its shard. "
-        "Return {losses}onefold.Mean(total, weight), where the weight is what the total is to be "
-        "divided by over the whole batch"
-    ),
-    "weights": "a mean by class weights ({shown} with weight=)" + _BY_SAMPLES,
-    "ignored": "a mean over targets of which {ignored} are ignored ({shown})" + _BY_SAMPLES,
-    "weights-none": "one value a sample scaled by class weights ({shown} with weight=). onefold "
-    "divides the values by the number of samples and not by the sum of their weights" + _BY_NUMBER,
-    "ignored-none": "one value a sample with ignored targets among them ({shown}). onefold divides "
-    "the values by the number of samples and not by those that are not ignored" + _BY_NUMBER,
-}
-"""For each kind of finding what the tensor is, as far as its graph shows, how onefold reads it, and
-what to write instead."""
-
-
 def _found(kind: FindingKind, function: str | None = None, **names: object) -> LossFinding:
     shown = "cross_entropy or nll_loss" if function == "cross_entropy" else function
-    return LossFinding(kind, _WORDS[kind].format(function=function, shown=shown, **names))
+    words = load("shard.advice").FINDINGS[kind]
+    return LossFinding(kind, words.format(function=function, shown=shown, **names))
 
 
 def _number_beside(node: Any) -> float | None:
