@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 import onefold
 from loops import losses, plain_step
 from measure import in_turn, machine_busy_s
+from onefold.launcher.environment import current_context
 from workloads import WORKLOADS, Workload
 
 __all__ = ["DCP", "KEEP", "LOAD", "SAVE", "TORCH_SAVE", "WITH", "WITHOUT", "Training", "main"]
@@ -239,7 +240,7 @@ def main() -> None:
         "blocks": blocks(training, steps=args.every, rounds=args.rounds),
         "calls": calls(training, workload, args.folder, rounds=args.rounds),
     }
-    rank = os.environ.get("RANK", "0")
+    rank = current_context().rank
     (args.folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -39,6 +39,7 @@ from onefold.exchange.exchange import Exchange
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.reduction import BlockReduction
 from onefold.exchange.shared import SharedMemory
+from onefold.launcher.environment import current_context
 
 __all__ = ["OPTIMIZERS", "Traffic", "Training", "main", "memory_bytes_per_s", "new_model"]
 
@@ -239,7 +240,7 @@ def memory_bytes_per_s() -> float:
 
 
 def _write(folder: Path, found: dict[str, Any]) -> None:
-    rank = os.environ.get("RANK", "0")
+    rank = current_context().rank
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from onefold import errors
 from onefold.core.options import RunOptions
-from onefold.launcher.environment import current_context, is_launched
+from onefold.launcher.environment import current_context, is_launched, note_readers
 
 if TYPE_CHECKING:
     from onefold import losses
@@ -113,6 +113,7 @@ def _tell_end() -> None:
 
 
 atexit.register(_tell_end)
+note_readers()  # before the script makes its data sets
 os.register_at_fork(after_in_child=lambda: atexit.unregister(_tell_end))  # its parent goes on
 
 

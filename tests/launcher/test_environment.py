@@ -5,7 +5,7 @@ import pytest
 
 from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import LaunchError
-from onefold.launcher.environment import read_context, worker_environment
+from onefold.launcher.environment import PLACE, read_context, worker_environment
 from tests.tables import for_each
 
 TORCHRUN = {
@@ -108,6 +108,4 @@ def test_a_worker_reads_its_launcher(
     assert read_context(environment) == context
     assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    places = (context.rank, context.size, context.local_rank, context.local_size)
-    assert [environment[name] for name in names] == [str(place) for place in places]
+    assert environment.keys().isdisjoint(PLACE)  # a device looks like a single process

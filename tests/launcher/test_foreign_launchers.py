@@ -1,9 +1,13 @@
 """A process that is alone where a launcher says that there are others does not train."""
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,3 +162,66 @@ def test_a_script_is_refused(tmp_path: Path, command: list[str], code: int, word
     done = subprocess.run(command, env=around, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (code, "" if code else "1\n"), done.stderr
     assert words in done.stderr
+
+
+READER = """
+import os, torch
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self):
+        self.built = os.environ.get("WORLD_SIZE"), "RANK" in os.environ
+    def __iter__(self):
+        return iter([dict(os.environ), os.environ.copy(), {**os.environ}])
+def read():
+    return os.environ["RANK"], os.getenv("LOCAL_RANK", "none")
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module of an installed library, in the environment of a device of torchrun."""
+    file = tmp_path / "site-packages" / "reading.py"
+    file.parent.mkdir()
+    file.write_text(READER)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    spec = importlib.util.spec_from_file_location("reading", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    plain = type(os.environ)
+    yield module
+    os.environ.__class__ = plain
+
+
+def test_a_data_set_of_a_library_finds_a_single_process(library: Any) -> None:
+    foreign_launchers.hide_place()
+    made = library.Stream()
+    assert made.built == (None, False)
+    for seen in made:
+        assert seen.keys().isdisjoint(("RANK", "WORLD_SIZE"))
+        assert seen["PATH"] == os.environ["PATH"]
+
+
+def test_the_script_and_other_libraries_see_the_place(library: Any) -> None:
+    class Own(torch.utils.data.Dataset[str]):
+        def __getitem__(self, index: int) -> str:
+            return os.environ["RANK"]
+
+    foreign_launchers.hide_place()
+    assert library.read() == ("1", "none")
+    assert Own()[0] == "1"
+    assert dict(os.environ)["WORLD_SIZE"] == "2"
+
+
+def test_a_data_set_made_before_the_trainer_is_named(
+    library: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign_launchers.note_readers()
+    assert library.Stream().built == ("2", True)
+    library.read()
+    foreign_launchers.hide_place()
+    (said,) = caplog.messages
+    assert re.search(r"read WORLD_SIZE \(\S*reading.py:5\), RANK \(\S*reading.py:5\): ", said)
+    foreign_launchers.hide_place()
+    assert len(caplog.messages) == 1

@@ -1,7 +1,6 @@
 """Launching a function or a script on several devices."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import onefold
 from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import LaunchError
+from onefold.launcher.environment import current_context
 from tests.started import ended
 from tests.tables import for_each
 
@@ -30,7 +30,8 @@ print(len(trainer.devices), trainer.fingerprint(), sys.argv[1:])
 
 def ranks(extra: int) -> tuple[int, str, int]:
     print("this is printed once")
-    return int(os.environ["RANK"]) + extra, os.environ["WORLD_SIZE"], torch.get_num_threads()
+    context = current_context()
+    return context.rank + extra, str(context.size), torch.get_num_threads()
 
 
 @processes

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.launcher.environment import current_context
 
 
 def strike(kind: str) -> None:
@@ -27,7 +28,7 @@ def strike(kind: str) -> None:
 
 def main() -> None:
     kind, device, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    rank = int(os.environ["RANK"])
+    rank = current_context().rank
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3))
 

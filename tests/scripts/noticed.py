@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.launcher.environment import current_context
 
 
 def main() -> None:
     folder, seconds, last = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    rank = os.environ.get("RANK", "0")
+    rank = str(current_context().rank)
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

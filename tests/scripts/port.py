@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 import onefold
+from onefold.launcher.environment import current_context
 
 PATH, HOW, STOP = sys.argv[1], sys.argv[2], int(sys.argv[3])
 CHOICES = dict(word.split("=") for word in sys.argv[4:])
@@ -33,7 +34,7 @@ def watched(call: Any) -> Any:
         if HOW == "crash" and seen > STOP:
             raise InterruptedError("the crash that was asked for")
         if HOW == "signal" and seen >= STOP:
-            if seen == STOP and os.environ["RANK"] == "0":
+            if seen == STOP and current_context().rank == 0:
                 os.kill(os.getppid(), signal.SIGTERM)
             time.sleep(0.1)  # or the run is over before the signal has come
         return step

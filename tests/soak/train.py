@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.launcher.environment import current_context
 
 EPOCHS, STEPS_OF_EPOCH, BATCH = 4, 6, 24
 PAUSE_S = 0.04
@@ -43,7 +44,7 @@ def fail(kind: str, parameters: list[nn.Parameter]) -> None:
 
 def main() -> None:
     kind, at, device = (os.environ.get("SOAK_FAULT") or "none -1 -1").split()
-    mine = os.environ.get("RANK", "0") == device
+    mine = str(current_context().rank) == device
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(16, 300), nn.BatchNorm1d(300), nn.Dropout(0.2), nn.Linear(300, 3)

@@ -118,6 +118,7 @@ class _Tied:
             context = multiprocessing.get_context(context)
         self._served = context.get_start_method() == "forkserver"
         self._dtype = torch.get_default_dtype()
+        self._environment = type(os.environ)  # which may hide the place of a device
         self._collects = gc.isenabled()
         self._init = init
 
@@ -126,6 +127,7 @@ class _Tied:
         if self._collects:
             gc.enable()
         torch.set_default_dtype(self._dtype)
+        os.environ.__class__ = self._environment
         if self._lasting:
             # The parent of a worker that a fork server made is the server, whatever its number is.
             die_with_parent(os.getppid() if self._served else self._parent)

@@ -10,8 +10,14 @@ Note: one process is the device
 -------------------------------
 A program that the script starts inherits the environment, and a process that it forks inherits all
 memory: each would take itself for the device. So the record is removed from the environment when it
-is read (RANK and WORLD_SIZE stay, for libraries that print or download on rank 0 alone), and the
-context belongs to the process that has read it; asking for it in a forked child is an error.
+is read, and the context belongs to the process that has read it; asking for it in a forked child
+is an error.
+
+Note: a device looks like a single process
+------------------------------------------
+Data libraries split a stream by RANK and WORLD_SIZE, and every device reads all of it. So a worker
+of onefold has none of these variables. Other launchers set them before onefold is there, and their
+other libraries may need them: for those see `onefold.launcher.foreign_launchers.HidingPlace`.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from onefold.system.process import NOTICES, STOP_SIGNALS, TOOLS_VARIABLE
 
 __all__ = [
     "OFFLOAD_DIR_VARIABLE",
+    "PLACE",
     "PLACEMENT_VARIABLE",
     "STARTED_IN",
     "allocator_chosen",
@@ -42,6 +49,7 @@ __all__ = [
     "is_by_bus",
     "is_launched",
     "kernel_flags",
+    "note_readers",
     "options_of",
     "simulated",
     "visible_gpus",
@@ -64,6 +72,8 @@ _FOREIGN = (
     *("PALS_", "PET_", "PMI", "RANK", "SKYPILOT_", "SLURM_", "SM_", "WORLD_SIZE"),
 )
 """How variables of other launchers begin; see `onefold.launcher.foreign_launchers`."""
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOBAL_RANK", "NODE_RANK")
+"""What says which of several processes this one is; the last two are those of data libraries."""
 _CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
@@ -122,7 +132,16 @@ def take_context(environment: MutableMapping[str, str]) -> LaunchContext:
 @functools.cache
 def _own_context() -> tuple[LaunchContext, int]:
     """Read this process's context once, with the id of the process that it belongs to."""
-    return take_context(os.environ), os.getpid()
+    context = take_context(os.environ)
+    if context.launcher == "torch":
+        load("launcher.foreign_launchers").hide_place()
+    return context, os.getpid()
+
+
+def note_readers() -> None:
+    """Note from now on where a data library reads which of several processes this one is."""
+    if "WORLD_SIZE" in os.environ and CONTEXT_VARIABLE not in os.environ:
+        load("launcher.foreign_launchers").note_readers()
 
 
 def current_context() -> LaunchContext:
@@ -255,10 +274,8 @@ def worker_environment(context: LaunchContext) -> dict[str, str]:
     environment.setdefault("PYTHONHASHSEED", "0")  # sets of strings have the same order everywhere
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # we report the first failure ourselves
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: its name need not resolve
-    # Libraries that print, log or download on rank 0 alone look for these.
-    environment["RANK"] = environment["LOCAL_RANK"] = str(context.rank)
-    environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = str(context.size)
-    # With these, a program that the script starts would take itself for a device.
-    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "PET_NNODES"):
+    # With these, a data library would read a part of what every device has to read whole, and a
+    # program that the script starts would take itself for a device.
+    for name in (*PLACE, "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "PET_NNODES"):
         environment.pop(name, None)
     return environment

@@ -1,14 +1,15 @@
 """Reads how other launchers started a process: by PyTorch's variables, by Slurm's, or refused.
 
+`HidingPlace` keeps these variables from data libraries.
+
 Each process of a launcher in the table would train a model of its own. Where such a launcher says
 that there are others, a Trainer is refused, with the command that makes one run of all of them.
 
 Note: who is not refused
 ------------------------
-Sizes of 1, and processes that onefold, torchrun or srun has started as devices of a run. A program
-that a device of ``onefold run`` starts has WORLD_SIZE without MASTER_ADDR, and LOCAL_WORLD_SIZE,
-by which it is told from one with half of PyTorch's variables. Slurm leaves PMI_* in a shell that
-``srun --pty`` has opened. A rank of 0 says nothing; one above 0 says that there are others.
+Sizes of 1, and processes that onefold, torchrun or srun has started as devices of a run. Slurm
+leaves PMI_* in a shell that ``srun --pty`` has opened. A rank of 0 says nothing; one above 0 says
+that there are others.
 
 Note: which processes of Slurm are a run
 ----------------------------------------
@@ -27,21 +28,44 @@ shell of ``salloc``    - or 0         - or special   - or 1          -
 =====================  =============  =============  ==============  ==============
 
 PyTorch's own variables take precedence: under ``srun torchrun`` they are the right ones.
+
+Note: who sees the place of this process
+----------------------------------------
+Every device reads a whole stream, so a library that splits it by RANK and WORLD_SIZE must find one
+process. The script and its other libraries (loggers, torch.distributed) may need the truth. So the
+reader decides: a module of an installed library gets nothing while a data set, a sampler or a
+loader is built or read, which the frames of the call show. Before the first Trainer it is not known
+whether onefold reads that data set, and another loop may need the split. Until then the readers are
+only noted, and reported when the Trainer is made.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import FrameType
 from typing import NamedTuple
 
 from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import LaunchError
+from onefold.launcher.environment import PLACE
 
-__all__ = ["others_of", "read_foreign", "slurm_task"]
+__all__ = [
+    "HidingPlace",
+    "NotingReaders",
+    "hide_place",
+    "note_readers",
+    "others_of",
+    "read_foreign",
+    "slurm_task",
+]
+
+_log = logging.getLogger("onefold")
 
 SECRET_VARIABLE = "ONEFOLD_SECRET"
 _SECRET_LENGTH = 16
@@ -287,7 +311,7 @@ def _half_of_torch(environment: Mapping[str, str]) -> Iterator[_Launcher]:
     """A line for PyTorch's own variables, where some of them are missing."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in environment]
-    if missing and "LOCAL_WORLD_SIZE" not in environment:
+    if missing:
         command = f"torchrun train.py  (or set {', '.join(missing)} as well, or unset WORLD_SIZE)"
         yield _Launcher("a launcher", "WORLD_SIZE", command, of_nodes=False)
 
@@ -404,3 +428,69 @@ def _number(environment: Mapping[str, str], *names: str) -> int:
     if not text.isdecimal():
         raise LaunchError(f"expected {' or '.join(names)} to be a number, Slurm says {text!r}")
     return int(text)
+
+
+def _reader() -> str:
+    """Name the line of a library that asks for a variable for a data set; empty if it is none."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_globals.get("__name__") in _BETWEEN:
+        frame = frame.f_back
+    path, library = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+    if not _INSTALLED.search(path) or library.partition(".")[0] in ("torch", "onefold"):
+        return ""
+    line, found = f"{path}:{frame.f_lineno}", sys.modules.get("torch.utils.data")
+    data = (found.Dataset, found.Sampler, found.DataLoader) if found else ()
+    within: FrameType | None = frame
+    while within is not None:
+        reads = str(within.f_globals.get("__name__")).startswith("onefold.data_order.")
+        if reads or isinstance(within.f_locals.get("self"), data):
+            return line
+        within = within.f_back
+    return ""
+
+
+_BETWEEN = ("os", "collections.abc", __name__)
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_readers: list[str] = []
+"""Lines that have read a variable for a data set before the first Trainer was made."""
+
+
+class NotingReaders(os._Environ[str]):
+    """The environment of a process that may become a device; see the note on its place."""
+
+    def __getitem__(self, name: str) -> str:
+        value = super().__getitem__(name)
+        if name in PLACE and (reader := _reader()):
+            _readers.append(f"{name} ({reader})")
+        return value
+
+
+class HidingPlace(os._Environ[str]):
+    """The environment of a device of another launcher; see the note on its place."""
+
+    def __getitem__(self, name: str) -> str:
+        if name in PLACE and _reader():
+            raise KeyError(name)
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        hidden = PLACE if _reader() else ()
+        return (name for name in super().__iter__() if name not in hidden)
+
+
+def note_readers() -> None:
+    """Note from now on which lines read the place of this process for a data set."""
+    os.environ.__class__ = NotingReaders
+
+
+def hide_place() -> None:
+    """Hide the place of this process from data libraries, from now on."""
+    os.environ.__class__ = HidingPlace
+    if _readers:
+        _log.warning(
+            "a data set was made before Trainer, and read %s: it may give each device a part of "
+            "the data, while every device has to read all of it. Make Trainer first; from then on "
+            "data libraries see a single process",
+            ", ".join(dict.fromkeys(_readers)),
+        )
+        _readers.clear()

@@ -71,6 +71,11 @@ _LEFT_OVER = {
         "init_process_group, DistributedDataParallel and DistributedSampler; a script without "
         "onefold is started by torchrun)",
     ),
+    **dict.fromkeys(
+        ("'RANK'", "'LOCAL_RANK'", "'WORLD_SIZE'", "'LOCAL_WORLD_SIZE'"),
+        " (onefold run does not set these variables, as data libraries would split the data by "
+        "them: read trainer.is_lead or trainer.devices, and leave the choice of a device out)",
+    ),
     "Attempted unscale_ but": " (onefold scales losses itself: give Trainer precision='fp16' and "
     "clip_norm in place of GradScaler and clip_grad_norm_)",
 }
