@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from onefold.cli import Screen
-from onefold.cli.verdicts import report_mathematics
+from onefold.cli.verdicts import report_mathematics, unequal_passes
 from onefold.tools.verifying.causes import causes_of
 from onefold.tools.verifying.mathematics import Comparison
 from tests.tables import for_each
@@ -86,3 +86,15 @@ def test_no_table_is_shown_of_what_was_not_compared() -> None:
     said = report({"skipped": True, "loss": math.nan})[1]
     assert "skipped" in said
     assert "Not compared" not in said
+
+
+def test_passes_of_another_length_are_named() -> None:
+    def passes(*numbers: tuple[int, int]) -> list[dict[str, Any]]:
+        return [{"stream": s, "kind": f"stream {s}", "samples": n} for s, n in numbers]
+
+    one = passes((0, 300), (1, 50), (0, 300))
+    assert unequal_passes({"1 device": one, "2 devices": one[:1], "3 devices": one}) == ""
+    grown = {"1 device": one[:2], "2 devices": [], "3 devices": passes((1, 50), (0, 300), (0, 150))}
+    assert unequal_passes(grown) == ""  # only one run came so far
+    found = unequal_passes({**grown, "1 device": one})
+    assert found.startswith("pass 1 of stream 0 has 300 samples on 1 device and 150 on 3 devices. ")

@@ -16,7 +16,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.shard import Shares
 from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position, SavedPass, SavedPasses
-from onefold.errors import SampleError
+from onefold.errors import CheckpointError, SampleError
 from tests.bits.loaders import KnowingFlow
 from tests.data_order.test_loader import (
     Augmented,
@@ -250,3 +250,22 @@ def test_an_iterator_that_begins_anew_is_a_stream() -> None:
     """Also where a second iter() in the middle of a pass would begin anew."""
     loader = stream_loader(Once(anew=True), Shares((1,)), batch_size=3)
     assert [samples_in(list(loader)) for _ in range(3)] == [[*range(8)]] * 3
+
+
+def test_a_pass_of_another_length_on_other_devices_is_refused() -> None:
+    """Of each pass that ends; the stream yields another part on each number of devices."""
+    loader = stream_loader(Plain(20), Shares((2,)))
+    list(loader)
+    saved = loader.track.saved(epoch_done=True)
+    assert saved.ended == (20, 1)
+    same = stream_loader(Plain(12), Shares((2,)))
+    same.track.go_to(saved)
+    assert len(samples_in(list(same))) == 12  # on as many devices it may have changed
+    other = stream_loader(Plain(12), Shares((1, 1)), (0, 1))
+    other.track.go_to(saved, ["dataset"])
+    assert len(samples_in(list(other))) == 12
+    words = "passes of the stream Plain of which each device read .* 20, this run has 12"
+    for compare in (other.track.go_to, other.track.expect):
+        compare(saved)
+        with pytest.raises(CheckpointError, match=words):
+            list(other)

@@ -10,6 +10,7 @@ prints how the loss and gradient of V shards compare with those of one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +21,7 @@ from rich.table import Table
 from onefold.cli import Screen
 from onefold.system.words import listed
 
-__all__ = ["State", "hints_of", "report_mathematics"]
+__all__ = ["GUESSES", "State", "hints_of", "report_mathematics", "unequal_passes"]
 
 _MODES = "dropout off, batch norm by its statistics, the same random numbers for the same samples"
 
@@ -234,3 +235,45 @@ def _uneven(run: _States) -> Iterator[tuple[str, int]]:
                 seen = {b.states[name] != a.states[name] for b, a in pairs}
             if len(seen) > 1:
                 yield name, rows[0].step
+
+
+def unequal_passes(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Compare how long the passes of streams were in several runs.
+
+    Args:
+        runs: for each run, by its name, what is recorded of the passes that came to their end.
+
+    Returns:
+        What differs, and why it may; empty if nothing does.
+    """
+    first: dict[tuple[int, int], tuple[str, int]] = {}
+    for name, passes in runs.items():
+        seen: Counter[int] = Counter()
+        for each in passes:
+            place = each["stream"], seen[each["stream"]]
+            seen[each["stream"]] += 1
+            of, samples = first.setdefault(place, (name, each["samples"]))
+            if samples != each["samples"]:
+                return (
+                    f"pass {place[1]} of {each['kind']} has {samples} samples on {of} and "
+                    f"{each['samples']} on {name}. Every device must read the whole stream, and "
+                    f"this one may split it by WORLD_SIZE, RANK or torch.distributed"
+                )
+    return ""
+
+
+GUESSES = {
+    False: (
+        "{count} twice differs as well, so the run does not repeat itself: something draws from a "
+        "generator that is not seeded (a torch.Generator or random.Random of its own, os.urandom, "
+        "the clock), or a kernel does not repeat its bits. Inside the loss and the data set, use "
+        "torch's, random's and NumPy's global generators: they are seeded for every shard and "
+        "every sample"
+    ),
+    True: (
+        "{count} twice gives the same bits, so the result depends on who computes what: the script "
+        "reads the rank or the number of devices (RANK, trainer.is_lead, torch.distributed), keeps "
+        "state from one shard to the next, or changes parameters between steps on every device"
+    ),
+}
+"""The hints that remain, by whether a run repeats its bits."""

@@ -46,7 +46,7 @@ from onefold import Outcome, RunOptions, select_devices, supervise
 from onefold.cli import Screen, print_json
 from onefold.cli.plan import read_counts
 from onefold.cli.running import DEFAULT_PLACEMENT
-from onefold.cli.verdicts import State, hints_of, report_mathematics
+from onefold.cli.verdicts import GUESSES, State, hints_of, report_mathematics, unequal_passes
 from onefold.record import Record, alike
 from onefold.record.entries import BlockEntry, Result, StepEntry
 from onefold.system.process import STOPPED_CODE
@@ -120,6 +120,8 @@ class _Recorded:
     """The lines of each trainer; the first is about the model before the first step."""
     states: list[dict[int, list[State]]]
     """The states that each device recorded, by trainer and device."""
+    passes: list[list[dict[str, Any]]]
+    """The passes of streams that came to their end, by trainer."""
 
 
 def first_difference(
@@ -270,7 +272,9 @@ class _Comparison:
         for trainer, device in product(range(len(trainers)), range(way.devices)):
             rows = read_record(self.folder, f"{name}-{trainer}-state-{device}")
             states[trainer][device] = [State(**row) for row in rows]
-        return _Recorded(way, trainers, states)
+        numbers = range(len(trainers))
+        passes = [read_record(self.folder, f"{name}-{number}-passes") for number in numbers]
+        return _Recorded(way, trainers, states, passes)
 
     def _run(self, title: str, way: RunSettings, mathematics: str) -> tuple[str, Outcome]:
         name = str(self.number)
@@ -335,6 +339,9 @@ class _Comparison:
             words = f"The runs made different numbers of steps{who}: {steps}."
             self.console.print(words, style="bold red")
             return _DIFFER
+        if unequal := unequal_passes({str(run.way): run.passes[trainer] for run in runs}):
+            self.console.headed("bold red", f"The data{who} differ", f": {unequal}.")
+            return _DIFFER
         for run, each in zip(runs, differences, strict=True):
             if (found := each[trainer]) is not None:
                 self.console.headed("bold red", f"The bits{who} differ", f", {found}")
@@ -390,24 +397,7 @@ class _Comparison:
             and len(again[trainer]) == len(lines)
             and first_difference(lines, again[trainer]) is None
         )
-        return [_GUESSES[repeats].format(count=reference.way)]
-
-
-_GUESSES = {
-    False: (
-        "{count} twice differs as well, so the run does not repeat itself: something draws from a "
-        "generator that is not seeded (a torch.Generator or random.Random of its own, os.urandom, "
-        "the clock), or a kernel does not repeat its bits. Inside the loss and the data set, use "
-        "torch's, random's and NumPy's global generators: they are seeded for every shard and "
-        "every sample"
-    ),
-    True: (
-        "{count} twice gives the same bits, so the result depends on who computes what: the script "
-        "reads the rank or the number of devices (RANK, trainer.is_lead, torch.distributed), keeps "
-        "state from one shard to the next, or changes parameters between steps on every device"
-    ),
-}
-"""The hints that remain, by whether a run repeats its bits."""
+        return [GUESSES[repeats].format(count=reference.way)]
 
 
 def _run_as_json(run: _Recorded, differences: Sequence[Difference | None]) -> dict[str, Any]:

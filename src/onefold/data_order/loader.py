@@ -168,6 +168,7 @@ class Loader:
                 if answer.over:
                     self._check_not_exhausted(this)
                     this.end = this.given
+                    self.track.note_length(this.given, self._shares().devices)
                     break
                 self._had_samples = True
                 # Before the yield: the script may never come back for the next batch.

@@ -157,7 +157,7 @@ class Position:
         if saved := self._waiting.pop(place, None):
             track.go_to(saved.passes, self._allow_changed)
         elif saved := self._expected.pop(place, None):
-            track.orders = {each.number: each.order for each in saved.passes.begun}
+            track.expect(saved.passes)
         self._tracks[place] = track
         track.position = self
 
@@ -412,6 +412,8 @@ class SavedPasses(Struct, frozen=True):
     empty: Count
     """How many come empty, before those that were begun."""
     begun: list[SavedPass]
+    ended: tuple[Count, Count] | None = None
+    """Samples of the last pass of a stream that ended, and the devices that read it."""
 
     @property
     def were_used(self) -> bool:
@@ -456,6 +458,10 @@ class LoaderTrack:
         self._whole = WHOLE if size.kind else size.samples
         self.orders: dict[int, str] = {}
         """Digests of the orders of passes that are expected, where a record answers the script."""
+        self._ended: tuple[int, int] | None = None
+        self._allow_changed: Collection[str] = ()
+        self.pass_read: Callable[[int], None] = lambda samples: None
+        """Called with the samples of a pass of a stream that has come to its end."""
         self.position: Position | None = None
         """What follows it, if a run may go on in the middle of a pass; it is told of their ends."""
 
@@ -535,6 +541,22 @@ class LoaderTrack:
         elif this.used:
             self.position.note_pass_end(broken_off=this.broken_off)
 
+    def note_length(self, samples: int, devices: int) -> None:
+        """Note how long a pass of a stream was, which every device has read whole.
+
+        Raises:
+            CheckpointError: on another number of devices, before the run resumed, it was another.
+        """
+        if self._ended is not None and self._ended[1] != devices:
+            was, before = self._ended
+            name = (
+                f"passes of {self.size.kind} of which each device read (there are {devices} now, "
+                f"and were {before}; does the stream split its data by WORLD_SIZE?)"
+            )
+            check_same("dataset", was, samples, self._allow_changed, name)
+        self._ended = samples, devices
+        self.pass_read(samples)
+
     def made(self, batch: ShardedBatch) -> bool:
         """Whether a batch comes from one of this loader's recorded passes."""
         return any(each is batch.data_pass for each in self._passes)
@@ -550,10 +572,16 @@ class LoaderTrack:
         self._passes = []
         self._used_up = 0
         self._next, self._empty = saved.first, saved.empty
+        self._ended, self._allow_changed = saved.ended, tuple(allow_changed)
         self._coming = [replace(each, used=min(each.used, self._whole)) for each in saved.begun]
         # With another seed or another data set the order is another one, as was agreed to.
         if {"seed", "dataset"} & set(allow_changed):
             self._coming = [replace(each, order="") for each in self._coming]
+
+    def expect(self, saved: SavedPasses) -> None:
+        """Compare the passes to which the script comes by itself with those of the run before."""
+        self.orders = {each.number: each.order for each in saved.begun}
+        self._ended = saved.ended
 
     def restart(self, first_pass: int) -> None:
         """Start over with pass ``first_pass``; passes under way become unusable."""
@@ -580,7 +608,8 @@ class LoaderTrack:
         if known and not self._coming and known[-1].number + 1 != self._next:
             known.append(SavedPass(self._next, 0))
         empty += self._used_up
-        return SavedPasses(first - self._used_up, empty, [*known, *self._coming])
+        begun = [*known, *self._coming]
+        return SavedPasses(first - self._used_up, empty, begun, self._ended)
 
     def _saved_pass(self, this: DataPass) -> SavedPass:
         if self._is_used_up(this):

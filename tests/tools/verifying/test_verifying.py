@@ -1,6 +1,6 @@
 """A Trainer's part in a comparison: checkpoints, and when the script has done enough."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ from torch import nn
 import onefold
 from onefold.core.options import LaunchContext, RunOptions
 from onefold.data_order.reader import digest_samples
+from onefold.system.safe_files import read_record
+from tests.inside import session_in
 from tests.small import line, points, square
+from tests.tables import for_each
 from tests.tools.verifying.compared import Compared, compared
 
 __all__ = ["compared"]
@@ -186,3 +189,27 @@ def test_so_many_trainers_are_compared(compared: Compared) -> None:
     steps(second, 2)
     with pytest.raises(SystemExit, match="0"):
         second.step(points(6))
+
+
+@for_each(("limit", "made", "noted"), [(1_000, [40, 40], [40, 40]), (3, [40_000], [])])
+def test_a_stream_is_read_on_to_its_end(
+    limit: int,
+    made: list[int],
+    noted: list[int],
+    compared: Compared,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a split by the number of devices shows; but not for ever."""
+
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.ones(40, 2))
+
+    monkeypatch.setattr("onefold.tools.verifying._READ_ON", limit)
+    options = RunOptions(tools={"verify": compared.options(mathematics="")})
+    compared.context = replace(compared.context, options=options)
+    trainer = compared.trainer(nn.Linear(2, 1), lambda model, batch: model(batch).square().mean(1))
+    loader = trainer.loader(Stream(), batch_size=4)
+    assert [sum(trainer.step(batch).samples for batch in loader) for _ in made] == made
+    lines = read_record(compared.folder, f"0-{session_in(trainer).devices.trainer}-passes")
+    assert [line["samples"] for line in lines] == noted

@@ -6,6 +6,7 @@ Such a run records its steps, in the folder of the comparison:
 - ``RUN-T-state-D.jsonl``: state that changed on device D and must not, see
   `onefold.tools.verifying.probing`.
 - ``RUN-T-mathematics.jsonl``: V shards against one, see `onefold.tools.verifying.mathematics`.
+- ``RUN-T-passes.jsonl``: how long each pass of a stream was that came to its end.
 - ``RUN-done``: there while all Trainers so far have made their steps.
 - ``RUN-cut``: why the script was ended.
 
@@ -13,7 +14,8 @@ Note: past the steps that are compared
 --------------------------------------
 A script may make its next Trainer only after the last step of the one before. So it goes on past
 the steps that are compared, but nothing is computed any more for that Trainer: a step returns the
-last one again, a loader gives its last batch again, an evaluation or a save of the same model its
+last one again, a loader gives its last batch again (a stream only after a while, as the length of
+its passes is compared), an evaluation or a save of the same model its
 last result. What the script saves by PyTorch lies in the folder of the run, which ends with it.
 """
 
@@ -24,10 +26,12 @@ import functools
 import inspect
 import os
 import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +85,8 @@ _OF_FILES: tuple[tuple[Any, tuple[str, ...], str, str], ...] = (
 them, and copies and moves from there, stays aside."""
 
 _PATIENCE = 10
+_READ_ON, _READ_ON_S = 1_000, 20.0
+"""Batches and time for which each stream is read on past the steps that are compared."""
 _LONGEST = 100_000
 """Steps that are not computed, after which a script is taken for one that waits for a result."""
 _CUT = (
@@ -230,6 +236,8 @@ class Verifying(Hook):
         self._context, self._options = context, options
         self._state = StateWatch(model, losses.values())
         self._collates: dict[int, KeepingCollate] = {}
+        self._reading: dict[Loader, tuple[int, float]] = {}
+        """Of streams that are read on, how many batches are left, and until when."""
         self._own: object = None
         self._steps = 0
         self._number = 0
@@ -326,15 +334,29 @@ class Verifying(Hook):
             choices["collate"] = KeepingCollate(choices["collate"], self._dtype, keeps=keeps)
         if for_steps:
             # Its last batch stands for all that follow.
-            choices["repeats"] = lambda: self._progress.is_done
+            choices["repeats"] = lambda: self._repeats(made)
         made: Loader = make()
         if for_steps:
             # A stream moves whenever it is read: what it keeps of that is no finding.
             if not is_stream(made.dataset):
                 self._state.add(made.dataset)
+            elif self._devices.has_lead:
+                made.track.pass_read = partial(self._note_pass, made)
             if isinstance(choices["collate"], KeepingCollate):
                 self._collates[made.track.number] = choices["collate"]
         return made
+
+    def _repeats(self, loader: Loader) -> bool:
+        """Whether a loader is to give its last batch again and again."""
+        if not self._progress.is_done or self._mathematics or not is_stream(loader.dataset):
+            return self._progress.is_done
+        left, until_s = self._reading.get(loader, (_READ_ON, time.monotonic() + _READ_ON_S))
+        self._reading[loader] = left - 1, until_s
+        return left < 1 or time.monotonic() > until_s
+
+    def _note_pass(self, loader: Loader, samples: int) -> None:
+        line = {"stream": loader.track.number, "kind": loader.track.size.kind, "samples": samples}
+        append_line(self._path("passes"), line)
 
     def around(self, asked: ScriptCall) -> Surrounds:
         """Look at a step, which is of other payloads; or forget results, as the model changes."""
