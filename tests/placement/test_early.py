@@ -21,7 +21,7 @@ from onefold.core.options import ExchangeName
 from onefold.errors import PeerError
 from onefold.exchange.collective_memory import CollectiveMemory
 from onefold.exchange.memory import Partial
-from onefold.shard.replica import GradientHooks
+from onefold.shard.stage_modules import GradientHooks
 from onefold.step import assembly
 from onefold.testing import Fault, outcomes, simulate
 from tests.tables import for_each

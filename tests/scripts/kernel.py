@@ -20,7 +20,13 @@ REFUSED: tuple[str, ...] = (
     *("placement.parameters", "placement.partitioned", "placement.pipeline"),
     *("placement.stage_buffers", "session.build", "session.data_calls", "session.gradient_steps"),
     *("session.script_updates", "shard.advice", "shard.compiling", "shard.gather"),
-    *("shard.operations", "step.joint", "step.microbatch", "system.background"),
+    *(
+        "shard.operations",
+        "shard.stage_modules",
+        "step.joint",
+        "step.microbatch",
+        "system.background",
+    ),
     *("system.caches", "system.output", "system.tensor_file"),
     *("tools", "update.state", "watch.timeline"),
 )

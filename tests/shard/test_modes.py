@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold.errors import StateError
-from onefold.shard.model_parts import StageModules, cut_by_itself
+from onefold.shard.stage_modules import StageModules, cut_by_itself
 from tests.placement.partitioned import run, samples, squared
 from tests.small import Batch, bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each

@@ -34,6 +34,7 @@ LATE = {
     "session.gradient_steps": "the script asks for gradients",
     "shard.advice": "a step fails, or a loss may be read otherwise",
     "shard.compiling": "the loss is compiled",
+    "shard.stage_modules": "a model is cut into stages, as devices share no memory",
     "step.joint": "the loss gathers, has several divisors, or returns values in addition",
     "step.microbatch": "shards run in microbatches",
     "system.background": "the process of a device ends",

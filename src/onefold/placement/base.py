@@ -38,7 +38,7 @@ from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Start
 from onefold.exchange.shard_table import ShardTable
 from onefold.shard.kernels import Compilers, repeatable_kernels
-from onefold.shard.model_parts import ModelParts, StageModules
+from onefold.shard.model_parts import ModelParts
 from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
 from onefold.system.accelerator import as_current
@@ -49,6 +49,7 @@ from onefold.watch.timing import Phase
 if TYPE_CHECKING:
     from onefold.placement.footprint import Footprint
     from onefold.placement.pipeline.shape_stages import LossProgress
+    from onefold.shard.stage_modules import StageModules
 
 __all__ = [
     "Before",

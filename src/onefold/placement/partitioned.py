@@ -24,7 +24,8 @@ from onefold.exchange.reduction import GradientSend, StageReduction
 from onefold.placement.base import Before, Done, Estimates, Placement, PlacementLayout, StepContext
 from onefold.placement.parameters import PartitionedParameters
 from onefold.placement.replicated import Replicated
-from onefold.shard.model_parts import ModelParts, StageModules
+from onefold.shard.model_parts import ModelParts
+from onefold.shard.stage_modules import StageModules
 from onefold.shard.task import ShardTask
 from onefold.system.accelerator import capacity_bytes
 from onefold.system.allocator import DEFAULT_ALLOCATOR, TensorAllocator

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.core.fold import Block, before_last, blocks_of, fold
+from onefold.core.late import load
 from onefold.core.results import Gradients, ShardResult
 from onefold.core.shard import Shares
 from onefold.exchange.exchange import Exchange, has_memory_in_common
 from onefold.exchange.reduction import GradientSend
 from onefold.placement.base import Before, Done, Estimates, Placement, PlacementLayout
 from onefold.shard.gradients import add_gradients
-from onefold.shard.model_parts import ModelParts, StageModules
+from onefold.shard.model_parts import ModelParts
 from onefold.shard.replica import Replica
 from onefold.shard.task import ShardTask
 
@@ -183,7 +184,8 @@ class Replicated(Placement):
         if has_memory_in_common(self.devices) or self.settings.shards == 1:
             return PlacementLayout()
         mirrors = self.devices.context.options.placement == "replicate:state"
-        early = StageModules(parts.module, stages, parts.trained, merged=stages is None)
+        cut = load("shard.stage_modules").StageModules
+        early = cut(parts.module, stages, parts.trained, merged=stages is None)
         return PlacementLayout(early=early, mirrors=mirrors)
 
     def run_shards(self, task: ShardTask, done: Done, before: Before) -> Gradients | None:

@@ -1,7 +1,5 @@
 """The model on one device: computes one shard at a time and hands over its gradients.
 
-`GradientHooks` hands over the gradients of one microbatch, stage by stage, while backward runs.
-
 Note: one module for all devices of a process
 ---------------------------------------------
 The user's module exists once. Where one process drives several devices, each has memory of its own
@@ -21,8 +19,8 @@ lasts, as it would in a plain loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,10 +36,8 @@ from onefold.core.results import GATHERS, LATE, Gradients, ShardResult, code_of,
 from onefold.core.settings import AS_GIVEN, Precision, added_up_in
 from onefold.core.shard import microbatch_bounds, rows_of
 from onefold.errors import GradientError, LossError
-from onefold.exchange.reduction import GradientSend
 from onefold.shard.buffers import BufferSet
 from onefold.shard.gradients import (
-    GradientHandover,
     ParameterSet,
     drop_gradients,
     gradients_of,
@@ -50,7 +46,7 @@ from onefold.shard.gradients import (
 )
 from onefold.shard.kernels import computing_in
 from onefold.shard.loss_watch import LossWatch, refuse_uneven
-from onefold.shard.model_parts import ModelParts, StageModules
+from onefold.shard.model_parts import ModelParts
 from onefold.shard.task import (
     LossFunction,
     Microbatch,
@@ -63,6 +59,7 @@ from onefold.watch.timing import Stopwatch
 
 if TYPE_CHECKING:
     from onefold.core.values import ShardValues
+    from onefold.shard.stage_modules import GradientHooks, StageModules
 
 __all__ = ["LossFunction", "Replica", "ShardTask", "Weighed"]
 
@@ -232,9 +229,9 @@ class Replica:
     def compute_microbatch(self, microbatch: Microbatch) -> ShardResult:
         """Run a microbatch of a shard, mostly all of it, forward and backward."""
         payload, task, gatherer = self.on_device(microbatch), microbatch.task, microbatch.gatherer
-        handing = None
+        handing: GradientHooks | None = None
         if task.send is not None and self.stages is not None:  # else shards keep their gradients
-            handing = GradientHooks(
+            handing = load("shard.stage_modules").GradientHooks(
                 self.stages,
                 microbatch,
                 lambda stage: self.taken(self.of_stages[stage], microbatch),
@@ -471,65 +468,3 @@ def _added_weights(
             f"the same terms in each, with the weight 0 if there is nothing to count"
         )
     return [(of[0][0], sum(known(weight) for _, weight in of)) for of in zip(*rows, strict=True)]
-
-
-class GradientHooks:
-    """What has been handed over of one microbatch, and what has not.
-
-    Args:
-        modules: the stages.
-        microbatch: of which shard.
-        take: takes the gradients of a stage out of ``.grad``.
-        send: is given each stage.
-    """
-
-    def __init__(
-        self,
-        modules: StageModules,
-        microbatch: Microbatch,
-        take: Callable[[int], Gradients],
-        send: Callable[[GradientSend], None],
-    ) -> None:
-        self._modules = modules
-        self._entries = modules.stages.entries
-        self._microbatch = microbatch
-        self._take = take
-        self._give = send
-        self._left, self._handed = list(reversed(range(len(self._entries)))), GradientHandover()
-        self.given = [False] * len(modules.stages.stage_of)
-        """For each trained parameter, whether there was a gradient."""
-        self.begin_backward: Callable[[], None]
-        """To be called between the two."""
-        self.is_late = False
-        """Whether a gradient came after its stage had been handed over."""
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Surround a forward pass and its backward."""
-        with self._modules.watched(self._hand_over_early) as self.begin_backward:
-            yield
-
-    def finish(self) -> None:
-        """Hand over all stages that are left, after backward.
-
-        A gradient that came after its stage had been handed over is dropped, and the stage is
-        handed over last from now on: the step has to be computed once more.
-        """
-        for stage in range(len(self._entries)):
-            if stage not in self._left and any(g is not None for g in self._take(stage)):
-                self._modules.last.add(stage)
-                self.is_late = True
-        self._hand_over(list(self._left))
-
-    def _hand_over_early(self, stages: Sequence[int]) -> None:
-        self._hand_over([s for s in stages if s in self._left and s not in self._modules.last])
-
-    def _hand_over(self, stages: Sequence[int]) -> None:
-        for stage in stages:
-            self._left.remove(stage)
-            numbers = self._entries[stage]
-            gradients = self._handed.apart(self._take(stage))
-            for number, gradient in zip(numbers, gradients, strict=True):
-                self.given[number] = gradient is not None
-            part = self._microbatch
-            self._give(GradientSend(part.shard, stage, part.is_last, gradients))

@@ -31,14 +31,14 @@ from onefold.core.flat import lay_out, named_tensors, own_name, tensor_digests
 from onefold.core.late import load
 from onefold.core.settings import Settings
 from onefold.core.shard import Shares
-from onefold.core.storage import Storage, cut_segments, divides_evenly
+from onefold.core.storage import Frozen, Storage, cut_segments, divides_evenly
 from onefold.deferred.access import deferred_of
 from onefold.exchange.exchange import Exchange, join
 from onefold.exchange.memory import Start
 from onefold.placement.base import PlacementLayout, StepContext, placement_of
 from onefold.shard.buffers import BufferPlaces, BufferSet
 from onefold.shard.kernels import Compilers
-from onefold.shard.model_parts import ModelParts, frozen_of
+from onefold.shard.model_parts import ModelParts
 from onefold.shard.replica import LossFunction, Replica
 from onefold.step.engine import Engine
 from onefold.update.norms import refuse_clipping
@@ -224,6 +224,10 @@ def _storage(
         and not divides_evenly(segments, devices_in_all, early.stages)
     ):
         early = None
+    frozen: Frozen | None = None
+    if modules is not None:
+        share_out = load("shard.stage_modules").frozen_of
+        frozen = share_out(parts.frozen, modules, devices_in_all)
     return Storage(
         parameters=layout,
         other=lay_out(parts.other),
@@ -234,6 +238,6 @@ def _storage(
         stages=None if modules is None else modules.stages,
         early=None if early is None else early.stages,
         mirrors=mirrors,
-        frozen=None if modules is None else frozen_of(parts.frozen, modules, devices_in_all),
+        frozen=frozen,
         updated_in=updated_in,
     )

@@ -18,7 +18,8 @@ from onefold.placement.footprint import Footprint
 from onefold.session.run import RunSetup
 from onefold.session.user_parts import UserParts
 from onefold.shard.kernels import Compilers
-from onefold.shard.model_parts import ModelParts, StageModules
+from onefold.shard.model_parts import ModelParts
+from onefold.shard.stage_modules import StageModules
 from onefold.step.assembly import LEAST_SENT_EARLY_BYTES
 from onefold.system.whole_files import replace_file
 from onefold.update.optimizers import name_of, optimizers_in

@@ -48,8 +48,8 @@ from onefold.placement.pipeline.shape_stages import (
     unlike,
 )
 from onefold.shard.buffers import BufferSet
-from onefold.shard.model_parts import StageModules
 from onefold.shard.replica import Replica
+from onefold.shard.stage_modules import StageModules
 from onefold.system.compat import is_in_function, is_transformed
 from onefold.system.internals import has_backward_hooks, hide_backward_hooks, watch_differentiation
 

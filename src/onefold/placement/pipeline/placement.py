@@ -15,7 +15,7 @@ from onefold.placement.base import Before, Done, Estimates, Placement, StepConte
 from onefold.placement.partitioned import Partitioned
 from onefold.placement.pipeline.boundary import StageBoundary
 from onefold.placement.pipeline.worker import PipelineWorker
-from onefold.shard.model_parts import StageModules
+from onefold.shard.stage_modules import StageModules
 from onefold.shard.task import ShardTask
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ from torch.overrides import TorchFunctionMode
 from onefold.core.randomness import forked_generators, packed_generators
 from onefold.core.structure import parts_of, tensors_of, with_tensors
 from onefold.errors import PipelineError
-from onefold.shard.model_parts import StageModules
+from onefold.shard.stage_modules import StageModules
 from onefold.system.compat import (
     FakeTensor,
     FakeTensorMode,

@@ -1,3 +1,0 @@
-"""A Trainer's part in a run."""
-
-__all__: list[str] = []
