@@ -163,8 +163,9 @@ ENDS = """
     launcher/workers.py worker.signal: by pidfd, or as above
     system/background.py os._exit: itself, forked to compute one value
     system/background.py os.kill: a child whose end was not collected
+    system/process.py _signal.signal: sets a handler, and sends nothing
     system/process.py os._exit: itself, where its parent is gone
-    system/process.py os.kill: itself, by a second signal, as without the run
+    system/stop_signals.py os.kill: itself, by a second signal, as without the run
     worker.py os._exit: itself
 """
 

@@ -52,9 +52,9 @@ from onefold.system.process import (
     STOP_SIGNALS,
     STOPPED_CODE,
     die_with_parent,
-    take_requests,
 )
 from onefold.system.safe_files import gather_sockets_in
+from onefold.system.stop_signals import take_requests
 from onefold.system.words import listed, message_of
 from onefold.tools.registry import prepare_process
 

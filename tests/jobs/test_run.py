@@ -17,7 +17,7 @@ import pytest
 import onefold
 import onefold_jobs
 from onefold.errors import CheckpointError, DataError, LaunchError, RunFailed
-from onefold.system.process import stopped_by_signals
+from onefold.system.stop_signals import stopped_by_signals
 from onefold_jobs import report
 from onefold_jobs.catalog import JOBS
 from onefold_jobs.data import scan

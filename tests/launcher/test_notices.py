@@ -14,7 +14,7 @@ import pytest
 import onefold
 from onefold.errors import LaunchError
 from onefold.launcher.environment import read_context
-from onefold.system.process import requests_by_signals
+from onefold.tools.stops import requests_by_signals
 from tests.small import make_trainer, points
 from tests.tables import for_each
 

@@ -115,10 +115,11 @@ def test_a_model_whose_update_broke_off_is_not_saved_until_it_is_loaded(tmp_path
     with pytest.raises(ArithmeticError, match="in the update"):
         trainer.step(points(8))
     optimizer.fails = False
-    trainer.step(points(8))
-    with pytest.raises(StateError, match="broke off while parameters were being updated"):
-        trainer.save(tmp_path)  # what was torn once stays so
+    for call in (lambda: trainer.step(points(8)), lambda: trainer.save(tmp_path)):
+        with pytest.raises(StateError, match="was called after step 1 broke off in the middle"):
+            call()
     trainer.load(tmp_path)
+    trainer.step(points(8))
     trainer.save(tmp_path)
 
 

@@ -126,9 +126,15 @@ def test_handlers_of_the_program_stay_its_own() -> None:
     signal.signal(signal.SIGINT, handler := lambda number, _: called.append(number))
     with ctrl_c_later():
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
         assert called == []
     assert called == [signal.SIGINT]
+    with ctrl_c_later(), ctrl_c_later():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # somebody does not want to wait
+        assert called == [signal.SIGINT] * 3
+    assert called == [signal.SIGINT] * 3
+    called.clear()
+    called.append(signal.SIGINT)
     assert signal.signal(signal.SIGINT, signal.SIG_IGN) is handler
     with ctrl_c_later():
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN

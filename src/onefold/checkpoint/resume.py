@@ -46,7 +46,7 @@ from onefold.core.call_digest import Call, CallDigest, digest
 from onefold.core.encoding import from_json
 from onefold.core.flat import fingerprint_of
 from onefold.data_order.position import PROMISES, Position
-from onefold.errors import CheckpointError, StateError
+from onefold.errors import CheckpointError
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests, broadcast, written
 from onefold.placement.base import StepContext
@@ -140,12 +140,6 @@ class Checkpoints:
             line: the line of the script that asks for it; empty if none does.
         """
         folder = folder_of(directory, self._position.step)
-        if self._engine.update_interrupted:
-            raise StateError(
-                f"the step after step {self._position.step} broke off while parameters were being "
-                f"updated, so the model is neither before that step nor after it, and no "
-                f"checkpoint is written: go on from the last one with trainer.load"
-            )
         arguments = (keeping.newest, keeping.best, sorted(keeping.scores), wait)
         self._engine.agree(
             CallDigest(Call.SAVE, self._position.step + 1, arguments=digest(arguments))
@@ -245,6 +239,7 @@ class Checkpoints:
         self._load(found, settings=settings)
 
     def _begin_loading(self, arguments: int) -> None:
+        self._context.update.end_step()  # one that broke off
         self._engine.agree(CallDigest(Call.LOAD, self._position.step + 1, arguments=arguments))
         self._wait_until_written()
 
@@ -252,6 +247,7 @@ class Checkpoints:
         stored, files, allow_changed = found.stored, found.files, found.allow_changed
         with readable(self._context.module, self._engine.placement.gathered):
             # From here on the trainer changes: all that could be refused was refused before.
+            self._engine.agreement.torn = "trainer.load"
             self._take_model(files)
             self._take_optimizer(stored.run["optimizer"], files, allow_changed, settings=settings)
             self._take_buffers(stored.run, files, allow_changed)
@@ -264,6 +260,7 @@ class Checkpoints:
         if settings:
             self._scheduler.go_on(stored.run, allow_changed)
         self._state.adopt(stored.run, allow_changed)
+        self._engine.agreement.torn = ""
 
     def check_trained(self, loss: str) -> None:
         """Warn once if a step that begins trains other parameters than the loaded run did."""

@@ -45,7 +45,7 @@ from onefold.cli.running import (
     run,
 )
 from onefold.errors import LaunchError, OnefoldError, RunFailed
-from onefold.system.process import Stopped, stopped_by_signals
+from onefold.system.stop_signals import Stopped, stopped_by_signals
 from onefold.system.words import in_shell, tell, visible
 
 __all__ = ["main"]

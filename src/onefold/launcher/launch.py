@@ -44,8 +44,9 @@ from onefold.launcher.environment import (
 )
 from onefold.launcher.workers import Logs, Outcome, RunStatus, StoppedGroup, WorkerGroup
 from onefold.system.folder_lock import lock_of_checkpoints
-from onefold.system.process import STOPPED_CODE, StopSignals, ctrl_c_later
+from onefold.system.process import STOPPED_CODE, ctrl_c_later
 from onefold.system.safe_files import PrivateFolder, local_path
+from onefold.system.stop_signals import StopSignals
 from onefold.system.words import counted, show_traceback, tell
 from onefold.watch.timeline import check_timeline, join_timeline
 

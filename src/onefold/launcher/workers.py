@@ -48,8 +48,9 @@ from onefold.core.options import RECORD_FILE, RunOptions
 from onefold.errors import LaunchError
 from onefold.exchange.progress import Progress
 from onefold.launcher.hang import HangWatch, HostDevice
-from onefold.system.process import LOOK_S, STOPPED_CODE, StoppedProcess, StopSignals
+from onefold.system.process import LOOK_S, STOPPED_CODE, StoppedProcess
 from onefold.system.safe_files import PrivateFolder, create_file, memory_file, write_all
+from onefold.system.stop_signals import StopSignals
 from onefold.system.words import tell
 
 __all__ = [

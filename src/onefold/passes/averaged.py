@@ -26,6 +26,7 @@ from onefold.core.flat import FlatTensors
 from onefold.placement.base import StepContext
 from onefold.step.engine import Engine
 from onefold.system.compat import copy_each
+from onefold.system.process import ctrl_c_later
 from onefold.update.averages import AverageRule, Averages
 from onefold.update.staging import SegmentState
 
@@ -123,12 +124,14 @@ class Averaging:
             try:
                 agreement.start_call(CallDigest(Call.AVERAGED, step, arguments=int(recomputes)))
                 agreement.averaged = True
-                self._show()
+                with ctrl_c_later():
+                    self._show()
                 yield
                 agreement.start_call(CallDigest(Call.AVERAGED_END, step))
             finally:
-                agreement.averaged = False
-                self._put_back()
+                with ctrl_c_later():
+                    self._put_back()
+                    agreement.averaged = False
             if self._context.exchange.memory.is_common:
                 # Nobody goes on before every owner has put back its segments.
                 self._context.exchange.memory.publish_parameters()

@@ -153,6 +153,7 @@ def model_digests(engine: Engine, step: int) -> dict[str, str]:
     """
     # Or they would be those of a part that was not trained.
     engine.context.replicas[0].parts.check_held()
+    engine.agreement.refuse_torn(Call.FINGERPRINT)
     if engine.placement.partitioned:
         engine.agree(CallDigest(Call.FINGERPRINT, step))
     return agreed_digests(engine)

@@ -40,6 +40,7 @@ from onefold.shard.model_parts import QUICK, modules_of
 from onefold.shard.replica import Replica
 from onefold.step.engine import Engine
 from onefold.system.compat import BatchNorm
+from onefold.system.process import ctrl_c_later
 
 __all__ = ["DataCall", "ScoreFunction", "evaluate", "predict", "recompute_statistics"]
 
@@ -85,8 +86,8 @@ def evaluate(
             sums.refuse(values, where)
         tallies[own.replica.number].add(own, values, where)
 
-    with call.at_hand(engine), engine.evaluating():
-        sizes, last = compute_shards(engine, score, batches, call, "an evaluation", add)
+    with call.at_hand(engine), engine.evaluating() as ctrl_c:
+        sizes, last = compute_shards(engine, score, batches, call, "an evaluation", add, ctrl_c)
     call.agree_on_end(engine, sum(sizes), last)
     own = {number: tally.report() for number, tally in tallies.items()}
     found = engine.context.exchange.transport.all_gather_values(own)
@@ -111,6 +112,7 @@ def compute_shards(
     call: DataCall,
     what: str,
     compute: Callable[[DataShard], None],
+    ctrl_c: ctrl_c_later,
 ) -> tuple[list[int], ShardedBatch | None]:
     """Compute this process's shards of all batches, while nobody may write to parameters.
 
@@ -121,6 +123,7 @@ def compute_shards(
         call: what all devices must have been given alike.
         what: the pass, for errors.
         compute: called for each shard.
+        ctrl_c: comes between two batches.
 
     Returns:
         The number of samples in each batch; and the last batch, if there was one.
@@ -130,6 +133,7 @@ def compute_shards(
     with ExitStack() as during:
         for number, batch in enumerate(batches):
             first = number == 0
+            ctrl_c.come()
             # Only now: the data's digest is known once the first batch has been read.
             if first:
                 call.agree(engine, call.samples, batch)
@@ -400,8 +404,8 @@ def predict(
         own[:] = found
         rows[shard.number][shard.shard] = found
 
-    with call.at_hand(engine), engine.evaluating():
-        sizes, last = compute_shards(engine, function, batches, call, "a prediction", add)
+    with call.at_hand(engine), engine.evaluating() as ctrl_c:
+        sizes, last = compute_shards(engine, function, batches, call, "a prediction", add, ctrl_c)
     call.agree_on_end(engine, sum(sizes), last)
     given = dict.fromkeys(context.own, own)
     columns = _alike(context.exchange.transport.all_gather_values(given))
@@ -506,10 +510,10 @@ def _sums(
         found = _read(own.replica, places, share)
         sums[own.shard] = sums[own.shard] + found if own.shard in sums else found
 
-    with engine.gathered(call.step), engine.evaluating(training=True):
+    with engine.gathered(call.step), engine.evaluating(training=True) as ctrl_c:
         for layer in kept:
             layer.training = False  # put back with the modes of all others
-        _, last = compute_shards(engine, engine.loss, batches, call, "update_bn", add)
+        _, last = compute_shards(engine, engine.loss, batches, call, "update_bn", add, ctrl_c)
     found = engine.context.of_all_shards(sums)
     if last is None:
         return []

@@ -34,6 +34,7 @@ from onefold.core.flat import storage_order
 from onefold.passes.collectives import broadcast, written
 from onefold.shard.gradients import keeping_gradients
 from onefold.step.engine import Engine
+from onefold.system.process import ctrl_c_later
 from onefold.update.optimizer import PartitionedOptimizer
 from onefold.update.optimizers import Optimizers, optimizers_in, settings_of
 from onefold.update.staging import SegmentState
@@ -170,11 +171,14 @@ class Modifying:
         self.blocks += 1
         self._with_state = self._state.is_read if state is None else state
         try:
-            self._open(step)
+            with ctrl_c_later():
+                self._open(step)
             yield
         finally:
-            self._leave()
-        self._settle(step)
+            with ctrl_c_later():
+                self._leave()
+        with ctrl_c_later():
+            self._settle(step)
 
     @contextmanager
     def closed(self, step: int) -> Iterator[None]:

@@ -429,6 +429,13 @@ class StepContext:
             self.follow_first()
             yield
 
+    def undo(self, task: ShardTask) -> None:
+        """Have the model be as it was before a step that broke off; may be called at any time."""
+        if self._others:
+            self.first.attach()
+        self.first.buffers.restore()
+        self.first.put_back(task)
+
     def timed(self, phase: Phase, label: str) -> AbstractContextManager[None]:
         """A block of which the first device of this process notes how long it takes."""
         return self.first.watch.timed(phase, label)

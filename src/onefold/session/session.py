@@ -251,6 +251,7 @@ class Session:
 
     def start_step(self, asked: ScriptCall, cut: ShardedBatch) -> None:
         """Check a step before all devices begin it."""
+        self.engine.agreement.refuse_torn(Call[asked.kind.upper()])
         asked.cut = asked.batch = cut
         asked.number = self.position.step + asked.begins
         if asked.begins:

@@ -33,7 +33,7 @@ from onefold.core.call_digest import (
     read_agreed,
 )
 from onefold.core.encoding import from_json
-from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
+from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout, StateError
 from onefold.placement.base import Placement, StepContext
 from onefold.shard.model_parts import ExternalModules
 from onefold.system.words import listed
@@ -78,6 +78,8 @@ class Agreement:
         """Whether it is inside `with trainer.averaged():`."""
         self.note_call: Callable[[int], None] = lambda call: None
         """Called with each of `Call` that this process begins."""
+        self.torn = ""
+        """What left the model in a state that no run has, where it broke off; mostly nothing."""
         self.left = ""
         """Why the trainer makes no calls any more; empty as long as it does."""
 
@@ -177,7 +179,9 @@ class Agreement:
             RuntimeError: the script is inside `with trainer.modifying():`, or inside `with
                 trainer.averaged():` and the call is for the training values; or the trainer has
                 left the run.
+            StateError: the model is in a state that no run has.
         """
+        self.refuse_torn(call)
         if self.modifying and call is not Call.CHANGED:
             raise RuntimeError(
                 f"{call.words} was called inside `with trainer.modifying():`, where devices may "
@@ -189,6 +193,19 @@ class Agreement:
             raise RuntimeError(
                 f"{call.words} was called inside `with trainer.averaged():`, where the model holds "
                 f"its averages and not the values that are trained: expected the block to end first"
+            )
+
+    def refuse_torn(self, call: Call) -> None:
+        """Refuse a call where a step or a load broke off while it changed the model.
+
+        Raises:
+            StateError: the model is in a state that no run has.
+        """
+        if self.torn and call not in (Call.LOAD, Call.CLOSE):
+            raise StateError(
+                f"{call.words} was called after {self.torn} broke off in the middle, so the model "
+                f"may be neither what it was before nor what it would be afterwards: go on from a "
+                f"checkpoint with trainer.load, or build the model anew"
             )
 
     def _modes_checksum(self) -> int:

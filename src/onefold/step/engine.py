@@ -35,6 +35,7 @@ from onefold.step.rules import (
     check_gradient,
     write_gradient,
 )
+from onefold.system.process import ctrl_c_later
 from onefold.update.norms import allow_clipping
 from onefold.update.optimizers import Optimizers
 from onefold.watch.timing import LaunchWatch, Span
@@ -104,7 +105,6 @@ class Engine:
         if watched:
             self._launches = LaunchWatch(last.number, last.watch)
         self._has_warned = False
-        self._updating = self._interrupted = False
         self._nan_before = buffers_with_nan(context.module)
         self.hooks = Hooks()
         """The tools around the steps of the run."""
@@ -114,14 +114,9 @@ class Engine:
         """The user's loss, where there is only one."""
         return next(iter(self.losses.values()))
 
-    @property
-    def update_interrupted(self) -> bool:
-        """Whether a step failed in its update and was survived: parameters may be of two steps."""
-        return self._interrupted or self._updating
-
     def end_step(self) -> None:
         """Note that all of the last step is done, its place in the data included."""
-        self._updating = False
+        self.agreement.torn = ""
 
     def step(
         self, batch: ShardedBatch, number: int, *, name: str = "", asked_to_stop: bool = False
@@ -148,7 +143,7 @@ class Engine:
             with context.timed("update", "update"):
                 self.follow_parameters()
                 self.rules.clip(outcome.norm)
-                self._updating = True
+                self.agreement.torn = f"step {number}"
                 context.update.around = self._around_update if self.hooks.updates else None
                 context.update.step()
             if self._cuts_shards:
@@ -226,7 +221,6 @@ class Engine:
     ) -> Agreed:
         """Wait for all devices to have begun the same step."""
         context = self.context
-        self._interrupted, self._updating = self.update_interrupted, False
         context.checks.advance()
         refuse_unfrozen(self._frozen)
         self.objective = self.objectives[name]
@@ -271,10 +265,24 @@ class Engine:
         if context.alone and not self.placement.may_write(task.shards):
             # What the user has changed since the last step is the user's affair.
             context.guard.note(values=run_checks)
-        watched = run_checks and several  # one shard may do what a plain loop may
+        self.agreement.torn = f"step {number}"
+        try:
+            computed = self._compute_task(task)
+        except BaseException:
+            # Once more, as the interrupt may have come where this was being done.
+            context.undo(task)
+            self.agreement.torn = ""
+            raise
+        self.agreement.torn = ""
+        return computed
+
+    def _compute_task(self, task: ShardTask) -> tuple[StepTotals, StepWeight]:
+        context, objective, number, batch = self.context, self.objective, task.step, task.batch
+        # One shard may do what a plain loop may.
+        watched = task.run_checks and task.shards > 1
         with (
             self._finite.computing(),
-            context.computing(run_checks=run_checks),
+            context.computing(run_checks=task.run_checks),
             self.noting(f"step {number}, the loss", wanted=watched),
         ):
             if self._cuts_shards:
@@ -374,7 +382,8 @@ class Engine:
                 norm = self._norm(totals)
             if seen is None:
                 failure, norm = self._finite.of_gradient(norm, task.step, self._name_bad_gradient)
-            if norm is not None:
+            if norm is not None and self.rules.scale is not None:
+                self.agreement.torn = f"step {task.step}"
                 self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the table is written again.
@@ -463,21 +472,25 @@ class Engine:
         return {replica.number: replica.watch.drain() for replica in self.context.replicas}
 
     @contextmanager
-    def evaluating(self, *, training: bool = False) -> Iterator[None]:
+    def evaluating(self, *, training: bool = False) -> Iterator[ctrl_c_later]:
         """Set the state in which models are evaluated; everything is put back afterwards.
 
         Args:
             training: whether the modules are in training mode all the same.
+
+        Yields:
+            What delays Ctrl-C meanwhile.
         """
         context = self.context
         # Other devices of this process compute in turn, without what the first has in `.grad`.
         with (
+            ctrl_c_later() as ctrl_c,
             keeping_gradients(context.parts.trained.values()),
             context.computing(),
             in_mode(context.module, training=training),
             torch.no_grad(),
         ):
-            yield
+            yield ctrl_c
 
     def noting(self, where: str, *, wanted: bool) -> AbstractContextManager[None]:
         """Refuse changes to modules other than the model inside this context, if ``wanted``."""
@@ -488,7 +501,6 @@ class Engine:
     def model_loaded(self) -> None:
         """Take over what a checkpoint has just put into the first device's model."""
         context = self.context
-        self._interrupted = self._updating = False
         context.first.buffers.note_loaded()
         context.copy_first()
         context.guard.note()

@@ -49,6 +49,7 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.shard.task import ShardTask
 from onefold.step.result import Step
+from onefold.system.process import ctrl_c_later
 from onefold.watch.timing import Span
 
 __all__ = ["Attempt", "Hook", "Hooks", "Kind", "Make", "ScriptCall", "Spans", "Surrounds", "Update"]
@@ -70,6 +71,9 @@ Kind = Literal[
 """What a script asks for. ``result`` is whatever returns a value: an evaluation, a prediction, what
 another device has. A ``loader`` is for steps, a ``pass`` goes once through other data. ``payloads``
 are those of all shards of a loader's batch, ``statistics`` those of the averages."""
+
+_ENDS_FIRST = ("step", "gradient", "load")
+"""Calls that change the model: Ctrl-C comes when they are done, or it would be neither."""
 
 
 @dataclass(slots=True, eq=False)
@@ -239,7 +243,8 @@ class Hooks:
         """Make a call of the script; see `Hook.call`."""
         for hook in reversed(self._calls):
             make = partial(hook, asked, make)
-        return make()
+        with ctrl_c_later() if asked.kind in _ENDS_FIRST else _NOTHING:
+            return make()
 
     def around(self, asked: ScriptCall) -> AbstractContextManager[object]:
         """Surround a step or a block; see `Hook.around`."""

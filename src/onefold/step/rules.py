@@ -132,9 +132,9 @@ class GradientRules:
         return self.scale is not None and self.scale.can_shrink and not math.isfinite(norm)
 
     def end_step(self, *, overflow: bool) -> None:
-        """Note how a step ended that had a gradient."""
-        if self.scale is not None:
-            self.scale = self.scale.after(overflow=overflow)
+        """Note how a step of scaled losses ended that had a gradient."""
+        assert self.scale is not None
+        self.scale = self.scale.after(overflow=overflow)
 
 
 def write_gradient(context: StepContext) -> None:

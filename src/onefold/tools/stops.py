@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import signal
+import threading
 from collections.abc import Callable, Sequence
 
 from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Hook, ScriptCall, Surrounds
-from onefold.system.process import requests_by_signals
+from onefold.system.stop_signals import take_requests
 
-__all__ = ["StopRequests", "prepare"]
+__all__ = ["StopRequests", "prepare", "requests_by_signals"]
+
+
+@functools.cache
+def requests_by_signals(names: tuple[str, ...]) -> list[bool]:
+    """Take signals as requests to stop, once in a process: a list that they make longer."""
+    came: list[bool] = []
+    if threading.current_thread() is threading.main_thread():
+        take_requests([signal.Signals[f"SIG{name}"] for name in names], lambda: came.append(True))
+    elif names:
+        logging.getLogger("onefold").warning(
+            "Python takes signals in its main thread alone, and this Trainer is made in another: "
+            "%s will not ask the run to stop. Make the Trainer in the main thread",
+            ", ".join(names),
+        )
+    return came
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook]:

@@ -287,9 +287,8 @@ class PartitionedOptimizer:
 
     def step(self) -> None:
         """Run the user's optimizer on the owned segments with the gradients taken."""
-        groups = self.optimizer.param_groups
         # The very list objects, for whoever else holds them gets the same ones back.
-        users = [group["params"] for group in groups]
+        self._given = [group["params"] for group in self.optimizer.param_groups]
         cut = len(self._parts) > 1 and steps_by_parameter(self._each)
         parts = self._parts if cut else [self._whole]
         self.adopt_assigned()
@@ -302,18 +301,24 @@ class PartitionedOptimizer:
             self.show()
         finally:
             # Also when the step fails: a script may catch the error and go on with its groups.
-            self._stepping = False
-            self.view.end_step()
-            self.view.hide(undivided=self.is_undivided)
-            for group, parameters in zip(groups, users, strict=True):
-                group["params"] = parameters
-            # The totals belong to the exchange again, and the next step overwrites them: no
-            # parameter may go on pointing at them.
-            for item in self.updated:
-                item.values.grad = None
-                if item.segment.whole:
-                    item.parameter.grad = None
-            self.gradients = [None] * len(self.updated)
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Give the optimizer back to the script; once more where that was interrupted."""
+        if not self._stepping:
+            return
+        self.view.end_step()
+        self.view.hide(undivided=self.is_undivided)
+        for group, parameters in zip(self.optimizer.param_groups, self._given, strict=True):
+            group["params"] = parameters
+        # The totals belong to the exchange again, and the next step overwrites them: no
+        # parameter may go on pointing at them.
+        for item in self.updated:
+            item.values.grad = None
+            if item.segment.whole:
+                item.parameter.grad = None
+        self.gradients = [None] * len(self.updated)
+        self._stepping = False
 
     def _step(self, part: Part) -> None:
         """Call the optimizer for a part of the segments, for some of them or for all."""

@@ -339,7 +339,7 @@ class StateView:
     def end_step(self) -> None:
         """Adopt a state that an optimizer has put in the place of its own while it stepped."""
         for one, kept in self._all:
-            if one.state is not kept:
+            if one.state is not kept and not isinstance(one.state, DividedState):
                 now = dict(one.state)
                 kept.clear()
                 kept.update(now)

@@ -1,0 +1,287 @@
+"""A step that is interrupted anywhere leaves the model as before it or as after it, or says that it
+is neither, and `load` goes on from there.
+
+Ctrl-C comes at the end of a step. What raises at once (Ctrl-C twice, a time limit in a handler) is
+simulated by an exception at each line of onefold that a step runs.
+"""
+
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.core.options import LaunchContext, RunOptions
+from onefold.errors import StateError
+
+SOURCE = str(Path(onefold.__file__).parent)
+SAMPLE = 15
+PLACES = {
+    "one device": ("replicate", ["cpu"], None),
+    "two devices": ("replicate", ["cpu", "cpu"], None),
+    "partition": ("partition", ["cpu", "cpu"], None),
+    "offload": ("offload", ["cpu"], None),
+    "pipeline": ("pipeline", ["cpu", "cpu"], None),
+    "fp16": ("replicate", ["cpu"], "fp16"),
+}
+"""Placement, devices of this process, and precision."""
+BATCH = torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 2
+
+
+DATA = torch.utils.data.TensorDataset(*BATCH)
+
+
+class State(NamedTuple):
+    steps: int
+    fingerprint: str
+    scheduled: int
+    momentum: list[list[float]]
+    training: bool
+
+
+class Run:
+    """A Trainer that stands after two steps whenever `go_back` was called."""
+
+    def __init__(self, trainer: onefold.Trainer, optimizer: Any, scheduler: Any, at: Path) -> None:
+        self.trainer, self.optimizer, self.scheduler = trainer, optimizer, scheduler
+        trainer.step(BATCH)
+        trainer.step(BATCH)
+        self._folder = trainer.save(at)
+        self.states = [self.state(), self.go_on(), self.go_on()]
+        """After two steps, three and four."""
+
+    def go_back(self) -> None:
+        self.trainer.load(self._folder)
+
+    def state(self) -> State:
+        trainer = self.trainer
+        with trainer.modifying(optimizer_state=True):
+            kept = [each["momentum_buffer"].flatten() for each in self.optimizer.state.values()]
+            momentum = [each.tolist() for each in kept]
+        modes = all(module.training for module in trainer.model.modules())
+        return State(
+            trainer.steps, trainer.fingerprint(), self.scheduler.last_epoch, momentum, modes
+        )
+
+    def go_on(self) -> State:
+        self.trainer.step(BATCH)
+        return self.state()
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], Run]]:
+    made: list[onefold.Trainer] = []
+
+    def make(place: str) -> Run:
+        placement, devices, precision = PLACES[place]
+        context = LaunchContext(options=RunOptions(placement=placement))
+        monkeypatch.setattr("onefold.trainer.current_context", lambda: context)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        trainer = onefold.Trainer(
+            model,
+            optimizer,
+            lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="none"),
+            shards=4,
+            devices=devices,
+            scheduler=scheduler,
+            threads=1,
+            clip_norm=1.0,
+            precision=precision,
+        )
+        made.append(trainer)
+        return Run(trainer, optimizer, scheduler, tmp_path)
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+class Interrupts:
+    """Counts the lines of onefold that are run, and interrupts one."""
+
+    def __init__(self, at: int, interrupt: Callable[[], object]) -> None:
+        self._at, self._interrupt = at, interrupt
+        self.lines = 0
+        self.where = ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._called)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _called(self, frame: FrameType, event: str, _: object) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(SOURCE) else None
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            self.lines += 1
+            if self.lines == self._at:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                sys.settrace(None)
+                self._interrupt()
+        return self._line
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def press_twice() -> None:
+    press()
+    press()
+
+
+def raise_at_once() -> None:
+    raise KeyboardInterrupt
+
+
+def lines_of(run: Run) -> int:
+    run.go_back()
+    counting = Interrupts(0, press)
+    with counting.watching():
+        run.trainer.step(BATCH)
+    return counting.lines
+
+
+def left_by(run: Run, at: int, interrupt: Callable[[], object], folder: Path) -> str:
+    """Interrupt a step at a line, and tell what is left: `before`, `after`, or `torn`.
+
+    Whatever it is, the next steps must be those of a run that was not interrupted.
+    """
+    run.go_back()
+    interrupts, trainer = Interrupts(at, interrupt), run.trainer
+    with pytest.raises(KeyboardInterrupt), interrupts.watching():
+        trainer.step(BATCH)
+    try:
+        trainer.evaluate(lambda m, b: {"mean": m(b[0]).mean(1)}, DATA, batch_size=16)
+    except StateError as error:
+        refused = str(error)
+        assert "trainer.evaluate was called after step 3 broke off" in refused, interrupts.where
+        for call in (
+            lambda: trainer.step(BATCH),
+            lambda: trainer.save(folder),
+            lambda: trainer.predict(lambda m, b: {"out": m(b[0])}, DATA, batch_size=16),
+            trainer.fingerprint,
+        ):
+            with pytest.raises(StateError, match=r"step 3 broke off .* trainer\.load"):
+                call()
+        run.go_back()
+        left, found = "torn", 0
+    else:
+        found = trainer.steps - 2
+        left = ("before", "after")[found]
+        trainer.save(folder)
+    assert run.state() == run.states[found], interrupts.where
+    trainer.step(BATCH)
+    assert run.state() == run.states[found + 1], interrupts.where
+    return left
+
+
+def interrupt_all(
+    run: Run, lines: list[int], interrupt: Callable[[], object], folder: Path
+) -> Counter[str]:
+    return Counter(left_by(run, at, interrupt, folder / "other") for at in lines)
+
+
+def sample_of(run: Run) -> list[int]:
+    """Some lines from all of a step, and more from the part in which the model changes."""
+    every, draw = lines_of(run), Random(0)
+    late = range(every - 500, every + 1)
+    return sorted({*draw.sample(range(1, every + 1), SAMPLE), *draw.sample(late, SAMPLE)})
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ctrl_c_comes_at_the_end_of_a_step(
+    place: str, make: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = make(place)
+    found = interrupt_all(run, sample_of(run), press, tmp_path)
+    # At the very first line the delay has not begun.
+    assert found["after"] >= sum(found.values()) - 1
+    assert not found["torn"]
+
+
+@pytest.mark.parametrize("interrupt", [raise_at_once, press_twice])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_breaks_a_step_off_leaves_one_state_or_says_so(
+    place: str, interrupt: Callable[[], object], make: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = make(place)
+    found = interrupt_all(run, sample_of(run), interrupt, tmp_path)
+    assert found["before"] > SAMPLE / 2
+    assert found["torn"]
+
+
+def evaluate(trainer: onefold.Trainer) -> None:
+    trainer.evaluate(lambda m, b: {"mean": m(b[0]).mean(1)}, DATA, batch_size=4)
+
+
+def predict(trainer: onefold.Trainer) -> None:
+    trainer.predict(lambda m, b: {"out": m(b[0])}, DATA, batch_size=4)
+
+
+def show_averages(trainer: onefold.Trainer) -> None:
+    with trainer.averaged():
+        trainer.fingerprint()
+
+
+def open_a_block(trainer: onefold.Trainer) -> None:
+    with trainer.modifying(optimizer_state=True):
+        pass
+
+
+@pytest.mark.parametrize("call", [evaluate, predict, show_averages, open_a_block])
+@pytest.mark.parametrize("place", ["two devices", "partition"])
+def test_ctrl_c_leaves_nothing_of_other_calls(
+    place: str,
+    call: Callable[[onefold.Trainer], None],
+    make: Callable[[str], Run],
+) -> None:
+    run = make(place)
+    trainer = run.trainer
+    if call is show_averages:
+        trainer.average(decay=0.5)
+    run.go_on()
+    here = run.state()
+    for _ in range(2):  # the first one may import something
+        counting = Interrupts(0, press)
+        with counting.watching():
+            call(trainer)
+    for at in Random(0).sample(range(1, counting.lines + 1), 2 * SAMPLE):
+        interrupts = Interrupts(at, press)
+        with pytest.raises(KeyboardInterrupt), interrupts.watching():
+            call(trainer)
+        assert run.state() == here, interrupts.where
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("interrupt", [press, raise_at_once])
+@pytest.mark.parametrize("place", PLACES)
+def test_every_line_of_a_step_may_be_interrupted(
+    place: str, interrupt: Callable[[], object], make: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = make(place)
+    every = lines_of(run)
+    # Most of a pipeline's lines are the same ones for each shard.
+    lines = range(1, every + 1, max(1, every // 5000))
+    found = interrupt_all(run, [*lines], interrupt, tmp_path)
+    if interrupt is press:
+        assert not found["torn"]
+    else:
+        assert found["torn"] < every / 8
