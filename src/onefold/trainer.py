@@ -380,6 +380,7 @@ class Trainer:
         workers: int = 0,
         collate: Collate | None = None,
         model: str | None = None,
+        whole_batches: bool = False,
         **names: Unpack[TorchNames],
     ) -> dict[str, float]:
         """Scores over a data set, each sample exactly once, the same on any number of devices.
@@ -390,6 +391,8 @@ class Trainer:
             dataset, batch_size, workers, collate, names: as for `loader`; but a `DataLoader` that
                 shuffles is read in the order of its data set.
             model: the name of one of several models, which ``score`` is given alone.
+            whole_batches: give ``score`` whole batches in place of shards, for a score that is
+                computed over a batch, such as a ranking. The first device computes all of them.
 
         Returns:
             For each name the sum of totals over the sum of weights, on every device.
@@ -409,7 +412,7 @@ class Trainer:
         evaluate = load("passes.evaluation").evaluate
         over_data = load("session.data_calls").over_data
         found: dict[str, Any] = over_data(
-            self._session, Call.EVALUATE, evaluate, score, model, chosen
+            self._session, Call.EVALUATE, evaluate, score, model, chosen, whole=whole_batches
         )
         return found
 

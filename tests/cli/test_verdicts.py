@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,12 +25,17 @@ def step(number: int, **facts: Any) -> dict[str, Any]:
     return {"step": number, **asdict(found), "causes": causes}
 
 
-def report(*facts: dict[str, Any], shards: int = 4, precision: str = "float64") -> tuple[bool, str]:
+def report(
+    *facts: dict[str, Any],
+    shards: int = 4,
+    precision: str = "float64",
+    scores: Sequence[dict[str, Any]] = (),
+) -> tuple[bool, str]:
     about = {"step": 0, "function": "f[x] (a.py:1)", "shards": shards, "tolerance": 1e-9}
     lines = [step(number, **each) for number, each in enumerate(facts, 1)]
     printed = io.StringIO()
     console = Screen(file=printed, width=400)
-    agree = report_mathematics(console, precision, [[about, *lines]])
+    agree = report_mathematics(console, precision, [[about, *lines]], [scores])
     return agree, " ".join(printed.getvalue().split())
 
 
@@ -98,3 +104,12 @@ def test_passes_of_another_length_are_named() -> None:
     assert unequal_passes(grown) == ""  # only one run came so far
     found = unequal_passes({**grown, "1 device": one})
     assert found.startswith("pass 1 of stream 0 has 300 samples on 1 device and 150 on 3 devices. ")
+
+
+def test_a_score_over_a_batch_is_named_with_the_ways_out() -> None:
+    line = {"function": "hit (a.py:3)", "shards": 4, "differ": {"hit@3": (0.675, 0.2)}}
+    agree, text = report({}, scores=[{**line, "differ": {}}, line])
+    assert not agree
+    assert "'hit@3' of hit (a.py:3) is 0.675 with 4 shards and 0.2 with one" in text
+    assert all(way in text for way in ("trainer.predict", "onefold.Mean", "whole_batches=True"))
+    assert report({}, scores=[{**line, "differ": {}}])[0]

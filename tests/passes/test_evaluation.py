@@ -432,3 +432,29 @@ def test_what_has_not_one_row_a_sample_is_refused(value: object, came: str, devi
 def test_names_of_numbers_have_one_line() -> None:
     with pytest.raises(ValueError, match="expected names of one line for numbers"):
         make_trainer().gather({"two\nlines": 1.0})
+
+
+def among_batch(model: nn.Module, batch: Batch) -> Scores:
+    """A rank within the batch, and a mean of samples."""
+    errors = square(model, batch)
+    return {"rank": (errors > errors[0]).sum().float(), "error": errors}
+
+
+@for_each("placement", ["replicate", "partition"])
+def test_a_score_may_receive_whole_batches(placement: str) -> None:
+    def scored() -> Scores:
+        model = line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = onefold.Trainer(model, optimizer, square, shards=4, threads=1)
+        return trainer.evaluate(among_batch, data(10), batch_size=6, whole_batches=True)
+
+    found = [
+        simulated.launch(scored, devices=f"cpu:{n}", placement=placement, exchange="collective")
+        for n in (1, 2, 3)
+    ]
+    model = line()
+    batches = [points(10)[0][:6], points(10)[0][6:]], [points(10)[1][:6], points(10)[1][6:]]
+    with torch.no_grad():
+        ranks = [float(among_batch(model, batch)["rank"]) for batch in zip(*batches, strict=True)]
+    assert found[0]["rank"] == (6 * ranks[0] + 4 * ranks[1]) / 10
+    assert found[0] == found[1] == found[2]

@@ -27,7 +27,10 @@ _MODES = "dropout off, batch norm by its statistics, the same random numbers for
 
 
 def report_mathematics(
-    console: Screen, precision: str, trainers: Sequence[Sequence[dict[str, Any]]]
+    console: Screen,
+    precision: str,
+    trainers: Sequence[Sequence[dict[str, Any]]],
+    scores: Sequence[Sequence[dict[str, Any]]],
 ) -> bool:
     """Print a table and a verdict for each trainer.
 
@@ -35,13 +38,15 @@ def report_mathematics(
         console: where to print.
         precision: the type in which both were computed, such as ``float64``.
         trainers: the recorded lines of each trainer, one about itself and one for each step.
+        scores: of each trainer, a recorded line for each score whose first batch was compared.
 
     Returns:
         Whether all agree.
     """
     agree = True
-    for number, (about, *steps) in enumerate(trainers):
+    for number, ((about, *steps), compared) in enumerate(zip(trainers, scores, strict=True)):
         who = f" of trainer {number}" if len(trainers) > 1 else ""
+        agree &= _report_scores(console, compared, who)
         lines = [line for line in steps if "loss" in line]
         if len(lines) < len(steps):
             console.headed(
@@ -56,6 +61,23 @@ def report_mathematics(
         elif lines:
             agree &= _report(console, precision, about, lines, who)
     return agree
+
+
+def _report_scores(console: Screen, scores: Sequence[dict[str, Any]], who: str) -> bool:
+    """Print which values of scores are computed over a batch; return whether there are none."""
+    for score in scores:
+        for name, (several, one) in score["differ"].items():
+            console.headed(
+                "bold red",
+                f"A score{who} differs",
+                f": {name!r} of {score['function']} is {several:.9g} with {score['shards']} shards "
+                f"and {one:.9g} with one, in the first batch of its evaluation. It is computed "
+                f"over a batch, and a shard has only its own samples. Take the values of every "
+                f"sample from trainer.predict and score those; return one value a sample or "
+                f"onefold.Mean(total, weight); or have the score receive whole batches by "
+                f"trainer.evaluate(..., whole_batches=True).",
+            )
+    return not any(score["differ"] for score in scores)
 
 
 def _report(

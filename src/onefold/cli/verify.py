@@ -244,14 +244,16 @@ class _Comparison:
             name, outcome = self._run(f"V shards and one, {precision}", alone, precision)
             if not outcome.exit_code or self._is_compared(outcome, name):
                 trainers = self._lines(name, "-mathematics")
+                scores = self._beside(name, trainers, "scores")
                 self.found["mathematics"] = {
                     "precision": precision,
                     "trainers": [
                         [{name: line.get(name) for name in _SHOWN} for line in lines[1:]]
                         for lines in trainers
                     ],
+                    "scores": scores,
                 }
-                agree = report_mathematics(self.console, precision, trainers)
+                agree = report_mathematics(self.console, precision, trainers, scores)
                 return _AGREE if agree else _DIFFER
         raise self._failed(outcome, "computing every batch as one shard as well")
 
@@ -272,9 +274,7 @@ class _Comparison:
         for trainer, device in product(range(len(trainers)), range(way.devices)):
             rows = read_record(self.folder, f"{name}-{trainer}-state-{device}")
             states[trainer][device] = [State(**row) for row in rows]
-        numbers = range(len(trainers))
-        passes = [read_record(self.folder, f"{name}-{number}-passes") for number in numbers]
-        return _Recorded(way, trainers, states, passes)
+        return _Recorded(way, trainers, states, self._beside(name, trainers, "passes"))
 
     def _run(self, title: str, way: RunSettings, mathematics: str) -> tuple[str, Outcome]:
         name = str(self.number)
@@ -324,6 +324,11 @@ class _Comparison:
         while lines := read_record(self.folder, f"{name}-{len(found)}{what}"):
             found.append(lines)
         return found
+
+    def _beside(self, name: str, trainers: Sequence[object], what: str) -> list[list[Any]]:
+        """What else a run recorded of each trainer."""
+        numbers = range(len(trainers))
+        return [read_record(self.folder, f"{name}-{number}-{what}") for number in numbers]
 
     def _judge(
         self,

@@ -99,6 +99,15 @@ class Shares:
         return cls(_even_shares(shards, devices, "device"))
 
     @classmethod
+    def whole(cls, *, devices: int) -> Shares:
+        """Have the first device compute whole batches, each as one shard.
+
+        >>> Shares.whole(devices=3).counts
+        (1, 0, 0)
+        """
+        return cls((1, *[0] * (devices - 1)))
+
+    @classmethod
     def in_pipelines(cls, *, shards: int, devices: int, pipeline: int) -> Shares:
         """Have the devices of each pipeline compute shards together: the first one of it has them.
 

@@ -46,11 +46,23 @@ class Batches:
         self.datasets: dict[int, Any] = {}
         """Those of the loaders for steps, by the loaders' numbers."""
 
-    def loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
-        """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""
+    def loader(
+        self, dataset: Any, collate: Collate | None, *, whole: bool = False, **choices: Any
+    ) -> Loader:
+        """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``.
+
+        Args:
+            dataset, collate, choices: see `Loader`.
+            whole: have the first device compute each batch as one shard.
+        """
         # What a device computes of each batch is then one stretch of it.
         choices |= {"dataset": dataset, "collate": collate}
-        choices["shares"] = lambda: self._engine.assignment.shares.in_a_row()
+
+        def shares() -> Shares:
+            usual = self._engine.assignment.shares.in_a_row()
+            return Shares.whole(devices=usual.devices) if whole else usual
+
+        choices["shares"] = shares
         return self._asked(ScriptCall("pass", given=choices), lambda: self._made(**choices))
 
     def loader_of_steps(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:

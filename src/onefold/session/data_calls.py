@@ -27,16 +27,18 @@ def over_data(
     function: ScoreFunction,
     model: str | None,
     chosen: Mapping[str, Any],
+    *,
+    whole: bool = False,
 ) -> dict[str, Any]:
     """Make a call over a data set, in its order, which all devices must make."""
     part = session.parts.on_part(function, model)
-    batches = session.batches.loader(**chosen)
+    batches = session.batches.loader(**chosen, whole=whole)
     with session.telling_others():
         session.engine.check_last_step()
         size = batches.track.size
         made = DataCall(call, session.position.step + 1, size.samples, size.batch_size, function)
-        key, data = (call, function, model), batches.dataset
-        asked = ScriptCall("result", words=call.words, key=key, data=data)
+        key, data = (call, function, model, whole), batches.dataset
+        asked = ScriptCall("result", words=call.words, given=part, key=key, data=data)
         found: dict[str, Any] = session.hooks.call(
             asked, partial(compute, session.engine, part, batches, made)
         )

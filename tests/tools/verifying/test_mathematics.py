@@ -15,6 +15,8 @@ from torch import nn
 from torch.autograd import grad
 
 import onefold
+from onefold.system.safe_files import read_record
+from tests.inside import session_in
 from tests.tables import for_each
 from tests.tools.verifying.compared import Compared, compared
 
@@ -410,3 +412,55 @@ def test_a_part_in_a_lower_precision_may_differ_by_rounding(
     line = compared.step(classifier(), loss, points())
     assert 1e-9 < line["loss_difference"] <= line["tolerance"] == tolerance
     assert not line["causes"]
+
+
+@pytest.mark.parametrize("from_function", [True, False])
+def test_what_every_shard_has_does_not_end_the_comparison(
+    compared: Compared, from_function: bool
+) -> None:
+    """Also one that is as long as a shard; of a part that is cut by itself it does."""
+
+    def loss(model: nn.Module, batch: Any) -> object:
+        x, knobs = batch
+        return ((model(x) * knobs["scale"].mean() + knobs["shift"]) ** 2).mean(dim=1)
+
+    def batch(*_: object) -> object:
+        knobs = {"scale": torch.tensor([2.0, 3.0]), "shift": 2}
+        return points()[0][:8], onefold.Broadcast(knobs)
+
+    trainer = compared.trainer(nn.Linear(4, 2), loss)
+    for each in trainer.batches(batch, per_epoch=2) if from_function else (batch(), batch()):
+        trainer.step(each)
+    found = compared.lines(trainer)[1:]
+    assert len(found) == 2
+    assert all(map(agrees, found))
+
+
+def ranked(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    values = model(batch[0])[:, 0]
+    return {"best": (values > values[0]).sum(), "mean": values}
+
+
+def drawn(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    values = model(batch[0])[:, 0]
+    return {"noisy": (values * torch.rand(len(values), dtype=values.dtype)).mean()}
+
+
+def scores_of(compared: Compared, trainer: onefold.Trainer) -> list[dict[str, Any]]:
+    return read_record(compared.folder, f"0-{session_in(trainer).devices.trainer}-scores")
+
+
+def test_the_first_batch_of_each_score_is_compared_with_one_shard(compared: Compared) -> None:
+    trainer = compared.trainer(classifier(), of_each)
+    trainer.step(points())
+
+    data = torch.utils.data.TensorDataset(*points())
+    for _ in range(2):
+        sharded = trainer.evaluate(ranked, data, batch_size=9)
+    whole = trainer.evaluate(ranked, data, batch_size=9, whole_batches=True)
+    (line,) = scores_of(compared, trainer)
+    assert line["function"].startswith("ranked (")
+    ((name, (several, one)),) = line["differ"].items()
+    assert (name, sharded["best"] == whole["best"], several == one) == ("best", False, False)
+    trainer.evaluate(drawn, data, batch_size=9)
+    assert scores_of(compared, trainer)[1]["differ"] == {}

@@ -6,6 +6,7 @@ Such a run records its steps, in the folder of the comparison:
 - ``RUN-T-state-D.jsonl``: state that changed on device D and must not, see
   `onefold.tools.verifying.probing`.
 - ``RUN-T-mathematics.jsonl``: V shards against one, see `onefold.tools.verifying.mathematics`.
+- ``RUN-T-scores.jsonl``: the first batch of each evaluation, by V shards and by one.
 - ``RUN-T-passes.jsonl``: how long each pass of a stream was that came to its end.
 - ``RUN-done``: there while all Trainers so far have made their steps.
 - ``RUN-cut``: why the script was ended.
@@ -40,9 +41,9 @@ import safetensors.torch
 import torch
 
 from onefold.core.batch import ShardedBatch, map_parts
+from onefold.core.call_digest import Call
 from onefold.core.options import LaunchContext
 from onefold.core.settings import AS_GIVEN
-from onefold.core.structure import Broadcast, Scatter
 from onefold.data_order.indexed import FunctionBatches, Items
 from onefold.data_order.loader import Loader
 from onefold.data_order.reader import is_stream
@@ -52,7 +53,7 @@ from onefold.step.hook import Attempt, Hook, Make, ScriptCall, Spans, Surrounds
 from onefold.step.result import Step
 from onefold.system.safe_files import append_line
 from onefold.tools.verifying.causes import causes_of
-from onefold.tools.verifying.mathematics import Mathematics, tolerance_of
+from onefold.tools.verifying.mathematics import Mathematics, compare_score, tolerance_of
 from onefold.tools.verifying.probing import (
     StateWatch,
     VerifyOptions,
@@ -216,6 +217,32 @@ class FilesAside(Hook):
         return make()
 
 
+class PlainPass:
+    """The batches of an evaluation, with the payloads of the script; keeps the first.
+
+    Args:
+        loader: makes the batches.
+        collate: what it makes their payloads by.
+    """
+
+    def __init__(self, loader: Loader, collate: KeepingCollate) -> None:
+        self.dataset, self.track, self._loader, self._collate = (
+            loader.dataset,
+            loader.track,
+            loader,
+            collate,
+        )
+        self.first: tuple[ShardedBatch, WholeBatch] | None = None
+        """The first batch, and what makes all of its samples one payload."""
+
+    def __iter__(self) -> Iterator[ShardedBatch]:
+        for batch in self._loader:
+            whole, payloads = whole_of(batch.shards, {batch.loader: self._collate}, batch.loader)
+            plain = replace(batch, shards=payloads)
+            self.first = self.first or (plain, whole)
+            yield plain
+
+
 class Verifying(Hook):
     """One trainer's part in a comparison.
 
@@ -238,6 +265,9 @@ class Verifying(Hook):
         self._collates: dict[int, KeepingCollate] = {}
         self._reading: dict[Loader, tuple[int, float]] = {}
         """Of streams that are read on, how many batches are left, and until when."""
+        self._pass: PlainPass | None = None
+        self._seen: list[object] = []
+        """The evaluations that were compared."""
         self._own: object = None
         self._steps = 0
         self._number = 0
@@ -280,7 +310,7 @@ class Verifying(Hook):
             case "step" | "gradient":
                 return self._step(asked, make)
             case "result" if asked.data is not None:
-                return self._result(asked.key, asked.data, make)
+                return self._result(asked.key, asked.data, partial(self._scored, asked, make))
             case "save":
                 _redirect(asked, self._context)
                 what = asked.given, asked.choices["keeping"], asked.choices["extra"]
@@ -326,16 +356,19 @@ class Verifying(Hook):
             return same
         return self._count(asked, same, batch if isinstance(batch, ShardedBatch) else None)
 
-    def _loader(self, asked: ScriptCall, make: Make) -> Loader:
+    def _loader(self, asked: ScriptCall, make: Make) -> Loader | PlainPass:
         choices, for_steps = asked.given, asked.kind == "loader"
         if self._mathematics is not None:
             # Whole batches are not made of samples that could be kept.
-            keeps = for_steps and not isinstance(choices["dataset"], FunctionBatches | Items)
+            keeps = not isinstance(choices["dataset"], FunctionBatches | Items)
             choices["collate"] = KeepingCollate(choices["collate"], self._dtype, keeps=keeps)
         if for_steps:
             # Its last batch stands for all that follow.
             choices["repeats"] = lambda: self._repeats(made)
         made: Loader = make()
+        if self._mathematics is not None and not for_steps:
+            self._pass = PlainPass(made, choices["collate"])
+            return self._pass
         if for_steps:
             # A stream moves whenever it is read: what it keeps of that is no finding.
             if not is_stream(made.dataset):
@@ -345,6 +378,21 @@ class Verifying(Hook):
             if isinstance(choices["collate"], KeepingCollate):
                 self._collates[made.track.number] = choices["collate"]
         return made
+
+    def _scored(self, asked: ScriptCall, make: Make) -> Any:
+        """Compare the first batch of the first evaluation by each score, once it is done."""
+        given, self._pass = self._pass, None
+        found, key = make(), asked.key
+        assert isinstance(key, tuple)
+        if given is None or given.first is None or key[0] is not Call.EVALUATE or key in self._seen:
+            return found
+        self._seen.append(key)
+        batch, whole = given.first
+        if batch.shares.shards > 1:
+            differ = compare_score(self._engine, asked.given, batch, whole)
+            line = {"function": place_of(key[1]), "shards": batch.shares.shards, "differ": differ}
+            append_line(self._path("scores"), line)
+        return found
 
     def _repeats(self, loader: Loader) -> bool:
         """Whether a loader is to give its last batch again and again."""
@@ -381,7 +429,8 @@ class Verifying(Hook):
         compared = not again and self._steps <= self._options.steps
         if mathematics is not None:
             mathematics.user = self._users[asked.name]
-            if batch.others:
+            # Of what all shards have, one shard has the same.
+            if any(other >= 0 or batch.parts for other in batch.others):
                 if compared:
                     append_line(self._path("mathematics"), {"step": self._steps, "causes": []})
                 yield
@@ -458,8 +507,6 @@ class Verifying(Hook):
             return part
         if isinstance(part, ShardedBatch):
             return self._unpacked(part)[0]
-        if isinstance(part, Scatter | Broadcast):
-            return replace(part, value=cast_floats(part.value, self._dtype))
         return cast_floats(part, self._dtype)
 
     def _unpacked(self, batch: ShardedBatch) -> tuple[ShardedBatch, WholeBatch]:

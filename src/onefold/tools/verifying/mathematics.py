@@ -1,7 +1,7 @@
 """Computes every batch a second time, as one shard, for the loss and gradient of a plain loop.
 
-`Mathematics` compares each step with that. `tolerance_of` returns how far two ways of computing the
-same may differ, by the precision that they compute in.
+`Mathematics` compares each step with that, and `compare_score` an evaluation. `tolerance_of`
+returns how far two ways of computing the same may differ, by the precision that they compute in.
 
 `relation_of` finds out from the losses of parts of a batch what kind of number a loss is. A batch
 is cut into three parts, A, B and C; the loss is computed of each, of each two, and of all. A mean
@@ -28,21 +28,28 @@ the fold and the update, where ``.grad`` already belongs to the optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
 from onefold.core.batch import ShardedBatch, move
+from onefold.core.call_digest import Call
 from onefold.core.flat import laid_out, storage_order
 from onefold.core.fold import fold_rows
 from onefold.core.mean import Contribution, weigh
-from onefold.core.randomness import derive_seed, kept_generators, seed_generators
+from onefold.core.randomness import (
+    GeneratorStates,
+    derive_seed,
+    kept_generators,
+    seed_generators,
+)
 from onefold.core.results import split
-from onefold.core.shard import cut_bounds
+from onefold.core.shard import Shares, cut_bounds
 from onefold.core.structure import count_of
+from onefold.passes.evaluation import DataCall, evaluate
 from onefold.shard.loss_watch import LossFinding, inspect_loss
 from onefold.shard.replica import LossFunction
 from onefold.step.engine import Engine
@@ -60,7 +67,7 @@ from onefold.tools.verifying.surroundings import (
     without_dropout,
 )
 
-__all__ = ["Comparison", "Mathematics", "tolerance_of"]
+__all__ = ["Comparison", "Mathematics", "compare_score", "tolerance_of"]
 
 
 EXACT = 1e-9
@@ -495,6 +502,45 @@ class Mathematics:
         losses = {part: self._loss_again([r for one in part for r in rows[one]]) for part in PARTS}
         counts = {part: len(each) for part, each in rows.items()}
         return relation_of(losses, counts, max(1e-7, self.tolerance))
+
+
+def compare_score(
+    engine: Engine,
+    score: Callable[[torch.nn.Module, Any], object],
+    batch: ShardedBatch,
+    whole: WholeBatch,
+) -> dict[str, tuple[float, float]]:
+    """Compute a score of one batch with its shards, and as one shard.
+
+    Returns:
+        For each value that differs by more than rounding: with the shards, and with one. Nothing of
+        a score that draws random numbers, as these are others for a shard than for the batch.
+    """
+    drawn: list[str] = []
+
+    def noted(model: torch.nn.Module, payload: Any) -> object:
+        before = GeneratorStates()
+        found = score(model, payload)
+        drawn.append(before.drawn_from())
+        return found
+
+    model, call = engine.context.replicas[0].module, DataCall(Call.EVALUATE, 0, 0, 0, score)
+    shares = Shares.whole(devices=batch.shares.devices)
+    one = replace(batch, shares=shares, shards={0: whole(range(batch.samples))})
+    with kept_generators(engine.context.replicas[0].device):
+        several, alone = (evaluate(engine, noted, [each], call) for each in (batch, one))
+    limit = tolerance_of(model)
+    differ = {
+        name: (value, alone[name])
+        for name, value in several.items()
+        if not _is_near(value, alone[name], limit)
+    }
+    return {} if any(drawn) else differ
+
+
+def _is_near(one: float, other: float, limit: float) -> bool:
+    both_missing = math.isnan(one) and math.isnan(other)
+    return both_missing or math.isclose(one, other, rel_tol=limit, abs_tol=limit)
 
 
 def _read(result: object, samples: int, what: str) -> _Evaluation:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 
 from onefold.core.batch import map_parts
 from onefold.core.randomness import GeneratorStates, in_common, kept_generators, seed_generators
-from onefold.core.structure import parts_of, tensors_of, with_parts
+from onefold.core.structure import Broadcast, Scatter, parts_of, tensors_of, with_parts
 from onefold.data_order.reader import Collate
 from onefold.system.compat import BatchNorm, DropoutNd, TorchDispatchMode
 from onefold.system.internals import buffers_of
@@ -368,6 +368,13 @@ WholeBatch = Callable[[Sequence[int]], object]
 """Makes what the loss is given for any samples of a batch."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A part of a whole batch that every shard gets, to be told from those that are cut."""
+
+    value: object
+
+
 class _Kept(NamedTuple):
     """A shard's payload, and what it was made of."""
 
@@ -387,7 +394,7 @@ class KeepingCollate:
     Args:
         collate: that of the script; PyTorch's if None.
         dtype: the dtype for floating-point numbers; None to leave them alone.
-        keeps: whether to keep the samples as well, for the whole batch.
+        keeps: whether to keep the samples as well; else it is given whole batches.
     """
 
     def __init__(self, collate: Collate | None, dtype: torch.dtype | None, *, keeps: bool) -> None:
@@ -401,7 +408,7 @@ class KeepingCollate:
         before = GeneratorStates()
         payload = self.make(samples)
         if not self._keeps:
-            return payload
+            return _map(payload, lambda leaf: leaf, shared=_marked)
         return _Kept(payload, samples, bool(before.drawn_from()), in_common())
 
     def make(self, samples: list[Any]) -> object:
@@ -426,7 +433,8 @@ def whole_of(
     kept = {shard: each for shard, each in shards.items() if isinstance(each, _Kept)}
     if not kept:
         # Shards of a batch that was whole before, and so can be joined.
-        return whole_tensors(_join(list(shards.values()), 0)), dict(shards)
+        plain = {shard: _without_marks(payload) for shard, payload in shards.items()}
+        return whole_tensors(_join(list(shards.values()), 0)), plain
     payloads = {shard: each.payload for shard, each in kept.items()}
     if any(each.draws for each in kept.values()):
         joined = _join(list(payloads.values()), dim)
@@ -449,7 +457,11 @@ def whole_tensors(batch: object, dim: int = 0) -> WholeBatch:
 
     def whole(rows: Sequence[int]) -> object:
         index = torch.tensor(list(rows), dtype=torch.int64)
-        return _map(batch, lambda leaf: leaf.index_select(dim, index.to(leaf.device)))
+        return _map(
+            batch,
+            lambda leaf: leaf.index_select(dim, index.to(leaf.device)),
+            shared=lambda part: part.value,
+        )
 
     return whole
 
@@ -470,6 +482,8 @@ def second_dimension(payload: object) -> int | None:
 def _join(payloads: Sequence[Any], dim: int) -> object | None:
     """Join payloads along the samples; None where they do not fit together."""
     first = payloads[0]
+    if isinstance(first, _Shared):
+        return Broadcast(first.value)
     if isinstance(first, torch.Tensor):
         if first.dim() <= dim:
             return None
@@ -483,10 +497,34 @@ def _join(payloads: Sequence[Any], dim: int) -> object | None:
     return None if any(part is None for part in joined) else with_parts(first, joined)
 
 
-def _map(payload: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change every tensor, and every array of numbers, which becomes one."""
+def _marked(part: Broadcast | Scatter) -> object:
+    return Broadcast(_Shared(part.value)) if isinstance(part, Broadcast) else part
+
+
+def _without_marks(payload: Any) -> Any:
+    """Return what a loss is given of a shard of a whole batch."""
+    if isinstance(payload, _Shared):
+        return payload.value
+    parts = None if isinstance(payload, torch.Tensor) else parts_of(payload)
+    return with_parts(payload, [_without_marks(part) for _, part in parts]) if parts else payload
+
+
+def _map(
+    payload: Any,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    shared: Callable[[Any], object] | None = None,
+) -> Any:
+    """Change every tensor, and every array of numbers, which becomes one.
+
+    Args:
+        payload: what holds them.
+        change: is given each tensor.
+        shared: is given each `Broadcast` and `Scatter`; None to change the tensors in them as well.
+    """
 
     def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Broadcast | Scatter):
+            return shared(leaf) if shared else replace(leaf, value=_map(leaf.value, change))
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
             # A copy: PyTorch takes neither a foreign byte order nor negative strides.
             native = np.array(leaf, leaf.dtype.newbyteorder("="), order="C")
