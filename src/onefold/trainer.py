@@ -250,7 +250,9 @@ class Trainer:
         )
         return self._session.batches.loader_of_steps(**chosen)
 
-    def batches(self, batch_fn: BatchFunction, *, per_epoch: int) -> Loader:
+    def batches(
+        self, batch_fn: BatchFunction, *, per_epoch: int, stateless: bool = False
+    ) -> Loader:
         """Whole batches from a function of your own, for `step`; they go on after a checkpoint.
 
         Args:
@@ -260,6 +262,9 @@ class Trainer:
                 the epoch in which `batches` is called. ``generator`` is on the host, seeded from
                 the run's seed and ``step``, as are the global generators. Called on every device.
             per_epoch: number of batches in a pass.
+            stateless: whether a batch depends on the arguments alone. A resumed run then makes no
+                batch again that is done. Otherwise it calls the function for each of them, so that
+                a generator or a position in the data that the function keeps is what it was.
 
         Raises:
             TypeError, ValueError: no function, or a number below 1.
@@ -272,7 +277,7 @@ class Trainer:
         (3, 6)
         """
         return self._session.batches.loader_of_steps(
-            FunctionBatches(batch_fn, per_epoch), as_it_is, batch_size=None
+            FunctionBatches(batch_fn, per_epoch, stateless), as_it_is, batch_size=None
         )
 
     def epochs(self, number: int) -> Iterator[int]:

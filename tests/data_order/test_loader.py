@@ -197,7 +197,7 @@ class Owned:
 @processes
 def test_workers_do_not_collect_garbage_that_they_inherit(tmp_path: Path) -> None:
     def collecting(index: int) -> tuple[int, bool]:
-        return gc.collect() and index, gc.isenabled()
+        return (gc.collect(), index)[1], gc.isenabled()
 
     mark = tmp_path / "mark"
     owned = Owned(mark)
@@ -415,9 +415,21 @@ def test_reading_and_collating_have_one_thread(workers: int) -> None:
 
 
 def digests(data: Any, **choices: Any) -> list[int]:
-    """Of each batch of two passes."""
+    """Of each batch of the second pass; those of the first also have the bytes of a shard."""
     loader = make_loader(data, Shares((1, 3)), **choices)
-    return [batch.data_digest for _ in range(2) for batch in loader]
+    _, second = ([batch.data_digest for batch in loader] for _ in range(2))
+    return second
+
+
+@with_workers
+def test_every_batch_of_the_first_pass_has_the_digest_of_a_shard_as_well(workers: int) -> None:
+    def first(**choices: Any) -> set[int]:
+        loader = make_loader(Augmented(), Shares((1, 3)), workers=workers, **choices)
+        return {batch.data_digest for batch in loader}
+
+    assert len(first(own=[0]) | first(own=[1]) | first(own=[0, 1])) == 1
+    # As where each process collates in a way of its own.
+    assert first(collate=lambda samples: samples[0]) != first(collate=lambda samples: samples[-1])
 
 
 @with_workers

@@ -169,7 +169,7 @@ def test_an_order_that_does_not_repeat_is_noticed_when_a_run_goes_on() -> None:
 @pytest.fixture
 def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WHOLE_MOST": 20, "_PART": 7, "_PART_BATCHES": 1}.items():
-        monkeypatch.setattr(f"onefold.data_order.order.{name}", value)
+        monkeypatch.setattr(f"onefold.data_order.from_pytorch.{name}", value)
 
 
 def drawn(sampler: Any, batches: int) -> list[Any]:

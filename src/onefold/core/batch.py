@@ -82,6 +82,8 @@ class DataPass:
     """Whether the run was moved elsewhere meanwhile, so that its batches must not be used."""
     order: str = ""
     """Digest of the order that a sampler gave; empty if the order follows from the seed alone."""
+    note_used: Callable[[ShardedBatch], None] | None = None
+    """Called with each of its batches that a step has used."""
     states: dict[int, object] = field(default_factory=dict)
     """Where a stream stood at places of the pass, from the last used one on, if it says so."""
 

@@ -36,8 +36,10 @@ from onefold.system.accelerator import generator_of
 
 __all__ = [
     "COMMON",
+    "GENERATORS",
     "MOST_SHUFFLED",
     "GeneratorStates",
+    "OwnGenerators",
     "comparable_state",
     "derive_seed",
     "forget_numpy",
@@ -52,7 +54,11 @@ __all__ = [
     "same_rng_for_all_shards",
     "sample_order",
     "seed_generators",
+    "state_of",
 ]
+
+GENERATORS = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+"""The kinds of random generators."""
 
 
 _POOL_BATCHES = 32
@@ -419,3 +425,67 @@ def redo_generators(before: torch.Tensor, after: torch.Tensor, device: torch.dev
     for generator, state, moved in triples:
         if torch.equal(generator.get_state(), state):
             generator.set_state(moved)
+
+
+class OwnGenerators:
+    """Random generators that a script has made itself.
+
+    Args:
+        generators: each once.
+    """
+
+    def __init__(self, generators: Iterable[Any] = ()) -> None:
+        self.all = list(generators)
+
+    def seed(self, seed: int, domain: str) -> None:
+        """Seed them, each with a seed of its own.
+
+        Args:
+            seed: of the pass.
+            domain: what kind of thing holds them, so that two kinds never draw alike.
+        """
+        for number, generator in enumerate(self.all):
+            # Each has a seed of its own: what two of them draw must not be the same.
+            _seed(generator, derive_seed(domain, seed & (2**63 - 1), number))
+
+    def states(self) -> tuple[Any, ...]:
+        """Return the state of each."""
+        return tuple(map(state_of, self.all))
+
+    def put_back(self, states: Iterable[Any]) -> None:
+        """Put them back to where they were when `states` was called."""
+        for generator, state in zip(self.all, states, strict=True):
+            if isinstance(generator, random.Random):
+                generator.setstate(state)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            else:
+                generator.set_state(state)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put them back afterwards."""
+        before = self.states()
+        try:
+            yield
+        finally:
+            self.put_back(before)
+
+
+def state_of(generator: Any) -> Any:
+    """The state of one of `GENERATORS`, in the form of its library."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        # A bit generator cannot be seeded again, but takes the state of another of its kind.
+        kind: Any = type(generator.bit_generator)
+        generator.bit_generator.state = kind(seed).state
+    else:
+        # NumPy's older kind takes 32 bits and no more.
+        generator.seed(seed & 0xFFFFFFFF)

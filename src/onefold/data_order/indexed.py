@@ -12,8 +12,9 @@ Sources, `onefold.data_order.stream.Stream` among them, are alike: in each pass 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypedDict
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from onefold.core.batch import DataPass, cut_batch
+from onefold.core.late import load
 from onefold.core.numbers import check_whole
 from onefold.core.randomness import (
     MOST_SHUFFLED,
@@ -29,16 +31,20 @@ from onefold.core.randomness import (
     sample_order,
     seed_generators,
 )
-from onefold.data_order.item_generators import holders_in, kept_apart, seed_held
-from onefold.data_order.order import (
-    Order,
-    changes_with_epoch,
-    check_sampler,
-    draw_batches,
-    draw_samples,
+from onefold.data_order.order import Order
+from onefold.data_order.position import BATCH_FUNCTION, LastUsed, LoaderSize, LoaderTrack
+from onefold.data_order.reader import (
+    Answer,
+    BadSample,
+    Collate,
+    HeldGenerators,
+    Reader,
+    Request,
+    SizedDataset,
+    bad_sample,
+    digest_of,
 )
-from onefold.data_order.position import LoaderSize, LoaderTrack
-from onefold.data_order.reader import Answer, Collate, Reader, Request, SizedDataset, bad_sample
+from onefold.errors import CheckpointError, StateError
 
 __all__ = ["BatchFunction", "Choices", "FunctionBatches", "Indexed", "Items"]
 
@@ -99,12 +105,12 @@ class Indexed:
         if batch_sampler is not None:
             sizes = {"batch_size": batch_size is not None, "drop_last": drop_last}
             check_alone("batch_sampler", {**alone, **sizes, "sampler": sampler is not None})
-            check_sampler(batch_sampler, "batch_sampler")
+            load("data_order.from_pytorch").check_sampler(batch_sampler, "batch_sampler")
         else:
             check_whole("batch_size", batch_size, least=1)
         if sampler is not None:
             check_alone("sampler", alone)
-            check_sampler(sampler, "sampler")
+            load("data_order.from_pytorch").check_sampler(sampler, "sampler")
         if shuffle:
             check_shuffled(samples)
         self._collate, self._seed = collate, seed
@@ -121,7 +127,7 @@ class Indexed:
             subset=_subset(self.dataset),
             kind=self._kind(),
         )
-        if drop_last and not self.batches() and not changes_with_epoch(sampler):
+        if drop_last and not self.batches() and not _changes_with_epoch(sampler):
             raise ValueError(
                 f"drop_last=True leaves out every batch: expected at least batch_size={batch_size} "
                 f"samples in a pass, got {self._places()}, so that nothing would be trained. Make "
@@ -137,32 +143,48 @@ class Indexed:
         """Find the order of a pass."""
         # A function of (seed, epoch, loader) alone: a resumed run computes it again.
         numbers = {"seed": self._seed, "epoch": this.number, "loader": loader}
-        samples, batch_size = self.size.samples, self.size.batch_size
+        samples, batch_size = self._samples(), self.size.batch_size
+        order: Order
         if self._batch_sampler is not None:
-            return draw_batches(self._batch_sampler, **numbers)
+            order = load("data_order.from_pytorch").draw_batches(self._batch_sampler, **numbers)
+            return order
         if self._sampler is not None:
-            order = draw_samples(self._sampler, batch_size=batch_size, **numbers)
+            draw = load("data_order.from_pytorch").draw_samples
+            order = draw(self._sampler, batch_size=batch_size, **numbers)
         elif not self.size.shuffle:
             # Numbered on from pass to pass: a function is given the number of the batch in the run.
             first = this.number * samples if isinstance(self._whole, FunctionBatches) else 0
             order = Order(range(first, first + samples), batch_size)
         elif self._by_length is None:
+            check_shuffled(samples)
             order = Order(sample_order(samples, **numbers), batch_size)
         else:
-            by_length = order_by_length(self._by_length, batch_size=batch_size, **numbers)
-            order = Order(by_length, batch_size)
+            by_length = _checked_lengths(self._by_length, samples, shuffle=True)
+            order = Order(order_by_length(by_length, batch_size=batch_size, **numbers), batch_size)
+        if samples != self.size.samples and not order.digest:
+            # The order follows from the seed and this length, which the data set now has.
+            order = replace(order, digest=struct.pack("<q", samples))
         return order if self._whole is None else replace(order, of_items=True)
 
     def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
         """Make what answers the requests of a pass."""
         if self._whole is None:
             return Reader(self.dataset, self._collate, self._seed)
-        return _WholeReader(self._whole, self._collate, self._seed)
+        return _WholeReader(self._whole, self._collate, self._seed, track.last_to_check())
+
+    @property
+    def skips(self) -> bool:
+        """Whether a resumed script may leave out batches that are done, without making them."""
+        return not isinstance(self._whole, FunctionBatches) or self._whole.stateless
+
+    def _samples(self) -> int:
+        """Length of the data set now: it may grow or shrink between passes."""
+        return len(self.dataset if self._whole is None else self._whole)
 
     def _places(self) -> int:
         """How many samples a pass has."""
         sampler: Any = self._sampler
-        return self.size.samples if sampler is None else len(sampler)
+        return self._samples() if sampler is None else len(sampler)
 
     def _kind(self) -> str:
         order = self._sampler if self._batch_sampler is None else self._batch_sampler
@@ -172,6 +194,10 @@ class Indexed:
         elif order is None:
             return ""
         return kind if order is None else f"{kind} by {type(order).__name__}"
+
+
+def _changes_with_epoch(sampler: object) -> bool:
+    return sampler is not None and bool(load("data_order.from_pytorch").changes_with_epoch(sampler))
 
 
 def check_alone(name: str, others: dict[str, bool]) -> None:
@@ -206,7 +232,9 @@ def check_shuffled(samples: int) -> None:
         )
 
 
-def _checked_lengths(lengths: Sequence[int], samples: int, shuffle: bool) -> torch.Tensor:
+def _checked_lengths(
+    lengths: Sequence[int] | torch.Tensor, samples: int, shuffle: bool
+) -> torch.Tensor:
     if not shuffle:
         raise ValueError("batches by length are made of shuffled samples: expected shuffle=True")
     if len(lengths) != samples:
@@ -248,7 +276,9 @@ class FunctionBatches:
     """The function."""
     per_epoch: int
     """How many batches a pass has."""
-    kind: ClassVar = "batches from a function"
+    stateless: bool = False
+    """Whether a batch depends on the arguments alone, so that a resumed run makes none again."""
+    kind: ClassVar = BATCH_FUNCTION
     shuffle: ClassVar = False
     sampler: ClassVar = None
 
@@ -263,7 +293,17 @@ class FunctionBatches:
             )
         check_whole("per_epoch", self.per_epoch, least=1)
 
-    def read(self, request: Request, seed: int) -> object:
+    @property
+    def made_twice(self) -> bool:
+        """Whether a batch may be made twice: a function may count its batches."""
+        return self.stateless
+
+    @property
+    def owners(self) -> tuple[object, ...]:
+        """What holds generators that are seeded: none, as the function goes on with its own."""
+        return ()
+
+    def read(self, request: Request, seed: int, held: HeldGenerators) -> object:
         """Make a whole batch."""
         # Both: a function may draw from its own generator or, as many do, from the global ones.
         drawn = loader_seed("batch", seed, request.item, loader=request.loader)
@@ -280,40 +320,89 @@ class Items:
     sampler: Iterable[int] | None = None
     """The script's own order of the items; None for that of their numbers, or shuffled."""
     kind: ClassVar = "batches as items"
-    _holders: list[object] = field(init=False, default_factory=list)
+    made_twice: ClassVar = True
 
-    def __post_init__(self) -> None:
-        self._holders.extend(holders_in(self.dataset))
+    @property
+    def owners(self) -> tuple[object, ...]:
+        """What holds generators that are seeded."""
+        return (self.dataset,)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def read(self, request: Request, seed: int) -> object:
+    def read(self, request: Request, seed: int, held: HeldGenerators) -> object:
         """Read a whole batch."""
         # By the place in the pass, for a sampler may give an item twice.
         numbers = seed, request.epoch, request.stop
         drawn = loader_seed("item", *numbers, loader=request.loader)
         seed_generators(drawn)
-        with kept_apart(self._holders):
-            seed_held(self._holders, drawn, "held by a data set")
-            return self.dataset[request.item]
+        held.seed(drawn)
+        return self.dataset[request.item]
 
 
 class _WholeReader(Dataset[Answer]):
     """Answers requests for whole batches, of which each process keeps its shards."""
 
-    def __init__(self, given: FunctionBatches | Items, convert: Collate | None, seed: int) -> None:
+    def __init__(
+        self,
+        given: FunctionBatches | Items,
+        convert: Collate | None,
+        seed: int,
+        last: LastUsed | None,
+    ) -> None:
         self._given, self._convert, self._seed = given, convert, seed
-        self.dataset = given.dataset
+        self.dataset, self.collate = given.dataset, convert
+        self._last = last
+        self._held = HeldGenerators(*given.owners, *([convert] if given.owners else []))
 
     def __getitem__(self, request: Request) -> Answer:
+        return self._held.read(lambda: self._answer(request))
+
+    def _answer(self, request: Request) -> Answer:
+        twice = request.check is not None and self._given.made_twice
         try:
-            batch: Any = self._given.read(request, self._seed)
-            if self._convert is not None:
-                batch = self._convert(batch)
+            if self._last is not None and not self._given.made_twice:
+                self._check_last(request, self._last)
+            before = digest_of(self._made(request)) if twice else b""
+            batch = self._made(request)
+        except CheckpointError:
+            raise
         except Exception as error:
-            return Answer(request, bad_sample(request.item, request.epoch, error, "making batch"))
+            return Answer(request, self._bad(request, error))
+        if twice and digest_of(batch) != before:
+            return Answer(request, load("data_order.kept_state").changed(request, self._given.kind))
+        return self._cut(request, batch)
+
+    def _bad(self, request: Request, error: Exception) -> BadSample:
+        if isinstance(error, StateError) and not self._given.made_twice:
+            error = StateError(
+                f"{error}. A resumed script calls the function given to trainer.batches again for "
+                f"the batches that are done; with stateless=True it does not"
+            )
+        return bad_sample(request.item, request.epoch, error, "making batch")
+
+    def _made(self, request: Request) -> Any:
+        batch: Any = self._given.read(request, self._seed, self._held)
+        return batch if self._convert is None else self._convert(batch)
+
+    def _cut(self, request: Request, batch: Any) -> Answer:
         shards = [shard for device in request.own for shard in request.shares.read_by(device)]
         cut = cut_batch(batch, request.shares, shards, digest=True)
         found = replace(request, samples=cut.samples)
         return Answer(found, dict(cut.shards), cut.digest, others=cut.others)
+
+    def _check_last(self, request: Request, last: LastUsed) -> None:
+        """Refuse a function that does not make the last batch used before the run was saved."""
+        self._last = None
+        item = last.data_pass * len(self._given) + last.stop - 1
+        made = self._cut(request, self._made(replace(request, item=item)))
+        if made.digest != last.digest:
+            raise CheckpointError(
+                f"the function given to trainer.batches does not return batch {item} as it did "
+                f"before the run was saved: expected the same, as this run continues behind it. "
+                f"The function keeps state, such as a generator or a position in the data, which "
+                f"trainer.load and runs without a record do not restore. Draw from the generator "
+                f"that it is given, or resume by onefold run --checkpoint with its record, which "
+                f"calls the function again for the batches that are done. If the batch depends on "
+                f"the model or on trainer.steps, and on nothing else, give stateless=True"
+            )

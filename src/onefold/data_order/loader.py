@@ -111,7 +111,7 @@ class Loader:
         self._pin_memory = pin_memory
         self._timeout_s = timeout_s
         self._data_digest = 0
-        self._had_samples = False
+        self._had_samples = self._has_checked = False
         self._warned = False
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class Loader:
             CheckpointError: a sampler gave another order than in the run that was saved.
         """
         this = self.track.start_pass()
-        was_used = 0 < this.end <= this.given
+        used = this.given
         try:
             if this.given < this.end:
                 yield from self._repeated(this, 0) if self._is_repeating() else self._batches(this)
@@ -140,11 +140,12 @@ class Loader:
             self._warn_of_nothing(this)
         self.track.end(this, broken_off=False)
         # The text of a StopIteration that nobody catches; a loop takes no notice of it.
-        return _USED_BEFORE if was_used else ""
+        return _USED_BEFORE if 0 < this.given <= used else ""
 
     def _batches(self, this: DataPass) -> Iterator[ShardedBatch]:
         order = self._order(this)
-        yield from self._unread(this, order)
+        if self._source.skips:
+            yield from self._unread(this, order)
         # Only now is it known that all was used before the run resumed.
         if this.given >= this.end:
             return
@@ -319,7 +320,8 @@ class Loader:
     def _requests(self, this: DataPass, order: Order) -> Requests:
         place = this.number, this.given, this.end
         by = self.track.number, self._shares(), self._own()
-        return Requests(*place, order, *by)
+        checks, self._has_checked = not self._has_checked, True
+        return Requests(*place, order, *by, checks)
 
 
 def _handed_out(answer: Answer, this: DataPass) -> None:
@@ -350,7 +352,8 @@ def _sample_error(bad: BadSample) -> SampleError:
         f"{bad.doing} {bad.index} in epoch {bad.epoch} failed: {bad.kind}: {bad.text}"
     )
     # As a note: the traceback of another process cannot be chained to this one's.
-    error.add_note(f"Where it happened:\n{bad.traceback}")
+    if bad.traceback:
+        error.add_note(f"Where it happened:\n{bad.traceback}")
     return error
 
 
@@ -476,7 +479,7 @@ def choose(
         }
         given = [*(name for name, is_given in ours.items() if is_given), *names]
         made: dict[str, Any]
-        made = load("data_order.from_dataloader").arguments_of(dataset, given, in_order)
+        made = load("data_order.from_pytorch").arguments_of(dataset, given, in_order)
         return made
     _once("workers", workers != 0, "num_workers", names)
     _once("collate", collate is not None, "collate_fn", names)

@@ -37,9 +37,11 @@ from onefold.core.settings import COSTS
 from onefold.errors import CheckpointError
 
 __all__ = [
+    "BATCH_FUNCTION",
     "PROMISES",
     "WHOLE",
     "Count",
+    "LastUsed",
     "LoaderSize",
     "LoaderTrack",
     "Position",
@@ -200,6 +202,8 @@ class Position:
                 # A script may use a batch twice, which does not take the pass back.
                 part.data_pass.used = max(part.stop, part.data_pass.used)
                 part.data_pass.joint |= len(batch.read) > 1
+                if part.data_pass.note_used is not None:
+                    part.data_pass.note_used(part)
         if self._saved_as_done and self.inside:
             self._saved_as_done = False
             _log.warning(
@@ -295,6 +299,8 @@ def _by_place(saved: Mapping[str, Any]) -> dict[tuple[int | None, int], SavedLoa
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 """Any whole number of a checkpoint: steps and sizes fit, and the sum of two is below 2**63."""
+BATCH_FUNCTION = "batches from a function"
+"""`LoaderSize.kind` of a loader whose batches a function of the script makes."""
 WHOLE = 1 << 60
 """Stands for all of a pass whose length is only known once its order is drawn, or it is read."""
 _PLAIN = "samples by number"
@@ -404,6 +410,15 @@ class SavedPass(Struct, frozen=True, array_like=True):
             from_json(self.state.own)
 
 
+class LastUsed(Struct, frozen=True, array_like=True):
+    """The last batch of a function that was used before a run was saved."""
+
+    data_pass: Count
+    stop: Count
+    """Its end in the pass."""
+    digest: int
+
+
 class SavedPasses(Struct, frozen=True):
     """The passes of a loader that a resumed script comes to."""
 
@@ -414,6 +429,10 @@ class SavedPasses(Struct, frozen=True):
     begun: list[SavedPass]
     ended: tuple[Count, Count] | None = None
     """Samples of the last pass of a stream that ended, and the devices that read it."""
+    length: Count = 0
+    """Length of the last pass, where the data set has grown or shrunk before it; else 0."""
+    last: LastUsed | None = None
+    """The last batch of a function; None of other loaders."""
 
     @property
     def were_used(self) -> bool:
@@ -454,8 +473,12 @@ class LoaderTrack:
         self._used_up = 0
         """How many passes were used up outside the epochs, before those of ``_passes``."""
         self._passes: list[DataPass] = []
-        # All of a pass, where its length is not known from the start.
-        self._whole = WHOLE if size.kind else size.samples
+        self._length = 0
+        """`SavedPasses.length`."""
+        self._has_resumed = False
+        """Whether no pass has begun since the run resumed without answers."""
+        self._last: LastUsed | None = None
+        self._to_check = False
         self.orders: dict[int, str] = {}
         """Digests of the orders of passes that are expected, where a record answers the script."""
         self._ended: tuple[int, int] | None = None
@@ -470,7 +493,7 @@ class LoaderTrack:
         coming = SavedPass(self._next, 0)
         if self._empty:
             self._empty -= 1
-            coming = SavedPass(self._next, self._whole)
+            coming = SavedPass(self._next, WHOLE)
         elif self._coming:
             coming = self._coming.pop(0)
         self._next = coming.number + 1
@@ -481,9 +504,10 @@ class LoaderTrack:
             self._used_up += 1
         epoch = None if self.position is None else self.position.here
         used = coming.used
-        end = self._end_of(self._whole, used)
         order = coming.order or self.orders.get(coming.number, "")
-        begun = DataPass(coming.number, used, epoch, end, given=used, order=order)
+        begun = DataPass(coming.number, used, epoch, WHOLE, given=used, order=order)
+        if self.size.kind == BATCH_FUNCTION:
+            begun.note_used = self.note_used
         if coming.state is not None:
             begun.states[used] = coming.state
         self._passes.append(begun)
@@ -507,6 +531,15 @@ class LoaderTrack:
         Raises:
             CheckpointError: the saved run had another order in this pass.
         """
+        is_plain = not self.size.kind
+        if is_plain and self._has_resumed and self._differs_in_length(this, length, order):
+            raise CheckpointError(
+                f"in pass {this.number} the data set has {length} samples, and had "
+                f"{self._length or 'others'} in the last pass of the run that was saved: expected "
+                f"the same growth. Bring the data set to the length that it had before the pass "
+                f'begins; or give allow_changed=["dataset"] to trainer.load; then '
+                f"{PROMISES['dataset']}"
+            )
         if this.order not in ("", order):
             raise CheckpointError(
                 f"in pass {this.number} the sampler gave another order than in the run that was "
@@ -516,9 +549,19 @@ class LoaderTrack:
                 f'with another order, give allow_changed=["dataset"] to trainer.load; then '
                 f"{PROMISES['dataset']}"
             )
+        if is_plain:
+            self._length = 0 if length == self.size.samples else length
+        self._has_resumed = False
         this.order = order
         this.used = this.given = min(this.used, length)
         this.end = self._end_of(length, this.used)
+
+    def _differs_in_length(self, this: DataPass, length: int, order: str) -> bool:
+        """Whether a data set that had grown or shrunk has another length after a resume."""
+        if this.used:
+            return this.order != order
+        # The length of a pass that no run has begun is not known; the first one is a wrong one.
+        return bool(self._length) and length == self.size.samples
 
     def _end_of(self, length: int, used: int) -> int:
         if length == WHOLE or not self.size.drop_last:
@@ -573,10 +616,13 @@ class LoaderTrack:
         self._used_up = 0
         self._next, self._empty = saved.first, saved.empty
         self._ended, self._allow_changed = saved.ended, tuple(allow_changed)
-        self._coming = [replace(each, used=min(each.used, self._whole)) for each in saved.begun]
+        self._coming = list(saved.begun)
+        self._length, self._last = saved.length, saved.last
+        self._has_resumed = self._to_check = True
         # With another seed or another data set the order is another one, as was agreed to.
         if {"seed", "dataset"} & set(allow_changed):
             self._coming = [replace(each, order="") for each in self._coming]
+            self._length, self._last, self._has_resumed = 0, None, False
 
     def expect(self, saved: SavedPasses) -> None:
         """Compare the passes to which the script comes by itself with those of the run before."""
@@ -609,11 +655,21 @@ class LoaderTrack:
             known.append(SavedPass(self._next, 0))
         empty += self._used_up
         begun = [*known, *self._coming]
-        return SavedPasses(first - self._used_up, empty, begun, self._ended)
+        about = self._ended, self._length, self._last
+        return SavedPasses(first - self._used_up, empty, begun, *about)
+
+    def note_used(self, batch: ShardedBatch) -> None:
+        """Note the last batch of a function that a step has used."""
+        self._last = LastUsed(batch.pass_number, batch.stop, batch.data_digest)
+
+    def last_to_check(self) -> LastUsed | None:
+        """The last batch used before the run resumed, once: the function must make the same."""
+        to_check, self._to_check = self._to_check, False
+        return self._last if to_check else None
 
     def _saved_pass(self, this: DataPass) -> SavedPass:
         if self._is_used_up(this):
-            return SavedPass(this.number, self._whole)
+            return SavedPass(this.number, WHOLE)
         if not this.used:
             return SavedPass(this.number, 0)
         state: Any = this.states.get(this.used)

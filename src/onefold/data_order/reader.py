@@ -26,23 +26,30 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from onefold.core.flat import bits_of
-from onefold.core.randomness import derive_seed, loader_seed, seed_generators
+from onefold.core.late import load
+from onefold.core.randomness import (
+    OwnGenerators,
+    derive_seed,
+    loader_seed,
+    seed_generators,
+)
 from onefold.core.shard import Shares
-from onefold.data_order.item_generators import holders_in, kept_apart, seed_held
 from onefold.system.words import message_of
 
 __all__ = [
     "Answer",
     "BadSample",
     "Collate",
+    "HeldGenerators",
     "Reader",
     "Request",
     "SizedDataset",
@@ -55,6 +62,8 @@ __all__ = [
     "one_thread",
     "take_items",
 ]
+
+_Read = TypeVar("_Read")
 
 _ONCE = ("_io", "builtins", "itertools")
 """Modules whose iterators can be gone through a single time."""
@@ -109,6 +118,9 @@ class Request:
     """For each shard the place of its first sample in the pass; empty if indices are unique."""
     item: int
     """The item of the data set that is the whole batch; -1 if the batch is made of samples."""
+    check: tuple[list[int], int | None] | None = None
+    """The indices of the samples of the first shard, and the place of the first of them if indices
+    are not unique, where this shard is to be made twice; None where it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,29 +156,74 @@ class Answer(NamedTuple):
     """Whether a stream has ended, so that there is no such batch."""
 
 
+class HeldGenerators:
+    """The generators that some objects reach, found when a process first reads.
+
+    Not before: a worker that is not forked has copies of them, and many an object makes its
+    generator in the process that uses it.
+
+    Args:
+        owners: the objects; none if they hold no generator for certain.
+    """
+
+    def __init__(self, *owners: object) -> None:
+        self._owners = owners
+        self._found = None if owners else OwnGenerators()
+
+    def seed(self, seed: int) -> None:
+        """Seed them all, each with a seed of its own."""
+        if self._found is not None:
+            self._found.seed(seed, "held by a data set")
+
+    def read(self, read: Callable[[], _Read]) -> _Read:
+        """Call a function that seeds and reads; put the generators back afterwards.
+
+        The script, or a sampler, may draw from the same generators. The function is called twice
+        if the objects make a generator in its first call, which is not seeded there.
+        """
+        if (known := self._found) is None:
+            find = load("data_order.kept_state").generators_in
+            self._found = known = OwnGenerators(find(*self._owners))
+            with known.kept():
+                result = read()
+            found = find(*self._owners)
+            if [*map(id, found)] == [*map(id, known.all)]:
+                return result
+            self._found = known = OwnGenerators(found)
+        with known.kept():
+            return read()
+
+
 class Reader(Dataset[Any]):
     """Answers requests for batches; every worker process has one."""
 
     def __init__(self, dataset: SizedDataset, collate: Collate | None, seed: int) -> None:
         self._dataset = self.dataset = dataset
-        self._collate = collate
+        self._collate = self.collate = collate
         self._seed = seed
-        self._holders = holders_in(dataset)
+        # Rows of tensors: nothing random, and nothing that can fail. A subclass may override how
+        # items are read.
+        self._is_plain = type(dataset) is TensorDataset and collate is None
+        self._held = HeldGenerators(*(() if self._is_plain else (dataset, collate)))
 
     def __getitem__(self, request: Request) -> Answer:
-        # The script, or a sampler, may draw from the same generators.
-        with kept_apart(self._holders):
-            return self._answer(request)
+        return self._held.read(lambda: self._answer(request))
 
     def _answer(self, request: Request) -> Answer:
         payloads, digest = {}, 0
+        first: Any = None  # a FirstShard
+        if request.check is not None and not self._is_plain:
+            samples = self._samples(request, *request.check)
+            collate = partial(self._collated, request, *request.check)
+            first = load("data_order.kept_state").FirstShard(samples, collate)
         if request.digest is not None:
-            found = self._read_digest(request.epoch, request.digest)
+            order = request.digest + (first.digest if first else b"")
+            found = self._read_digest(request.epoch, order)
             if isinstance(found, BadSample):
                 return Answer(request, found)
             digest = found
         for shard, indices in request.shards.items():
-            payload = self._read_shard(request, shard, indices)
+            payload = self._read_shard(request, shard, indices, None if shard else first)
             if isinstance(payload, BadSample):
                 return Answer(request, payload, digest)
             payloads[shard] = payload
@@ -186,17 +243,26 @@ class Reader(Dataset[Any]):
                 return bad_sample(index, epoch, error)
         return join_digests(len(self._dataset), [*digests, order])
 
-    def _read_shard(self, request: Request, shard: int, indices: list[int]) -> Any:
-        if type(self._dataset) is TensorDataset and self._collate is None:
-            # Nothing random, and nothing that can fail: all rows are gathered at once into the list
-            # that default_collate would make. A subclass may override how items are read.
-            return [tensor[indices] for tensor in self._dataset.tensors]
+    def _read_shard(self, request: Request, shard: int, indices: list[int], first: Any) -> Any:
+        if self._is_plain:
+            # All rows are gathered at once into the list that default_collate would make.
+            tensors: Any = self._dataset
+            return [tensor[indices] for tensor in tensors.tensors]
+        place = request.starts.get(shard)
+        samples = self._samples(request, indices, place)
+        if isinstance(samples, BadSample):
+            return samples
+        collate = partial(self._collated, request, indices, place)
+        return collate(samples) if first is None else first.compared(request, samples, collate)
+
+    def _samples(
+        self, request: Request, indices: list[int], first: int | None
+    ) -> list[Any] | BadSample:
         samples, seed, epoch, loader = [], self._seed, request.epoch, request.loader
         # Each sample has a seed of its own, so that its augmentation depends neither on the worker
         # that reads it nor on the samples that were read before it. But a sampler
         # may yield a sample several times in a pass, each time augmented in another way: then the
         # place in the pass takes the part of the index.
-        first = request.starts.get(shard)
         common = "batch", (seed, epoch, loader, request.stop)
         kind = "sample" if first is None else "place"
         numbers = indices if first is None else range(first, first + len(indices))
@@ -206,16 +272,22 @@ class Reader(Dataset[Any]):
                 samples.append(self._dataset[index])
             except Exception as error:
                 return bad_sample(index, epoch, error)
+        return samples
+
+    def _collated(
+        self, request: Request, indices: list[int], first: int | None, samples: list[Any]
+    ) -> Any:
         # Collating may be random, too (mixup). The first number identifies the shard: within an
         # epoch no other shard has it.
-        kind = "collate" if first is None else "collate at place"
-        drawn = loader_seed(kind, seed, epoch, numbers[0], loader=loader)
-        seed_generators(drawn, common=common)
+        kind, number = ("collate", indices[0]) if first is None else ("collate at place", first)
+        numbers = self._seed, request.epoch
+        drawn = loader_seed(kind, *numbers, number, loader=request.loader)
+        self._seed_all(drawn, ("batch", (*numbers, request.loader, request.stop)))
         return (self._collate or default_collate)(samples)
 
     def _seed_all(self, seed: int, common: tuple[str, tuple[int, ...]] | None = None) -> None:
         seed_generators(seed, common=common)
-        seed_held(self._holders, seed, "held by a data set")
+        self._held.seed(seed)
 
 
 def take_items(iterator: Iterator[Any], most: int) -> Iterator[Any]:

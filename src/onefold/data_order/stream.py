@@ -30,6 +30,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -38,14 +39,22 @@ from torch.utils.data import Dataset, default_collate
 from onefold.core.batch import DataPass
 from onefold.core.encoding import from_json, to_json
 from onefold.core.numbers import check_whole
-from onefold.core.randomness import loader_seed, packed_generators, put_generators, seed_generators
+from onefold.core.randomness import (
+    OwnGenerators,
+    loader_seed,
+    packed_generators,
+    put_generators,
+    seed_generators,
+)
 from onefold.core.shard import cut_bounds
-from onefold.data_order.item_generators import MOST, seed_held, within
+from onefold.data_order.kept_state import FirstShard, generators_in
 from onefold.data_order.order import Order
 from onefold.data_order.position import LoaderSize, LoaderTrack, StreamState
 from onefold.data_order.reader import (
     Answer,
+    BadSample,
     Collate,
+    HeldGenerators,
     Request,
     bad_sample,
     digest_of,
@@ -96,6 +105,9 @@ class Stream:
             kind=f"the stream {type(dataset).__name__}",
         )
 
+    skips = True
+    """Whether a resumed script may leave out batches that are done."""
+
     def batches(self) -> int:
         """Return the number of batches in a pass, if the stream knows its length.
 
@@ -113,19 +125,6 @@ class Stream:
         return _StreamReader(self, this, track)
 
 
-def _parts_of(name: str, value: object) -> list[object]:
-    """Return what a stream is made of, of one of its attributes."""
-    parts = value if isinstance(value, list | tuple) else (value,)
-    return [part for part in parts[:MOST] if _is_part(part)]
-
-
-def _is_part(value: object) -> bool:
-    """Whether what a stream holds may be a stream or a data set that it reads."""
-    return isinstance(value, Dataset) or (
-        hasattr(value, "__iter__") and hasattr(value, "__dict__") and not hasattr(value, "__next__")
-    )
-
-
 _Piece = tuple[list[Any], StreamState | None]
 """One batch as it came from the stream, and where the stream then stood."""
 
@@ -136,6 +135,7 @@ class _StreamReader(Dataset[Answer]):
     def __init__(self, source: Stream, this: DataPass, track: LoaderTrack) -> None:
         self._source = source
         self._stream = self.dataset = stream = source.dataset
+        self.collate = source.collate
         self._numbers, self._loader = (source.seed, this.number), track.number
         self._place, self._state = this.used, cast(StreamState | None, this.states.get(this.used))
         self._has_state = all(
@@ -143,6 +143,8 @@ class _StreamReader(Dataset[Answer]):
         )
         # Nobody goes on in the middle of an evaluation.
         self._keeps_state = track.position is not None and self._has_state
+        self._held = HeldGenerators(source.collate)
+        self._has_checked = False
         self._samples: Iterator[Any] = iter(())
         self._generators: torch.Tensor | None = None  # (n,) uint8
         self._read: dict[int, _Piece] = {}
@@ -156,24 +158,48 @@ class _StreamReader(Dataset[Answer]):
         drop_last = self._source.size.drop_last
         if not samples or (drop_last and len(samples) < request.samples):
             return Answer(request, {}, over=True)
-        some = [digest_of(samples[index]) for index in digest_samples(len(samples))]
-        digest = join_digests(start + len(samples), some)
         found = replace(request, samples=len(samples), stop=start + len(samples))
-        return Answer(found, self._payloads(found, samples), digest, state)
+        # Before anything is collated, which may change samples.
+        some = [digest_of(samples[index]) for index in digest_samples(len(samples))]
+        first = self._first_shard(found, samples)
+        payloads = self._held.read(lambda: self._payloads(found, samples, first))
+        digest = join_digests(start + len(samples), [*some, first.digest] if first else some)
+        return Answer(found, payloads, digest, state)
 
-    def _payloads(self, request: Request, samples: list[Any]) -> dict[int, Any]:
-        shares, start = request.shares, request.stop - request.samples
+    def _first_shard(self, request: Request, samples: list[Any]) -> FirstShard | None:
+        """Make the first shard of this pass twice; see `onefold.data_order.kept_state`."""
+        if self._has_checked:
+            return None
+        self._has_checked = True
+        _, stop = cut_bounds(len(samples), request.shares.shards)[0]
+        collate = partial(self._collated, request, 0)
+        return self._held.read(lambda: FirstShard(samples[:stop], collate))
+
+    def _payloads(
+        self, request: Request, samples: list[Any], made: FirstShard | None
+    ) -> dict[int, Any] | BadSample:
+        shares = request.shares
         bounds = cut_bounds(len(samples), shares.shards)
-        payloads = {}
+        payloads: dict[int, Any] = {}
         for shard in (shard for device in request.own for shard in shares.read_by(device)):
             first, stop = bounds[shard]
             if first < stop:
-                numbers = *self._numbers, start + first
-                seed = loader_seed("collate at place", *numbers, loader=self._loader)
-                common = "batch", (*self._numbers, self._loader, start)
-                seed_generators(seed, common=common)
-                payloads[shard] = self._source.collate(samples[first:stop])
+                collate = partial(self._collated, request, first)
+                if shard or made is None:
+                    payloads[shard] = collate(samples[first:stop])
+                    continue
+                payload = made.compared(request, samples[first:stop], collate)
+                if isinstance(payload, BadSample):
+                    return payload
+                payloads[shard] = payload
         return payloads
+
+    def _collated(self, request: Request, first: int, samples: list[Any]) -> Any:
+        start = request.stop - request.samples
+        seed = loader_seed("collate at place", *self._numbers, start + first, loader=self._loader)
+        seed_generators(seed, common=("batch", (*self._numbers, self._loader, start)))
+        self._held.seed(seed)
+        return self._source.collate(samples)
 
     def _piece(self, start: int, wanted: int) -> _Piece:
         """Return the batch that begins at ``start``, which may have been read for other shares."""
@@ -197,7 +223,7 @@ class _StreamReader(Dataset[Answer]):
         seed, epoch = self._numbers
         number = loader_seed("stream", seed, epoch, loader=self._loader)
         seed_generators(number)
-        seed_held(within(self._stream, _parts_of), number, "held by a stream")
+        OwnGenerators(generators_in(self._stream)).seed(number, "held by a stream")
         if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
             set_epoch(epoch)
         if self._state is not None and self._has_state:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import multiprocessing
 import os
 import resource
@@ -35,6 +36,7 @@ import torch
 from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from onefold.data_order.kept_state import files_in
 from onefold.data_order.order import Requests, Workers
 from onefold.data_order.reader import Answer, BadSample
 from onefold.errors import SampleError
@@ -42,6 +44,12 @@ from onefold.system.process import ctrl_c_as_before, die_with_parent
 from onefold.system.safe_files import LONGEST_TEMPORARY_PATH
 
 __all__ = ["Sending", "check_temporary_path", "start_workers"]
+
+_log = logging.getLogger("onefold")
+_WARNED: set[str] = set()
+"""The names of files that this process has warned of."""
+_NAMED = 5
+"""The most files that a warning names."""
 
 
 @contextmanager
@@ -66,6 +74,7 @@ def start_workers(
     """Start the processes, and return the iterator over their answers, which ends them."""
     # Of this process, which has all that they send open; the workers inherit it.
     allow_open_files()
+    _warn_of_files(workers, reader, requests)
     loader = DataLoader(
         reader,
         # Requests are whole batches already.
@@ -96,6 +105,25 @@ def start_workers(
     return answers
 
 
+def _context(given: Any) -> Any:
+    named = given is None or isinstance(given, str)
+    return multiprocessing.get_context(given) if named else given
+
+
+def _warn_of_files(workers: Workers, reader: Any, requests: Requests) -> None:
+    """Warn of files that a data set holds open, whose position all forked workers share."""
+    forks = _context(workers.context).get_start_method() == "fork"
+    files = files_in(reader.dataset, reader.collate) if forks and 0 in requests.own else []
+    if new := [name for name in files if name not in _WARNED]:
+        _WARNED.update(new)
+        _log.warning(
+            "the data set or collate holds %s open, and workers are forked: %s. They share the "
+            "file's position with this process and with each other, so one may read what another "
+            "one has moved to. Open the file in the worker, when the first sample is read",
+            *("a file" if len(new) == 1 else f"{len(new)} files", ", ".join(new[:_NAMED])),
+        )
+
+
 class _Tied:
     """Ties a worker process to the process that it reads for: it ends with it, and has its dtype.
 
@@ -114,9 +142,7 @@ class _Tied:
         # Noted in the process that is read for, and forked or pickled into its workers.
         self._parent = os.getpid()
         self._lasting = threading.current_thread() is threading.main_thread()
-        if context is None or isinstance(context, str):
-            context = multiprocessing.get_context(context)
-        self._served = context.get_start_method() == "forkserver"
+        self._served = _context(context).get_start_method() == "forkserver"
         self._dtype = torch.get_default_dtype()
         self._environment = type(os.environ)  # which may hide the place of a device
         self._collects = gc.isenabled()

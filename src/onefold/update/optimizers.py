@@ -25,8 +25,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.core.encoding import to_json
-from onefold.core.randomness import GeneratorStates
-from onefold.data_order.item_generators import held_states
+from onefold.core.randomness import GENERATORS, GeneratorStates, OwnGenerators, comparable_state
 from onefold.errors import StateError
 from onefold.system.internals import complete_hooks, has_own_step, steps_a_scheduler
 
@@ -424,9 +423,11 @@ class UpdateDraws:
 
     @contextmanager
     def _looked_at(self) -> Iterator[None]:
-        before, held = GeneratorStates(*self._devices), held_states(self._optimizers)
+        attributes = [value for each in self._optimizers for value in vars(each).values()]
+        held = OwnGenerators(value for value in attributes if isinstance(value, GENERATORS))
+        before, states = GeneratorStates(*self._devices), comparable_state(held.states())
         yield
-        own = "" if held == held_states(self._optimizers) else "a generator of its own"
+        own = "" if states == comparable_state(held.states()) else "a generator of its own"
         if drawn := own or before.drawn_from():
             names = " or ".join(type(optimizer).__name__ for optimizer in self._optimizers)
             raise StateError(

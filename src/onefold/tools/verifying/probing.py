@@ -31,9 +31,8 @@ from onefold.core.flat import (
     tensor_digests,
 )
 from onefold.core.options import LaunchContext
-from onefold.core.randomness import comparable_state
+from onefold.core.randomness import GENERATORS, comparable_state, state_of
 from onefold.core.structure import parts_of
-from onefold.data_order.item_generators import GENERATORS, state_of
 from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Hook, ScriptCall, Spans
 from onefold.step.result import Step
