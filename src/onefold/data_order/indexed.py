@@ -32,7 +32,7 @@ from onefold.core.randomness import (
     seed_generators,
 )
 from onefold.data_order.order import Order
-from onefold.data_order.position import BATCH_FUNCTION, LastUsed, LoaderSize, LoaderTrack
+from onefold.data_order.position import BATCH_FUNCTION, LoaderSize, LoaderTrack
 from onefold.data_order.reader import (
     Answer,
     BadSample,
@@ -348,7 +348,7 @@ class _WholeReader(Dataset[Answer]):
         given: FunctionBatches | Items,
         convert: Collate | None,
         seed: int,
-        last: LastUsed | None,
+        last: tuple[int, int, int] | None,
     ) -> None:
         self._given, self._convert, self._seed = given, convert, seed
         self.dataset, self.collate = given.dataset, convert
@@ -362,7 +362,7 @@ class _WholeReader(Dataset[Answer]):
         twice = request.check is not None and self._given.made_twice
         try:
             if self._last is not None and not self._given.made_twice:
-                self._check_last(request, self._last)
+                self._check_last(request, *self._last)
             before = digest_of(self._made(request)) if twice else b""
             batch = self._made(request)
         except CheckpointError:
@@ -391,12 +391,12 @@ class _WholeReader(Dataset[Answer]):
         found = replace(request, samples=cut.samples)
         return Answer(found, dict(cut.shards), cut.digest, others=cut.others)
 
-    def _check_last(self, request: Request, last: LastUsed) -> None:
+    def _check_last(self, request: Request, data_pass: int, stop: int, digest: int) -> None:
         """Refuse a function that does not make the last batch used before the run was saved."""
         self._last = None
-        item = last.data_pass * len(self._given) + last.stop - 1
+        item = data_pass * len(self._given) + stop - 1
         made = self._cut(request, self._made(replace(request, item=item)))
-        if made.digest != last.digest:
+        if made.digest != digest:
             raise CheckpointError(
                 f"the function given to trainer.batches does not return batch {item} as it did "
                 f"before the run was saved: expected the same, as this run continues behind it. "

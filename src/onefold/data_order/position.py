@@ -41,7 +41,6 @@ __all__ = [
     "PROMISES",
     "WHOLE",
     "Count",
-    "LastUsed",
     "LoaderSize",
     "LoaderTrack",
     "Position",
@@ -410,15 +409,6 @@ class SavedPass(Struct, frozen=True, array_like=True):
             from_json(self.state.own)
 
 
-class LastUsed(Struct, frozen=True, array_like=True):
-    """The last batch of a function that was used before a run was saved."""
-
-    data_pass: Count
-    stop: Count
-    """Its end in the pass."""
-    digest: int
-
-
 class SavedPasses(Struct, frozen=True):
     """The passes of a loader that a resumed script comes to."""
 
@@ -431,8 +421,8 @@ class SavedPasses(Struct, frozen=True):
     """Samples of the last pass of a stream that ended, and the devices that read it."""
     length: Count = 0
     """Length of the last pass, where the data set has grown or shrunk before it; else 0."""
-    last: LastUsed | None = None
-    """The last batch of a function; None of other loaders."""
+    last: tuple[Count, Count, int] | None = None
+    """The last used batch of a function: its pass, its end in the pass, its digest."""
 
     @property
     def were_used(self) -> bool:
@@ -477,8 +467,7 @@ class LoaderTrack:
         """`SavedPasses.length`."""
         self._has_resumed = False
         """Whether no pass has begun since the run resumed without answers."""
-        self._last: LastUsed | None = None
-        self._to_check = False
+        self._last: tuple[int, int, int] | None = None
         self.orders: dict[int, str] = {}
         """Digests of the orders of passes that are expected, where a record answers the script."""
         self._ended: tuple[int, int] | None = None
@@ -551,7 +540,7 @@ class LoaderTrack:
             )
         if is_plain:
             self._length = 0 if length == self.size.samples else length
-        self._has_resumed = False
+        self._has_resumed &= not is_plain  # else `last_to_check` asks
         this.order = order
         this.used = this.given = min(this.used, length)
         this.end = self._end_of(length, this.used)
@@ -618,7 +607,7 @@ class LoaderTrack:
         self._ended, self._allow_changed = saved.ended, tuple(allow_changed)
         self._coming = list(saved.begun)
         self._length, self._last = saved.length, saved.last
-        self._has_resumed = self._to_check = True
+        self._has_resumed = True
         # With another seed or another data set the order is another one, as was agreed to.
         if {"seed", "dataset"} & set(allow_changed):
             self._coming = [replace(each, order="") for each in self._coming]
@@ -660,12 +649,12 @@ class LoaderTrack:
 
     def note_used(self, batch: ShardedBatch) -> None:
         """Note the last batch of a function that a step has used."""
-        self._last = LastUsed(batch.pass_number, batch.stop, batch.data_digest)
+        self._last = batch.pass_number, batch.stop, batch.data_digest
 
-    def last_to_check(self) -> LastUsed | None:
+    def last_to_check(self) -> tuple[int, int, int] | None:
         """The last batch used before the run resumed, once: the function must make the same."""
-        to_check, self._to_check = self._to_check, False
-        return self._last if to_check else None
+        has_resumed, self._has_resumed = self._has_resumed, False
+        return self._last if has_resumed else None
 
     def _saved_pass(self, this: DataPass) -> SavedPass:
         if self._is_used_up(this):
