@@ -124,6 +124,7 @@ def test_the_script_trains(make: Callable[[Path], Path | None], score: str, tmp_
         (lambda _: None, "accuracy"),
         (table(CLASSES), "accuracy"),
         (table(WHOLE), "accuracy"),
+        (table(f"sep=,\n{WHOLE}"), "_, names, *rows = "),
         (arrays, "accuracy"),
         (
             lambda folder: arrays(folder, x=np.ones((20, 8, 9, 3)), y=np.arange(20) % 2),

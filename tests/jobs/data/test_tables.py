@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from onefold.errors import DataError
 from onefold_jobs.data.files import BadFile
+from onefold_jobs.data.labels import check_task
 from onefold_jobs.data.samples import TextSplits, read_listed
 from onefold_jobs.data.samples import read_splits as make_splits
 from onefold_jobs.data.tables import (
@@ -44,12 +45,14 @@ def written(path: Path, content: str | bytes) -> Path:
 @given(
     texts=st.lists(CELLS.filter(str.strip), min_size=1, max_size=8),
     delimiter=st.sampled_from([",", ";", "\t"]),
-    end=st.sampled_from(["\n", "\r\n"]),
+    end=st.sampled_from(["\n", "\r\n", "\r"]),
     mark=st.sampled_from(["", "\ufeff"]),
 )
 def test_what_csv_and_json_write_is_read(
     scratch: Path, texts: list[str], delimiter: str, end: str, mark: str
 ) -> None:
+    if end == "\r":
+        texts = [text.replace("\n", "|") for text in texts]
     out = io.StringIO(newline="")
     writer = csv.writer(out, delimiter=delimiter, lineterminator=end)
     writer.writerow(["id", "Review", "label"])
@@ -114,6 +117,50 @@ def test_columns_of_jsonl_are_those_of_all_lines_and_of_nested_objects(tmp_path:
     assert [(each.line, each.reason) for each in bad] == [(1, "expected a label, got nothing")]
     with pytest.raises(DataError, match=r"a column 'body', .* --text-column names another"):
         read_table(file, Columns("text", "body"))
+
+
+@for_each("end", ["\n", "\r\n", "\r"])
+def test_what_spreadsheets_write_is_read(tmp_path: Path, end: str) -> None:
+    rows = ["sep=;", "text;label", "a, b;x", '"c;d";y', ""]
+    lines, bad, _ = read_table(written(tmp_path / "it.csv", end.join(rows)), TEXT)
+    assert (bad, lines) == ([], [Line("a, b", "x", 3), Line("c;d", "y", 4)])
+    assert column_names(tmp_path / "it.csv") == ["text", "label"]
+    # Without names, columns have numbers.
+    numbered = Columns("text", "1", ("2",))
+    lines, _, _ = read_table(written(tmp_path / "it.csv", end.join([rows[0], *rows[2:]])), numbered)
+    assert lines == [Line("a, b", "x", 2), Line("c;d", "y", 3)]
+    tsv = written(tmp_path / "it.tsv", f"a\tx{end}b\ty{end}")
+    assert read_tsv(tsv) == ([Line("a", "x", 1), Line("b", "y", 2)], [])
+
+
+def test_classes_are_switched_by_two_numbers(tmp_path: Path) -> None:
+    """Of 1 and -1, as in CelebA, or of 1 and 0; with all three, one of them may be unknown."""
+    columns = Columns("text", "text", ("old", "glad"))
+
+    def read(*cells: str) -> list[Line]:
+        rows = "".join(f"{letter},{each}\n" for letter, each in zip("abc", cells, strict=True))
+        path = written(tmp_path / "it.csv", f"text,old,glad\n{rows}")
+        lines, bad, _ = read_table(path, columns, "multi-label")
+        assert not bad
+        return lines
+
+    expected = [Line("a", ("old",), 2), Line("b", ("glad",), 3), Line("c", (), 4)]
+    assert read("1,-1", "-1,1", "-1,-1") == expected
+    assert read("1,0", "0,1", "0,0") == expected
+    with pytest.raises(DataError, match="0 and 1 in the columns of the classes, or -1 and 1, got"):
+        read("1,0", "-1,1", "0,0")
+
+
+def test_a_missing_value_is_no_class(tmp_path: Path) -> None:
+    path = tmp_path / "it.jsonl"
+    path.write_text('{"text": "a", "label": NaN}\n{"text": "b", "label": "x"}\n')
+    lines, bad, _ = read_table(path, TEXT)
+    assert (lines, bad[0].reason) == ([Line("b", "x", 2)], "expected a label, got nothing")
+    written(tmp_path / "it.csv", "text,label\na,nan\nb,x\nc,nan\nd,x\n")
+    words = r"got 'nan', as pandas and NumPy write a missing value: .*--labels-as-is"
+    labels = [each.label for each in read_table(tmp_path / "it.csv", TEXT)[0]]
+    with pytest.raises(DataError, match=words):
+        check_task(labels, "single-label", "it", labels_as_is=False)
 
 
 def test_a_quote_that_is_never_closed_ends_it_all(tmp_path: Path) -> None:

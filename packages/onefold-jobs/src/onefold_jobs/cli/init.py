@@ -60,6 +60,8 @@ class Data:
     target: str = ""
     """Of a table, the name of the column that is predicted."""
     delimiter: str = ","
+    has_sep: bool = False
+    """Of a table, whether a line such as ``sep=;`` is before the names of the columns."""
     left_out: tuple[str, ...] = ()
     """Of a table, the names of columns that nothing is predicted from, as they have texts."""
     choices: tuple[str, ...] = ()
@@ -240,6 +242,7 @@ def _table(path: Path) -> Data:
         classes=classes,
         target=names[-1],
         delimiter=delimiter,
+        has_sep=table.has_sep,
         left_out=left_out,
         choices=choices,
     )

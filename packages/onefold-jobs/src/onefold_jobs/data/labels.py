@@ -67,6 +67,7 @@ _SEVERAL = re.compile(f"[{_SEPARATORS}]")
 _QUOTED = re.compile(r"""(['"])(.*?)\1""")
 _LIST_OF_QUOTED = re.compile(r"\[[,\s]*\]|\([,\s]*\)")
 _SWITCHES = re.compile(r"[\[(]?[01](?:[ ,;|]+[01])+[\])]?")
+_MISSING = ("nan", "NaN", "NAN", "<NA>", "NaT")
 _OTHERWISE = "; or accept each of them as a class with --labels-as-is"
 
 
@@ -87,7 +88,8 @@ def read_label(value: object, task: TaskName = "single-label") -> Label:
         >>> read_label("3.5", "regression")
         3.5
     """
-    text = "" if value is None else str(value).strip()
+    # What pandas and NumPy have instead of a missing value.
+    text = "" if value is None or value != value else str(value).strip()
     # As Python, pandas and NumPy write a list to CSV.
     as_list = isinstance(value, str) and _LIST_OF_QUOTED.fullmatch(_QUOTED.sub("", text))
     if as_list and task == "multi-label":
@@ -304,6 +306,11 @@ def _refuse_names(labels: Collection[str], where: str) -> None:
     """
     seen: dict[str, str] = {}
     for label in labels:
+        if label in _MISSING:
+            raise DataError(
+                f"{where}: expected names of classes, got {label!r}, as pandas and NumPy write a "
+                f"missing value: remove these rows, or write the class{_OTHERWISE}"
+            )
         other = seen.setdefault(_plain(label), label)
         if other != label:
             alike = unicodedata.normalize("NFC", label) == unicodedata.normalize("NFC", other)

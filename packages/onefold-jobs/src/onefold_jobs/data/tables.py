@@ -17,10 +17,11 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedReader, TextIOWrapper
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +56,18 @@ _DATASET = "state.json"
 _SHOWN = 30
 """Columns that an error names."""
 _MOST_JSON_BYTES = 1 << 24
-_SWITCHES = {"0": False, "0.0": False, "False": False, "1": True, "1.0": True, "True": True}
+_SEP = re.compile(rb"(?i)sep=(.)")
+"""The first line by which Excel knows what is between cells."""
+_SWITCHES = {
+    "-1": False,
+    "-1.0": False,
+    "0": False,
+    "0.0": False,
+    "False": False,
+    "1": True,
+    "1.0": True,
+    "True": True,
+}
 _USUAL = {
     "text": frozenset({
         "text", "sentence", "review", "reviewtext", "content", "comment", "commenttext", "message",
@@ -112,6 +124,8 @@ class Table:
     rows: Iterator[Row]
     delimiter: str = ","
     """Of a CSV file."""
+    has_sep: bool = False
+    """Whether a line such as ``sep=;`` is before the names of the columns."""
 
 
 def is_table(path: Path) -> bool:
@@ -158,6 +172,7 @@ def read_table(
     """
     lines: list[Line] = []
     bad: list[BadFile] = []
+    no: set[float] = set()
     with _longer_fields():
         table = open_table(path, columns)
         columns = _settled(table, columns, task)
@@ -171,10 +186,16 @@ def read_table(
                 filled = [each for each in parts if each is not None and str(each).strip()]
                 of_kind = (_sample_of(each, columns.kind) for each in filled or parts[:1])
                 text = "\n".join(of_kind)
-                label = _label_of(cells, columns.label, task)
+                label = _label_of(cells, columns.label, task, no)
                 lines.append(Line(text, label, number))
             except ValueError as wrong:
                 bad.append(BadFile(path, str(wrong), number))
+    if len(no) > 1:
+        raise DataError(
+            f"{readable(path)}: expected 0 and 1 in the columns of the classes, or -1 and 1, got "
+            f"-1, 0 and 1: if one of them stands for what is not known, leave out those rows, or "
+            f"write the number that it is to count as"
+        )
     if not lines:
         raise DataError(f"{readable(path)}: expected rows of a table, got {none_of(bad)}")
     return lines, bad, columns
@@ -195,16 +216,21 @@ def _sample_of(value: object, kind: str) -> str:
     return str(value)
 
 
-def _label_of(cells: dict[str, Any], names: Sequence[str], task: TaskName | None) -> Label:
+def _label_of(
+    cells: dict[str, Any], names: Sequence[str], task: TaskName | None, no: set[float]
+) -> Label:
+    """Read the label of a row; add the numbers that stand for no in its columns to ``no``."""
     if task is None:
         value = cells.get(names[0]) if len(names) == 1 else None
         return "" if value is None else str(value).strip()
     if len(names) == 1:
         return read_label(cells[names[0]], task)
-    for name in names:
-        if str(cells[name]).strip() not in _SWITCHES:
+    texts = {name: str(cells[name]).strip() for name in names}
+    for name, text in texts.items():
+        if text not in _SWITCHES:
             raise ValueError(f"expected 0 or 1 as {name}, got {shortened(cells[name])}")
-    return tuple(name for name in names if _SWITCHES[str(cells[name]).strip()])
+    no |= {-1.0 if text.startswith("-") else 0.0 for text in texts.values() if not _SWITCHES[text]}
+    return tuple(name for name, text in texts.items() if _SWITCHES[text])
 
 
 def _settled(table: Table, columns: Columns, task: TaskName | None) -> Columns:
@@ -310,9 +336,10 @@ def _longer_fields() -> Iterator[None]:
 
 
 def _open_csv(path: Path, columns: Columns) -> Table:
-    first = next(read_lines(path), b"").decode(errors="replace")
-    delimiter = max(_DELIMITERS, key=first.count)
-    rows = _csv_rows(path, delimiter)
+    line = next(read_lines(path), b"")
+    found, first = _SEP.fullmatch(line), line.decode(errors="replace")
+    delimiter = found[1].decode(errors="replace") if found else max(_DELIMITERS, key=first.count)
+    rows = _csv_rows(path, delimiter, skip=bool(found))
     _, head = next(rows, (1, "an empty file"))
     if isinstance(head, str):
         raise DataError(f"{readable(path)}: expected a line with names of columns, got {head}")
@@ -323,9 +350,9 @@ def _open_csv(path: Path, columns: Columns) -> Table:
     numbers = all(map(str.isdecimal, names)) and set(named) <= set(names)
     if named and all(map(str.isdecimal, named)) and not numbers:
         names = [str(number) for number in range(1, len(names) + 1)]
-        rows = _csv_rows(path, delimiter)
+        rows = _csv_rows(path, delimiter, skip=bool(found))
     named_rows = ((number, _by_name(names, cells)) for number, cells in rows)
-    return Table(path, names, named_rows, delimiter)
+    return Table(path, names, named_rows, delimiter, bool(found))
 
 
 def _by_name(names: Sequence[str], cells: list[str] | str) -> dict[str, Any] | str:
@@ -336,9 +363,11 @@ def _by_name(names: Sequence[str], cells: list[str] | str) -> dict[str, Any] | s
     return dict(zip(names, cells, strict=True))
 
 
-def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
+def _csv_rows(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, list[str] | str]]:
     """Yield the number of each row's first line, and its cells, or what is wrong with it."""
     lines = _Decoded(path)
+    if skip:
+        next(lines)
     # Strict, or csv would make up something for quotes that do not match.
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
@@ -463,6 +492,8 @@ def _class_names(schema: Any) -> dict[str, list[str]]:
     return {}
 
 
+_SEEN_BYTES = 1 << 12
+"""Bytes in which the ends of lines are looked for."""
 LONGEST_LINE_BYTES = 1 << 20
 """Of a text and its label; a file without line ends would be read into memory as one line."""
 
@@ -482,7 +513,7 @@ class Line:
 def read_tsv(
     path: str | PathLike[str], task: TaskName = "single-label"
 ) -> tuple[list[Line], list[BadFile]]:
-    """Read one file: UTF-8 with or without a byte order mark, lines ended by LF or CRLF.
+    """Read one file: UTF-8 with or without a byte order mark, lines ended by LF, CRLF or CR.
 
     Args:
         path: the file; blank lines at its end are left out.
@@ -538,10 +569,13 @@ def read_lines(path: Path) -> Iterator[bytes]:
             )
         if file.peek(3).startswith(codecs.BOM_UTF8):
             file.read(3)
+        # Cells may hold ends of lines as well. The last CR may be the first half of a CRLF.
+        seen = file.peek(_SEEN_BYTES)[:-1].replace(b"\r\n", b"\n")
+        source = _ReturnEnded(file) if seen.count(b"\r") > seen.count(b"\n") else file
         # Three bytes more: the two of CRLF, and one that shows that the line is too long.
-        while line := file.readline(LONGEST_LINE_BYTES + 3):
+        while line := source.readline(LONGEST_LINE_BYTES + 3):
             if not line.endswith(b"\n"):
-                _skip_rest(file)
+                _skip_rest(source)
             # Not rstrip: a CR or a space before the end belongs to the text.
             line = line.removesuffix(b"\n").removesuffix(b"\r")
             blank.append(line)
@@ -550,7 +584,18 @@ def read_lines(path: Path) -> Iterator[bytes]:
                 blank.clear()
 
 
-def _skip_rest(file: BufferedReader) -> None:
+class _ReturnEnded:
+    """A file whose lines end with CR alone, as Excel for Mac writes them."""
+
+    def __init__(self, file: BufferedReader) -> None:
+        self._text = TextIOWrapper(file, "latin-1", newline="\r")  # one character is one byte
+
+    def readline(self, size: int) -> bytes:
+        """Read a line, with LF at its end."""
+        return self._text.readline(size).encode("latin-1").replace(b"\r", b"\n")
+
+
+def _skip_rest(file: BufferedReader | _ReturnEnded) -> None:
     """Skip the rest of a line of which only the beginning has been read."""
     # In pieces: the rest may be as large as the file.
     while (rest := file.readline(LONGEST_LINE_BYTES)) and not rest.endswith(b"\n"):
