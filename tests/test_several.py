@@ -208,6 +208,51 @@ def test_losses_may_share_an_optimizer_and_have_parameters(shards: int, devices:
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
+def penalized(models: Models, batch: Batch) -> torch.Tensor:
+    """What updates the discriminator as well, in steps of its own."""
+    return models["discriminator"](batch[0]).square().squeeze(1)
+
+
+THREE = {**LOSSES, "penalty": penalized}
+
+
+def sharing(by: str = "discriminator") -> tuple[dict[str, nn.Module], dict[str, Any]]:
+    models, optimizers = made()
+    return models, {**optimizers, "penalty": optimizers[by]}
+
+
+@for_each(("shards", "devices"), [(1, 1), (3, 2)])
+def test_several_losses_update_one_of_several_optimizers(
+    shards: int, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As StyleGAN's do; the optimizer of both has one state, and its scheduler follows both."""
+    monkeypatch.setattr(F, "dropout", lambda values, p, training: values)
+    monkeypatch.setattr(nn.BatchNorm1d, "forward", lambda self, x: x * self.weight + self.bias)
+    (ours, optimizers), (theirs, plain) = sharing(), sharing()
+    schedulers = scheduled(plain)
+    choices = {"optimizer": optimizers, "shards": shards, "devices": devices}
+    trainer = make_trainer(ours, THREE, scheduler=scheduled(optimizers), **choices)  # type: ignore[arg-type]
+    for number, name in enumerate((*TURNS, "penalty", *TURNS, "penalty")):
+        plain[name].zero_grad()
+        THREE[name](theirs, batch_of(number)).mean().backward()
+        plain[name].step()
+        schedulers[name if name in schedulers else "discriminator"].step()
+        assert trainer.step(batch_of(number), name).name == name
+    wanted = nn.ModuleDict(theirs).state_dict()
+    torch.testing.assert_close(trainer.model.state_dict(), wanted, rtol=1e-4, atol=1e-6)
+    for name in LOSSES:
+        assert optimizers[name].param_groups[0]["lr"] == plain[name].param_groups[0]["lr"]
+
+
+def test_devices_whose_losses_update_others_are_refused() -> None:
+    def differ() -> None:
+        models, optimizers = sharing([*LOSSES][current_context().rank])
+        make_trainer(models, THREE, optimizer=optimizers, devices=None)
+
+    with pytest.raises(DisagreementError, match="the order of the losses"):
+        simulate(differ, 2)
+
+
 # What is refused
 
 

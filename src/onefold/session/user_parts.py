@@ -191,14 +191,17 @@ def _joined_modules(models: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDic
 
 def _joined_optimizers(optimizers: dict[str, Any], losses: Mapping[str, LossFunction]) -> Optimizer:
     if len(losses) == 1:
-        return Optimizers(optimizers, together=True)
+        return Optimizers(optimizers)
     if optimizers.keys() != losses.keys():
         raise ValueError(
-            f"expected a loss for each optimizer, under the same names, or one loss that all of "
-            f"them update: the optimizers are {', '.join(map(repr, optimizers))}, the losses "
+            f"expected an optimizer for each loss, under the same names, or one loss that all of "
+            f"them update. One optimizer may be that of several losses: optimizer={{'a': one, 'b': "
+            f"one, 'c': other}}. The optimizers are {', '.join(map(repr, optimizers))}, the losses "
             f"{', '.join(map(repr, losses))}"
         )
-    return Optimizers({name: optimizers[name] for name in losses}, together=False)
+    first: dict[int, str] = {}
+    by_loss = {name: first.setdefault(id(optimizers[name]), name) for name in losses}
+    return Optimizers({name: optimizers[name] for name in first.values()}, by_loss)
 
 
 def _joined_schedulers(schedulers: dict[str, Any], optimizer: Optimizer | None) -> LRScheduler:

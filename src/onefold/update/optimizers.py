@@ -56,15 +56,17 @@ class Optimizers(torch.optim.Optimizer):
 
     Args:
         given: those of the user, by name, already checked.
-        together: whether all of them make each update, as there is one loss for them; otherwise
-            the one with the name of the loss does.
+        by_loss: the name of the optimizer that updates in a step of a loss, by the loss; None if
+            all of them make each update, as there is one loss for them.
     """
 
     # The base class would make groups and state of its own.
-    def __init__(self, given: Mapping[str, torch.optim.Optimizer], *, together: bool) -> None:
+    def __init__(
+        self, given: Mapping[str, torch.optim.Optimizer], by_loss: Mapping[str, str] | None = None
+    ) -> None:
         self.given = dict(given)
         """Made by the user, by name."""
-        self._together = together
+        self.by_loss = by_loss
         self.active = self.of_loss(next(iter(self.given)))
         """The names of those that make the next update."""
         self.defaults: dict[str, Any] = {}
@@ -80,7 +82,7 @@ class Optimizers(torch.optim.Optimizer):
 
     def of_loss(self, name: str) -> list[str]:
         """The names of the optimizers that update in a step of a loss."""
-        return list(self.given) if self._together else [name]
+        return list(self.given) if self.by_loss is None else [self.by_loss[name]]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Have the active optimizers make their updates, in the order in which they were given."""
