@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, TypeVar, Unpack, overload
 
 import torch
 
@@ -139,7 +139,10 @@ class Trainer:
         buffers: Mapping[str, BufferRule] | None = None,
         stages: Sequence[torch.nn.Module] | Literal["auto"] = "auto",
         timeout_s: float | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            raise load("shard.advice").unknown_name(type(self), *unknown)
         context = current_context()
         settings = Settings(
             shards=shards,

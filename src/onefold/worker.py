@@ -241,14 +241,20 @@ def _end_child(end: BaseException) -> NoReturn:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """The traceback as Python prints it; our own errors and their causes without our frames."""
+    """The traceback as Python prints it; errors of ours and their causes without our frames."""
     shown: Any = traceback.TracebackException.from_exception(_of_the_user(error))
     ours, known, pair = f"{Path(__file__).parent}{os.sep}", False, [shown, error]
     while None not in pair:
-        known |= isinstance(pair[1], OnefoldError)
+        known |= isinstance(pair[1], OnefoldError) or _refuses(pair[0].stack, ours)
         pair[0].stack[:] = [f for f in pair[0].stack if not (known and f.filename.startswith(ours))]
         pair = [each.__cause__ or each.__context__ for each in pair]
     return "".join(shown.format())
+
+
+def _refuses(stack: traceback.StackSummary, ours: str) -> bool:
+    """Whether an exception of Python's was raised by us on purpose, as for a wrong argument."""
+    last = stack[-1] if stack else None
+    return bool(last and last.filename.startswith(ours) and (last.line or "").startswith("raise "))
 
 
 def _of_the_user(error: BaseException) -> BaseException:

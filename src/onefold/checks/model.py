@@ -15,6 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from onefold.core.flat import extent, is_dense, named_tensors, own_name
+from onefold.core.late import load
 from onefold.core.settings import Precision
 from onefold.deferred.access import ResidentError, deferred_of
 from onefold.shard.model_parts import ModelParts
@@ -143,7 +144,7 @@ def check_model(model: object) -> None:
         if isinstance(module, _MAY_BE_SPARSE) and module.sparse:
             raise ValueError(
                 f"layer {name} ({type(module).__name__}) gives sparse gradients: expected dense "
-                f"ones. Make it with sparse=False"
+                f"ones. Make it with sparse=False. {load('shard.advice').DENSE}"
             )
 
 
@@ -297,15 +298,19 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
             f"trainer.gradient(batch).loss)`. Or use an optimizer whose step() takes no closure"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise TypeError("SparseAdam works on sparse gradients; use Adam and dense embeddings")
+        dense = load("shard.advice").DENSE
+        raise TypeError(f"SparseAdam takes sparse gradients, which are refused. {dense}")
     if isinstance(optimizer, torch.optim.Adafactor):
         _check_adafactor(optimizer)
     if isinstance(optimizer, torch.optim.SGD):
         _check_lists(optimizer)
     if optimizer in TAKEN:
+        gone = TAKEN[optimizer]() is None
         raise ValueError(
-            f"this {name} already belongs to a Trainer, which has divided its state. Make another "
-            f"optimizer for another Trainer"
+            f"this {name} already belongs to a Trainer, which has divided its state, and "
+            f"{'is gone' if gone else 'is still there: make all steps by that one'}. "
+            f"Make another optimizer for another Trainer; trainer.save and trainer.load bring the "
+            f"state over"
         )
     known = {id(parameter) for parameter in module.parameters()}
     for number, group in enumerate(optimizer.param_groups):

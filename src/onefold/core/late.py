@@ -33,7 +33,7 @@ LATE = {
     "placement.distribute": "owners have no values of their segments, or rounded ones",
     "session.data_calls": "the script evaluates, predicts or shows the averages",
     "session.gradient_steps": "the script asks for gradients",
-    "shard.advice": "a step fails, or a loss may be read otherwise",
+    "shard.advice": "a step fails, its first batch is small, or something may be a mistake",
     "shard.compiling": "the loss is compiled",
     "shard.stage_modules": "a model is cut into stages, as devices share no memory",
     "step.joint": "the loss gathers, has several divisors, or returns values in addition",

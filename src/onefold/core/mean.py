@@ -452,7 +452,8 @@ def weigh(result: object, samples: int, what: str, *, late: bool = False) -> Con
             return _weigh_terms(result, what, late=late)
         raise LossError(
             f"{what}: expected a tensor of shape ({samples},), a scalar tensor, onefold.Mean or "
-            f"onefold.Sum, got {type(result).__name__}. Return the tensor itself, not .item()"
+            f"onefold.Sum, got {type(result).__name__}. Return the tensor itself, not .item(); a "
+            f"function that ends without return gives None"
         )
     # A shape of (1,) is one value per sample if n is 1, and otherwise an error: it is never
     # stretched, for a loss that lost its samples on the way would go unnoticed.

@@ -8,6 +8,7 @@ from typing import Any
 
 from onefold.core.assignment import Devices
 from onefold.core.batch import ShardedBatch, checked_dim, cut_batch
+from onefold.core.late import load
 from onefold.core.shard import Shares
 from onefold.data_order.loader import Loader
 from onefold.data_order.position import Position
@@ -117,6 +118,8 @@ class Batches:
                 self._checked(part, shares)
         if cut.samples == 0:
             raise ValueError("the batch is empty: expected at least one sample")
+        if cut.samples < shares.shards and not self._position.step:
+            load("shard.advice").say_few(cut.samples, shares.shards)
         if cut.others and self._settings.microbatch is not None:
             raise ValueError(
                 "microbatch cuts each shard by its samples, and this batch has parts of "

@@ -1,15 +1,38 @@
-"""What a user can do about a shard: errors that PyTorch raises, losses that are read otherwise.
+"""What a user can do about a shard: errors that PyTorch raises, losses that are read
+otherwise, and common mistakes.
 
 Pure. Loaded when there is something to say.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import logging
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 
-from onefold.system.words import message_of
+from onefold.core.structure import parts_of
+from onefold.system.words import listed, message_of
 
-__all__ = ["FINDINGS", "ONE_SAMPLE", "advice_on", "is_about_hooks", "is_shortage"]
+__all__ = [
+    "DENSE",
+    "FINDINGS",
+    "ONE_SAMPLE",
+    "advice_on",
+    "is_about_hooks",
+    "is_shortage",
+    "say_few",
+    "unknown_name",
+]
+
+_log = logging.getLogger("onefold")
+
 
 _SHORTAGE = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")
 """Words of errors that have no type of their own: PyTorch's on processors, and cuBLAS's."""
@@ -19,6 +42,60 @@ ONE_SAMPLE = (
     "a variance) is not there. onefold.gather(rows) gives the loss those of the whole batch; fewer "
     "shards give it more, and another result"
 )
+
+
+_FROZEN = (
+    "A loss that calls onefold.gather runs twice in a step, and the first time without gradients "
+    "of parameters, which then cannot be differentiated by. What differentiates by parameters and "
+    "not through gathered rows (a penalty) is needed in the second run alone: compute it under "
+    "`if any(p.requires_grad for p in model.parameters()):`"
+)
+_OUTPUTS = re.compile("out|pred|logit|y_?hat|input")
+_TARGETS = re.compile("target|label|true|y$")
+_NOT_A_MODEL = re.compile("must be Tensor, not|unsupported operand|object (has no|is not)")
+_ARGUMENTS = re.compile("positional argument")
+_FUNCTIONS = {
+    "bce_loss": "binary_cross_entropy",
+    "bce_with_logits_loss": "binary_cross_entropy_with_logits",
+    "cross_entropy_loss": "cross_entropy",
+}
+"""PyTorch's functions whose names are not those of their classes."""
+_NO_TENSOR = re.compile("not (tuple|list|str)|'(tuple|list|str)' object")
+_WHOLE = (torch.int64, torch.int32, torch.uint8)
+_NAMES = {
+    torch.float64: "double|float64",
+    torch.float32: "float|float32",
+    torch.float16: "half|float16",
+    torch.int64: "long|int64",
+    torch.int32: "int|int32",
+    torch.uint8: "byte|unsigned char|uint8",
+}
+"""What PyTorch's errors call a dtype."""
+
+
+DENSE = (
+    "SGD without momentum and Adagrad then update as they do with sparse gradients. Adam is not "
+    "SparseAdam: it moves all rows in every step, and SparseAdam those that the batch has used"
+)
+"""What replaces optimizers of sparse gradients."""
+
+
+def unknown_name(kind: type, name: str, *_: str) -> TypeError:
+    """The error for an argument that a class does not take."""
+    known = [*inspect.signature(kind).parameters]
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f"did you mean {near[0]!r}?" if near else f"expected some of {listed(known, 30)}"
+    return TypeError(f"{kind.__name__} has no argument {name!r}: {meant}")
+
+
+def say_few(samples: int, shards: int) -> None:
+    """Warn that shards are empty from the first batch on."""
+    _log.warning(
+        "the first batch has %d samples for %d shards: the others are empty, and devices that have "
+        "no others wait. Expected a batch_size of at least %d, or fewer shards, which changes the "
+        "result",
+        *(samples, shards, shards),
+    )
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -33,15 +110,33 @@ def is_about_hooks(error: BaseException) -> bool:
     return "support saved tensor hooks" in message_of(error)
 
 
-def advice_on(error: Exception, *, samples: int, shards: int) -> str:
+def advice_on(
+    error: Exception,
+    *,
+    samples: int,
+    shards: int,
+    loss: Callable[..., Any] | None = None,
+    module: torch.nn.Module | None = None,
+    payload: object = None,
+) -> str:
     """Say what can be done about an error of a shard; empty where PyTorch has said all.
 
     Args:
         error: what was raised.
         samples: number of samples in the shard.
         shards: how many shards every batch is cut into.
+        loss: the user's function.
+        module: the model.
+        payload: what the function was given of the batch.
     """
     text = message_of(error)
+    parameters = [*module.parameters()] if module is not None else []
+    if "does not require grad" in text and not any(p.requires_grad for p in parameters):
+        return _FROZEN
+    if advice := _on_arguments(error, text, loss, module) or _on_payload(
+        error, text, payload, {p.dtype for p in parameters}
+    ):
+        return advice
     if is_shortage(error):
         return (
             f"a shard of {samples} sample{'' if samples == 1 else 's'} did not fit: run it in "
@@ -122,3 +217,72 @@ FINDINGS: dict[str, str] = {
 }
 """For each kind of finding what the tensor is, as far as its graph shows, how onefold reads it, and
 what to write instead."""
+
+
+def _on_arguments(error: Exception, text: str, loss: Any, module: object) -> str:
+    """Advise on a loss that takes outputs and targets, and was given a model and a batch."""
+    kind = type(module).__name__
+    if loss is None or not isinstance(error, TypeError | AttributeError):
+        return ""
+    names = [""]
+    with suppress(ValueError):  # a function that has no signature
+        names = [*inspect.signature(getattr(loss, "forward", loss)).parameters, ""]
+    # Of a function in between, the error is of no argument of the loss.
+    given = _ARGUMENTS.search(text) is not None and f"{_name_of(loss)}()" in text
+    usual = len(names) > 2 and _OUTPUTS.search(names[0]) and _TARGETS.search(names[1])
+    is_model = _NOT_A_MODEL.search(text) and re.search(rf"\b{re.escape(kind)}\b", text)
+    if not (given or is_model or (usual and _NOT_A_MODEL.search(text))):
+        return ""
+    function = _function_of(loss)
+    ours = f"onefold.losses.{function}" if hasattr(F, function) else _name_of(loss)
+    return (
+        f"the loss is called with the model and the batch, here as {_name_of(loss)}({kind}, "
+        f"batch). If it takes outputs and targets, give Trainer a function around it:\n"
+        f"    def loss(model, batch):\n"
+        f"        inputs, targets = batch\n"
+        f"        return {ours}(model(inputs), targets)"
+    )
+
+
+def _name_of(loss: Any) -> str:
+    return str(getattr(loss, "__name__", type(loss).__name__))
+
+
+def _function_of(loss: Any) -> str:
+    """The function of PyTorch's that a loss is, or the class of a loss calls."""
+    words = re.sub("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", _name_of(loss)).lower()
+    return _FUNCTIONS.get(words, words)
+
+
+def _on_payload(
+    error: Exception, text: str, payload: object, dtypes: Collection[torch.dtype]
+) -> str:
+    """Advise on texts, and on numbers of another dtype than the model's, in a batch."""
+    if isinstance(error, TypeError | AttributeError) and _NO_TENSOR.search(text):
+        for path, leaf in _leaves(payload, "batch"):
+            if isinstance(leaf, str):
+                return (
+                    f"{path} is the text {leaf[:40]!r}, of which no tensor is made. Number labels "
+                    f"where the data set returns them, such as classes.index(label)"
+                )
+    if not isinstance(error, RuntimeError) or "type" not in text:
+        return ""
+    for path, leaf in _leaves(payload, "batch"):
+        kind = leaf.dtype if isinstance(leaf, torch.Tensor) else None
+        named = _NAMES.get(kind) if kind else None
+        if named and kind not in dtypes and re.search(rf"(?i)\b({named})\b|mixed dtype", text):
+            way = "NumPy makes float64: array.astype('float32'), or tensor.float()"
+            if kind in _WHOLE:
+                way = "tensor.float(), for images tensor.float() / 255"
+            if "Long" in text and "got Long" not in text:
+                way = "tensor.long(), if these are numbers of classes"
+            return f"{path} is {kind}. Convert it in the data set: {way}"
+    return ""
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    parts = parts_of(value)
+    if parts is None:
+        yield path, value
+    for name, part in parts or ():
+        yield from _leaves(part, path + name)

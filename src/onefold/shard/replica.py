@@ -436,7 +436,9 @@ class Replica:
         """Note where an error was raised; raise its cause instead, if a buffer was resized."""
         error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
         samples = task.batch.count_of(shard).samples
-        advice = load("shard.advice").advice_on(error, samples=samples, shards=task.shards)
+        parts = {"loss": task.loss, "module": self.module, "payload": task.batch.shards[shard]}
+        advise = load("shard.advice").advice_on
+        advice = advise(error, samples=samples, shards=task.shards, **parts)
         if advice:
             error.add_note(advice)
         self.buffers.check_shapes()

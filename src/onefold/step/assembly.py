@@ -141,14 +141,10 @@ def assemble(
         stages=storage.stages,
         early=None if storage.mirrors else storage.early,
     )
-    by_loss: Mapping[str, str] = getattr(optimizer, "by_loss", None) or {}
     described = {
         **describe(parts, optimizer, settings, devices, shares, scheduler, storage.stages, values),
         **describe_settings(optimizer, scheduler),
-        "the order of the losses": ", ".join(
-            f"{name} ({by_loss[name]})" if by_loss.get(name, name) != name else name
-            for name in losses
-        ),
+        "the order of the losses": ", ".join(losses),
     }
     exchange = join(
         storage,

@@ -34,7 +34,6 @@ from onefold.system.internals import has_own_step
 from onefold.update.averages import AVERAGE, Averages
 from onefold.update.norms import SegmentNorms, clipping_each
 from onefold.update.optimizers import (
-    TAKEN,
     StateView,
     UpdateDraws,
     explain_state_dict,
@@ -96,7 +95,6 @@ class PartitionedOptimizer:
         """What the script sees of the optimizer's state."""
         self.state = self.view.kept
         """The optimizer's state, by segment."""
-        TAKEN.update(self._each)
         self._draws = UpdateDraws(self._each, {flat.device for flat in memory.values()})
         self.around: Callable[[torch.optim.Optimizer, Sequence[torch.Tensor]], None] | None = None
         """Makes the step of the optimizer for some segments; None to make it as it is."""

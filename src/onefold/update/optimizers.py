@@ -96,8 +96,10 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Opt
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
-    """The class of an optimizer; of several, the class and name of each."""
-    return _classes(optimizers_in(optimizer))
+    """The class of an optimizer; of several, the class of each, with its name or its losses."""
+    found, by_loss = optimizers_in(optimizer), getattr(optimizer, "by_loss", None) or {}
+    losses = {name: [loss for loss in by_loss if by_loss[loss] == name] for name in found}
+    return _classes({", ".join(losses[name]) or name: each for name, each in found.items()})
 
 
 def _classes(found: Mapping[str, object]) -> str:
@@ -224,6 +226,7 @@ def refuse_own_steps(optimizers: _Several, is_ours: Callable[[], bool | None]) -
             )
 
     for optimizer in optimizers:
+        TAKEN[optimizer] = is_ours
         optimizer.register_step_pre_hook(refuse)
 
 
@@ -387,8 +390,9 @@ class StateView:
                 yield {id(p) for group in one.param_groups for p in group["params"]}, one.state
 
 
-TAKEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that belong to a Trainer. Weakly held: nothing here may keep them and their state."""
+TAKEN: MutableMapping[torch.optim.Optimizer, Callable[[], object]] = weakref.WeakKeyDictionary()
+"""Optimizers that belong to a Trainer, and what returns None once that is gone. Weakly held:
+nothing here may keep them and their state."""
 
 
 _EVERY = 50
