@@ -1,6 +1,7 @@
 """What errors advise is what helps, and what every script of several processes meets is named."""
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -257,3 +258,144 @@ def test_settings_that_do_not_fit_are_refused_when_they_are_loaded(
     assert not words or again.fingerprint() == before
     assert torch.equal(torch.get_rng_state(), drawn)
     again.step(points(8))
+
+
+# Common first mistakes
+
+
+CLASSES = torch.arange(8) % 3
+INPUTS = ROWS, CLASSES
+
+
+def outputs_and_targets(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+class Criterion(nn.Module):
+    def forward(self, prediction: Any, label: Any, extra: Any) -> Any:
+        return F.cross_entropy(prediction, label)
+
+
+def of_the_batch_alone(batch: Any) -> Any:
+    return F.cross_entropy(batch[0], batch[1])
+
+
+def without_return(model: nn.Module, batch: Any) -> None:
+    F.cross_entropy(model(batch[0]), batch[1])
+
+
+def of_classes(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def of_numbers(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.binary_cross_entropy(model(batch[0])[:, 0].sigmoid(), batch[1], reduction="none")
+
+
+AROUND = r"def loss\(model, batch\):\n.*\n +return {}\(model\(inputs\), targets\)"
+
+
+@for_each(
+    ("loss", "batch", "words"),
+    [
+        (nn.CrossEntropyLoss(), INPUTS, AROUND.format("onefold.losses.cross_entropy")),
+        (nn.MSELoss(), INPUTS, AROUND.format("onefold.losses.mse_loss")),
+        (nn.BCEWithLogitsLoss(), INPUTS, AROUND.format(".*_cross_entropy_with_logits")),
+        (F.smooth_l1_loss, INPUTS, AROUND.format("onefold.losses.smooth_l1_loss")),
+        (onefold.losses.nll_loss, INPUTS, AROUND.format("onefold.losses.nll_loss")),
+        (outputs_and_targets, INPUTS, AROUND.format("outputs_and_targets")),
+        (Criterion(), INPUTS, AROUND.format("Criterion")),
+        (of_the_batch_alone, INPUTS, AROUND.format("of_the_batch_alone")),
+        (lambda model, x, y: model(x), INPUTS, AROUND.format("criterion")),
+        (without_return, INPUTS, "a function that ends without return gives None"),
+        (of_classes, (ROWS.double(), CLASSES), r"batch\[0\] is torch.float64. .*astype"),
+        (of_classes, (ROWS.double().numpy(), CLASSES), r"batch\[0\] is torch.float64"),
+        (of_classes, (ROWS.to(torch.uint8), CLASSES), r"torch.uint8. .* tensor.float\(\) / 255"),
+        (of_classes, (ROWS, CLASSES.float()), r"numbers of classes are torch.int64: .*\.long\(\)"),
+        (of_numbers, (ROWS, CLASSES), r"batch\[1\] is torch.int64. .*tensor.float\(\)"),
+        (of_classes, (ROWS, ["cat", "dog"] * 4), r"Number texts such as labels \(classes.index"),
+    ],
+)
+def test_common_mistakes_are_explained(loss: Any, batch: Any, words: str) -> None:
+    trainer = make_trainer(nn.Linear(3, 3), loss)
+    with pytest.raises((AttributeError, TypeError, ValueError, RuntimeError)) as found:
+        trainer.step(batch)
+    assert re.search(words, "\n".join([str(found.value), *getattr(found.value, "__notes__", ())]))
+
+
+def test_texts_of_a_loader_are_named() -> None:
+    trainer = make_trainer(nn.Linear(3, 3), of_classes)
+    data = [(row, "cat") for row in ROWS]
+    with pytest.raises(TypeError) as found:
+        trainer.step(next(iter(trainer.loader(data, batch_size=8))))
+    assert "batch[1][0] is the text 'cat', of which no tensor is made" in found.value.__notes__[-1]
+
+
+def test_errors_of_a_sound_loss_get_no_such_advice() -> None:
+    def fails(model: nn.Module, batch: Any) -> Any:
+        raise error
+
+    for error in (
+        TypeError("f() takes 1 positional argument but 2 were given"),
+        ValueError("type"),
+    ):
+        with pytest.raises(type(error)) as found:
+            make_trainer(nn.Linear(3, 3), fails).step(INPUTS)
+        assert len(found.value.__notes__) == 1
+
+
+def test_a_name_that_is_not_known_is_the_nearest() -> None:
+    with pytest.raises(TypeError, match="no argument 'seeds': did you mean 'seed'"):
+        make_trainer(seeds=1)
+    with pytest.raises(TypeError, match="no argument 'epochs': expected some of model, optimizer"):
+        make_trainer(epochs=1)
+
+
+def test_a_trainer_that_is_there_is_told_from_one_that_is_gone() -> None:
+    model = line()
+    optimizer = sgd(model)
+    trainer = make_trainer(model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="is still there: make all steps by that one"):
+        make_trainer(model, optimizer=optimizer)
+    del trainer
+    with pytest.raises(ValueError, match=r"is gone\. Make another optimizer"):
+        make_trainer(model, optimizer=optimizer)
+
+
+def test_few_samples_are_mentioned_once(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer()
+    for _ in range(3):
+        trainer.step(points(3))
+    assert [text for text in caplog.messages if "the first batch has 3 samples for 4 sh" in text]
+    assert len(caplog.messages) == 1
+    # A last batch is often small.
+    trainer = make_trainer()
+    for count in (8, 3):
+        trainer.step(points(count))
+    assert len(caplog.messages) == 1
+
+
+@for_each(("shards", "devices"), [(1, 1), (4, 2)])
+def test_a_loss_that_gathers_may_differentiate_by_parameters(shards: int, devices: int) -> None:
+    """As the message says: in the second of its runs."""
+
+    def loss(model: nn.Linear, batch: torch.Tensor, advised: bool = True) -> torch.Tensor:
+        found = model(batch)
+        near = (found @ onefold.gather(found).T).softmax(1)[:, 0].mean()
+        if advised and not any(p.requires_grad for p in model.parameters()):
+            return near
+        (gradient,) = torch.autograd.grad(found.tanh().sum(), [model.weight], create_graph=True)
+        return near + gradient.sum() / len(batch)
+
+    def trained(loss: Any, shards: int = shards) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3).double()
+        trainer = make_trainer(model, loss, shards=shards, devices=devices if shards > 1 else 1)
+        return [*model.parameters(), trainer.step(ROWS.double()).loss]
+
+    for ours, plain in zip(trained(loss), trained(loss, 1), strict=True):
+        torch.testing.assert_close(ours, plain)
+    if shards > 1:
+        with pytest.raises(RuntimeError) as found:
+            trained(lambda model, batch: loss(model, batch, False))
+        assert "compute it under `if any(p.requires_grad for p in" in found.value.__notes__[-1]

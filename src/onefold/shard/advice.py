@@ -1,7 +1,6 @@
-"""What a user can do about a shard: errors that PyTorch raises, losses that are read
-otherwise, and common mistakes.
+"""What a user can do about errors of PyTorch, losses that are read otherwise, and other mistakes.
 
-Pure. Loaded when there is something to say.
+Loaded when there is something to say.
 """
 
 from __future__ import annotations
@@ -228,7 +227,7 @@ def _on_arguments(error: Exception, text: str, loss: Any, module: object) -> str
     with suppress(ValueError):  # a function that has no signature
         names = [*inspect.signature(getattr(loss, "forward", loss)).parameters, ""]
     # Of a function in between, the error is of no argument of the loss.
-    given = _ARGUMENTS.search(text) is not None and f"{_name_of(loss)}()" in text
+    given = _ARGUMENTS.search(text) is not None and f"{_called(loss)}()" in text
     usual = len(names) > 2 and _OUTPUTS.search(names[0]) and _TARGETS.search(names[1])
     is_model = _NOT_A_MODEL.search(text) and re.search(rf"\b{re.escape(kind)}\b", text)
     if not (given or is_model or (usual and _NOT_A_MODEL.search(text))):
@@ -244,8 +243,13 @@ def _on_arguments(error: Exception, text: str, loss: Any, module: object) -> str
     )
 
 
+def _called(loss: Any) -> str:
+    return str(getattr(loss, "__name__", f"{type(loss).__name__}.forward"))
+
+
 def _name_of(loss: Any) -> str:
-    return str(getattr(loss, "__name__", type(loss).__name__))
+    name = _called(loss).removesuffix(".forward")
+    return name if name.isidentifier() else "criterion"
 
 
 def _function_of(loss: Any) -> str:
@@ -267,15 +271,15 @@ def _on_payload(
                 )
     if not isinstance(error, RuntimeError) or "type" not in text:
         return ""
+    if re.search("(?i)expected .*type.* long", text):
+        return "numbers of classes are torch.int64: convert them in the data set, tensor.long()"
     for path, leaf in _leaves(payload, "batch"):
         kind = leaf.dtype if isinstance(leaf, torch.Tensor) else None
         named = _NAMES.get(kind) if kind else None
         if named and kind not in dtypes and re.search(rf"(?i)\b({named})\b|mixed dtype", text):
-            way = "NumPy makes float64: array.astype('float32'), or tensor.float()"
+            way = "array.astype('float32'), as NumPy makes float64, or tensor.float()"
             if kind in _WHOLE:
                 way = "tensor.float(), for images tensor.float() / 255"
-            if "Long" in text and "got Long" not in text:
-                way = "tensor.long(), if these are numbers of classes"
             return f"{path} is {kind}. Convert it in the data set: {way}"
     return ""
 
