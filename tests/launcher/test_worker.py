@@ -180,15 +180,20 @@ def test_causes_of_our_errors_come_without_frames_of_ours(tmp_path: Path, error:
 
 @pytest.mark.parametrize(
     ("factor", "shards", "error", "ours"),
-    [('float("nan")', 2, "onefold.errors.LossError: ", 0), ("1.0", 0, "ValueError: ", 1)],
+    [
+        ('float("nan")', 2, "onefold.errors.LossError: ", 0),
+        ("1.0", 0, "ValueError: ", 0),
+        ("1.0", '"x"', "TypeError: ", 0),
+        ("b.lost", 2, "AttributeError: ", 1),
+    ],
 )
 def test_errors_of_ours_come_without_frames_of_ours(
-    tmp_path: Path, factor: str, shards: int, error: str, ours: int
+    tmp_path: Path, factor: str, shards: object, error: str, ours: int
 ) -> None:
-    """All other errors keep them: they may be a mistake in onefold."""
+    """Also where an argument is refused. Others keep them: they may be a mistake in onefold."""
     (tmp_path / "train.py").write_text(RAISES.format(factor=factor, shards=shards))
-    done = run(tmp_path, "--devices", "cpu:2", "train.py")
+    done = run(tmp_path, "--devices", "cpu:1", "train.py")
     trace = done.stderr[done.stderr.index("Traceback") : done.stderr.index("\nonefold: device 0")]
     assert f"\n{error}" in trace
-    assert trace.count('train.py", line') == 1
+    assert trace.count('train.py", line') == 1 + ours
     assert (f'File "{SOURCE}/onefold/' in trace) == bool(ours), trace
