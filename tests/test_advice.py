@@ -313,7 +313,11 @@ AROUND = r"def loss\(model, batch\):\n.*\n +return {}\(model\(inputs\), targets\
         (of_classes, (ROWS.to(torch.uint8), CLASSES), r"torch.uint8. .* tensor.float\(\) / 255"),
         (of_classes, (ROWS, CLASSES.float()), r"numbers of classes are torch.int64: .*\.long\(\)"),
         (of_numbers, (ROWS, CLASSES), r"batch\[1\] is torch.int64. .*tensor.float\(\)"),
-        (of_classes, (ROWS, ["cat", "dog"] * 4), r"Number texts such as labels \(classes.index"),
+        (
+            of_classes,
+            (ROWS, ["cat", "dog"] * 4),
+            r"\[0\]: .* got str.* Labels are numbers: classes",
+        ),
     ],
 )
 def test_common_mistakes_are_explained(loss: Any, batch: Any, words: str) -> None:

@@ -543,9 +543,8 @@ def _leaves(batch: object, path: str) -> Iterator[tuple[str, Any]]:
     if parts is None:
         raise TypeError(
             f"{path}: expected a tensor or NumPy array, or a tuple, list, dict, other mapping or "
-            f"dataclass of them, got {type(batch).__name__}. Number texts such as labels "
-            f"(classes.index(label)); trainer.loader takes anything else, as its collate makes "
-            f"each shard's part"
+            f"dataclass of them, got {type(batch).__name__}. Use trainer.loader for anything else: "
+            f"its collate makes each shard's part. Labels are numbers: classes.index(label)"
         )
     for name, part in parts:
         # A dataclass has all its fields, and those that may be left out are None.
