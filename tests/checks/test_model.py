@@ -57,6 +57,7 @@ SQUARE = torch.zeros(4, 4)
             lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)),
             r"^layer 0 \(Embedding\) gives sparse gradients",
         ),
+        (lambda: holding(b_sum=torch.eye(2).to_sparse()), r"^b_sum has the layout torch\.sparse_c"),
         (lambda: nn.EmbeddingBag(4, 2, sparse=True), r"\(EmbeddingBag\) gives sparse gradients"),
     ],
 )

@@ -301,9 +301,14 @@ def test_with_all_state_no_parameters_are_sent(monkeypatch: pytest.MonkeyPatch) 
     assert published("replicate:state", monkeypatch) == 0
 
 
-def test_small_models_have_partitions_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_models_have_partitions_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(assembly, "LEAST_SENT_EARLY_BYTES", 1 << 30)
-    assert published("replicate:state", monkeypatch) == published("replicate", monkeypatch) > 0
+    assert published("replicate", monkeypatch) > 0
+    assert "replicate:state" not in caplog.text
+    assert published("replicate:state", monkeypatch) == published("replicate", monkeypatch)
+    assert caplog.text.count("replicate:state does as replicate with this model") == 1
 
 
 def trained(first: int, last: int, folder: Path | None = None) -> str:

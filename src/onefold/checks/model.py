@@ -110,7 +110,8 @@ def check_model(model: object) -> None:
         TypeError: the model is not a module, or it is wrapped for another kind of parallel
             training.
         ValueError: a parameter is complex, has no values yet or shares memory with another tensor,
-            or a layer gives sparse gradients or computes statistics over processes.
+            a tensor is sparse, or a layer gives sparse gradients or computes statistics over
+            processes.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
@@ -126,6 +127,11 @@ def check_model(model: object) -> None:
             )
         if tensor.device.type == "meta":
             raise ValueError(f"{name} is on the meta device: give the model values first")
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{name} has the layout {tensor.layout}: expected a dense tensor (.to_dense()). Of "
+                f"a sparse one keep indices and values as two buffers, and join them in forward"
+            )
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ValueError(
