@@ -494,3 +494,49 @@ def test_a_directory_of_nothing_that_fits_is_refused(runs: Runs, tmp_path: Path)
         runs.start(for_longer(1))
     assert file.read_text() == "mine"
     assert names_in(tmp_path / "full") == set()
+
+
+def set_at_the_boundary(epochs: int, where: str, *, counted: bool) -> Script:
+    """Settings and a buffer that the script sets in its third epoch: at the top or at a step."""
+
+    def script(life: Life) -> str:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        trainer, loader = begun(life, model, optimizer=optimizer)
+        (group,) = optimizer.param_groups
+
+        def set_all() -> None:
+            group["lr"], group["betas"] = group["lr"] * 0.1, (0.5, 0.9)
+            group["weight_decay"] += 0.5
+            model[1].reset_running_stats()  # type: ignore[operator]
+
+        for epoch in range(epochs) if counted else trainer.epochs(epochs):
+            if epoch == 2 and where == "top":
+                set_all()
+            for number, batch in enumerate(loader):
+                if epoch == 2 and where == "step" and number == 0:
+                    set_all()
+                trainer.step(batch)
+        return f"{result(trainer)} {group['betas']} {group['weight_decay']}"
+
+    return script
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("where", ["top", "step"])
+def test_what_is_set_where_a_run_had_ended_acts(runs: Runs, where: str, counted: bool) -> None:
+    """As in the run that never ended; also when the longer run is resumed in its turn."""
+    short, long = (set_at_the_boundary(n, where, counted=counted) for n in (2, 4))
+    assert runs.start(short, 2) == runs.whole(short)
+    assert runs.start(short) == runs.whole(short)
+    assert runs.start(long, 3) == runs.whole(long)
+    assert runs.start(long) == runs.whole(long)
+
+
+def test_without_a_record_settings_at_the_boundary_are_reported(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs.start(set_at_the_boundary(2, "step", counted=True))
+    (runs.folder / FILE).unlink()
+    assert runs.start(set_at_the_boundary(4, "step", counted=True)) is not None
+    assert "as the script has set them, act on nothing" in caplog.text

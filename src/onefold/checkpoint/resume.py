@@ -238,6 +238,25 @@ class Checkpoints:
         self._begin_loading(digest(found.stored.run["fingerprint"]))
         self._load(found, settings=settings)
 
+    def take_given_otherwise(self, found: LoadedCheckpoint) -> None:
+        """Take the settings that the script gave other values than the saved one did.
+
+        All others are the script's own, which has set them as the saved run did.
+        """
+        run, allow_changed = found.stored.run, found.allow_changed
+        groups, scheduler = self._state.given_otherwise(run, allow_changed)
+        if scheduler:
+            self._scheduler.go_on(run, allow_changed)
+            groups = self._state.taken(run["optimizer"]["settings"], allow_changed)
+        self._take_settings(run["optimizer"]["settings"], groups)
+
+    def _take_settings(
+        self, saved: Sequence[Mapping[str, Any]], taken: Sequence[Collection[str]]
+    ) -> None:
+        groups = self._context.update.optimizer.param_groups
+        for group, keys, values in zip(groups, taken, saved, strict=False):
+            group.update({key: from_json(v) for key, v in values.items() if key in keys})
+
     def _begin_loading(self, arguments: int) -> None:
         self._context.update.end_step()  # one that broke off
         self._engine.agree(CallDigest(Call.LOAD, self._position.step + 1, arguments=arguments))
@@ -249,7 +268,7 @@ class Checkpoints:
             # From here on the trainer changes: all that could be refused was refused before.
             self._engine.agreement.torn = "trainer.load"
             self._take_model(files)
-            self._take_optimizer(stored.run["optimizer"], files, allow_changed, settings=settings)
+            self._take_optimizer(files)
             self._take_buffers(stored.run, files, allow_changed)
             now, expected = fingerprint_of(agreed_digests(self._engine)), stored.run["fingerprint"]
         if now != expected:
@@ -258,6 +277,8 @@ class Checkpoints:
                 f"expected: the model changes the values that are written to it"
             )
         if settings:
+            saved = stored.run["optimizer"]["settings"]
+            self._take_settings(saved, self._state.taken(saved, allow_changed))
             self._scheduler.go_on(stored.run, allow_changed)
         self._state.adopt(stored.run, allow_changed)
         self._engine.agreement.torn = ""
@@ -334,25 +355,14 @@ class Checkpoints:
         self._context.exchange.memory.broadcast_from_lead(self._context.first.buffers.flat)
         self._engine.model_loaded()
 
-    def _take_optimizer(
-        self,
-        saved: Mapping[str, Any],
-        files: StoredStates | None,
-        allow_changed: Collection[str],
-        *,
-        settings: bool,
-    ) -> None:
-        """Adopt states and settings."""
+    def _take_optimizer(self, files: StoredStates | None) -> None:
+        """Adopt the states of the optimizer."""
         partitions = self._engine.assignment.partitions
         if self._context.update.storage.mirrors:
             partitions = (range(len(self._context.update.storage.segments)),) * len(partitions)
         make = None if files is None else partial(self._for_owner, files.segments, partitions)
         shown = self._take_values(files) if self._engine.placement.partitioned else None
         self._context.update.take_states(unpack(self._lead.scatter_from_lead(make)), shown)
-        groups = self._context.update.optimizer.param_groups if settings else ()
-        taken = self._state.taken(saved["settings"], allow_changed)
-        for group, keys, values in zip(groups, taken, saved["settings"], strict=False):
-            group.update({key: from_json(v) for key, v in values.items() if key in keys})
 
     def _take_buffers(
         self, run: Mapping[str, Any], files: StoredStates | None, allow_changed: Collection[str]

@@ -293,22 +293,37 @@ class RunState:
                     "from here on may not be",
                     *(stored.folder, name, saved[name], now),
                 )
-        where = advice.where
         anew = f", or begin the scheduler anew with the script's settings: {advice.anew}"
+        groups, ours = self.given_otherwise(run, allow_changed)
+        saved_groups, scheduler = run["optimizer"]["settings_at_start"], run["scheduler"] or {}
+        for number, keys in enumerate(groups):
+            began, begins = saved_groups[number], self._scheduler.optimizer_at_start[number]
+            for key in sorted(keys):
+                name = f"{key} of the optimizer's group {number}"
+                place = f"optimizer.param_groups[{number}][{key!r}] {advice.where}"
+                follows = self._scheduler.followed()[number] and key in _WITH_SCHEDULER
+                _warn_of(name, began[key], begins[key], place + anew * follows)
+        for key in ours:
+            was, now = scheduler["settings_at_start"][key], self._scheduler.at_start[key]
+            _warn_of(key, was, now, f"{key} {advice.where}{anew}")
+
+    def given_otherwise(
+        self, run: Mapping[str, Any], allow_changed: Collection[str]
+    ) -> tuple[list[set[str]], list[str]]:
+        """Find the settings that this script gave other values than the saved one did.
+
+        Returns:
+            Those of each of the optimizer's groups, and those of the scheduler.
+        """
         optimizer, scheduler = run["optimizer"], run["scheduler"] or {}
         taken = self.taken(optimizer["settings"], allow_changed)
         pairs = zip(
             optimizer["settings_at_start"], self._scheduler.optimizer_at_start, taken, strict=False
         )
-        for number, (began, begins, keys) in enumerate(pairs):
-            for key in _differing(began, begins, keys - {"initial_lr"}):
-                name = f"{key} of the optimizer's group {number}"
-                place = f"optimizer.param_groups[{number}][{key!r}] {where}"
-                follows = self._scheduler.followed()[number] and key in _WITH_SCHEDULER
-                _warn_of(name, began[key], begins[key], place + anew * follows)
+        groups = [{*_differing(*pair, keys - {"initial_lr"})} for *pair, keys in pairs]
         began, begins = scheduler.get("settings_at_start", {}), self._scheduler.at_start
-        for key in () if "scheduler" in allow_changed else _differing(began, begins, began.keys()):
-            _warn_of(key, began[key], begins[key], f"{key} {where}{anew}")
+        keys = () if "scheduler" in allow_changed else began.keys()
+        return groups, _differing(began, begins, keys)
 
 
 def _differing(

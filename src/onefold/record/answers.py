@@ -126,6 +126,11 @@ class ScriptReplay:
         return not self._entries
 
     @property
+    def is_behind_end(self) -> bool:
+        """Whether the run had ended, and its script has made all that changed the model."""
+        return self._ended and not self.changes_model
+
+    @property
     def changes_model(self) -> bool:
         """Whether the model was another one where the script is, as it changed later."""
         return any(isinstance(each, StepEntry | BlockEntry) for each in self._entries)

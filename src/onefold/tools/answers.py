@@ -28,20 +28,22 @@ The place is where the checkpoint was made, as it says itself:
 
 - ``step``: at the beginning of the next step, where `Autosave` makes its own. So everything that
   the script does between two steps is in the checkpoint of the first of them.
-- ``end``: at the end of the script, which made no step after it. Its values are shown at once, or a
-  script that merely reads them at its end would find its own. Blocks act on nothing up to the next
-  epoch of `Trainer.epochs`, if the script now goes on for longer; without it, up to the next step.
-  Whether a block between them belongs to the part that is done is then undecidable: it counts as
-  done, and a step that follows says so, with the line.
+- ``end``: at the end of the script, which made no step after it. With a record, its values are
+  taken right behind the last step, and settings are the script's own, so what it sets there acts if
+  it now goes on for longer. Without a record, its values are shown at once, or a script that merely
+  reads them at its end would find its own. Blocks and settings act on nothing up to the next epoch
+  of `Trainer.epochs`; without it, up to the next step. Whether they belong to the part that is done
+  is then undecidable: they count as done, and a step that follows says so.
 - neither: wherever the script called `Trainer.save`, or at the end of an epoch as the run stopped.
   With a record, the place is right behind the call that came last; else it is the beginning of the
   pass that was under way, or of the next epoch.
 
 While answers are still to come, the optimizer's settings and the scheduler stay the script's own:
-they arrive at the checkpoint's by themselves. Without a record, what `evaluate` and `predict`
-return before the place, after a loop has begun, cannot be what it was. That is reported once, with
-the line. What a script makes of it is taken back where it can be: schedulers and settings are the
-checkpoint's at the place, and a loader of another subset is refused
+they arrive at the checkpoint's by themselves. At the end of a run, the checkpoint's are only those
+that the script now begins with otherwise, which is reported. Without a record, what `evaluate` and
+`predict` return before the place, after a loop has begun, cannot be what it was. That is reported
+once, with the line. What a script makes of it is taken back where it can be: schedulers and
+settings are the checkpoint's at the place, and a loader of another subset is refused
 (`onefold.data_order.position`). Its own variables cannot be seen.
 """
 
@@ -77,7 +79,7 @@ from onefold.step.result import Step
 from onefold.system.folder_lock import FolderLock, lock_of_checkpoints
 from onefold.system.output import drop_output, show_output
 from onefold.system.words import script_line, tell
-from onefold.update.optimizers import optimizers_in
+from onefold.update.optimizers import optimizers_in, settings_of
 
 __all__ = ["Answers", "prepare"]
 
@@ -261,6 +263,10 @@ class Resumption:
         """What is undone where the script ends."""
         self._place: Place = None
         self._shown = self._over = self._warned = self._is_taking = self._has_taken = False
+        self._is_behind_end = False
+        """Whether the model has the values with which the run had ended, for good."""
+        self._settings: object = None
+        """The optimizer's settings as they were shown, if no record knows what the script set."""
         self._block = ""
         """The line of the last block that acted on nothing, if it may have been meant to act."""
         if found is not None:
@@ -381,14 +387,31 @@ class Resumption:
                 "steps that follow, have it stand in a loop over trainer.epochs",
                 *(self._block, self._where),
             )
+        if self._place == "end" and self.replay is None and self._shown:
+            self._warn_of_settings()
         self._load(self._found)
+
+    def _warn_of_settings(self) -> None:
+        now = settings_of(self._run.engine.context.update.optimizer)
+        if now != self._settings:
+            self._warn(
+                "the optimizer's settings %s, as the script has set them, act on nothing: the run "
+                "that had ended, which this one goes on with %s, has no record of what the script "
+                "had set then, so its settings are used, %s. Set them in a loop over "
+                "trainer.epochs, or behind the first new step",
+                *(now, self._where, self._settings),
+            )
 
     def note_answer(self) -> None:
         """Take the values where the run was saved right behind a call that has been answered."""
         if self._place is None:
             self.catch_up()
-        elif self._place == "end" and not self.answering:
-            self._quiet.close()  # what the script prints in the end is shown again
+        elif self._place == "end" and self._found is not None and self.replay is not None:
+            if self.replay.is_behind_end and not self._is_behind_end:
+                self._show(self._found)
+                self._is_behind_end = True
+            if not self.answering:
+                self._quiet.close()  # what the script prints in the end is shown again
 
     def catch_up(self) -> None:
         """Take the values if the script has come to the place where its run goes on."""
@@ -537,7 +560,12 @@ class Resumption:
             _log.warning(text, *arguments)
 
     def _load(self, found: LoadedCheckpoint) -> None:
-        self._show(found, settings=True)
+        if self._place != "end" or self.replay is None:
+            self._show(found, settings=True)
+        else:
+            if not self._is_behind_end:
+                self._show(found)
+            self._run.checkpoints.take_given_otherwise(found)
         self.end()
 
     def show(self) -> None:
@@ -556,3 +584,5 @@ class Resumption:
         finally:
             self._is_taking = False
         self._shown = True
+        if self.replay is None:
+            self._settings = settings_of(self._run.engine.context.update.optimizer)
