@@ -13,6 +13,7 @@ from torch.utils.data import Subset, TensorDataset
 import onefold
 from onefold.checkpoint.run_state import RunState
 from onefold.errors import CheckpointError, LossError, RecordError
+from onefold.integrations.loggers import log_steps
 from onefold.record import FILE
 from onefold.tools import autosaving
 from tests.checkpoint.folders import full_disk, names_in, steps_in
@@ -540,3 +541,97 @@ def test_without_a_record_settings_at_the_boundary_are_reported(
     (runs.folder / FILE).unlink()
     assert runs.start(set_at_the_boundary(4, "step", counted=True)) is not None
     assert "as the script has set them, act on nothing" in caplog.text
+
+
+def taken_whole(life: Life) -> str:
+    """All batches by `whole`, beside tensors of the script's own."""
+    trainer = life.trainer(network(), square)
+    loader = trainer.loader(data(), batch_size=8, shuffle=True)
+    for _ in trainer.epochs(EPOCHS):
+        for batch in loader:
+            inputs, targets = batch.whole()
+            life.tick()
+            trainer.step((inputs + 1.0, targets))
+            life.tick()
+    return result(trainer)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_batches_that_are_taken_whole_count_as_used(
+    runs: Runs, kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So checkpoints come when they are due, and a run without a record goes on behind them."""
+    whole = runs.whole(taken_whole)
+    for dies in (7, 12, 17):
+        again = runs.below(dies)
+        assert again.start(taken_whole, 2, dies=dies, every=3) is None
+        assert steps_in(again.folder) == [step for step in (3, 6) if step * 2 < dies - 1]
+        if not kept:
+            (again.folder / FILE).unlink()
+        assert again.start(taken_whole, 3) == whole
+    assert "between two loops" not in caplog.text
+
+
+def test_a_checkpoint_that_is_put_off_is_reported(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(life: Life) -> str:
+        trainer, loader = begun(life)
+        kept = iter(loader)
+        next(kept)
+        for _ in range(12):
+            trainer.step(points(8))
+        return result(trainer)
+
+    runs.start(script, every=2)
+    assert caplog.text.count("the checkpoint that was due after step 2 is put off, for 100") == 1
+
+
+def test_batches_of_the_scripts_own_are_resumed_without_a_warning(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint within their loop looked like one between two loops."""
+
+    def script(life: Life) -> str:
+        trainer = life.trainer(network(), square)
+        torch.manual_seed(1)
+        own = torch.utils.data.DataLoader(data(), batch_size=8, shuffle=True)
+        for _ in trainer.epochs(EPOCHS):
+            for batch in own:
+                life.tick()
+                trainer.step(tuple(batch))
+        return result(trainer)
+
+    whole = runs.whole(script)
+    assert runs.start(script, dies=6, every=2) is None
+    assert runs.start(script, 2, every=2) == whole
+    assert "a run that goes on from it begins with" not in caplog.text
+
+
+class Relative(torch.optim.Optimizer):
+    """As transformers' Adafactor with relative steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["n"] = state.get("n", 0) + 1
+            parameter.sub_(parameter.grad / state["n"] ** 0.5, alpha=0.1)
+
+
+def test_an_optimizer_that_has_no_rate_is_recorded_and_resumed(runs: Runs) -> None:
+    def script(life: Life) -> str:
+        model = network()
+        optimizer = Relative(model.parameters())
+        trainer, loader = begun(life, model, optimizer=optimizer)
+        log_steps(trainer, lambda numbers, step: None, every=1, optimizer=optimizer)
+        for _ in trainer.epochs(EPOCHS):
+            through(life, trainer, loader)
+        return result(trainer)
+
+    whole = runs.whole(script)
+    assert runs.start(script, dies=5) is None
+    assert runs.start(script, 2) == whole

@@ -157,7 +157,8 @@ class Checkpoints:
             waits = self._saving.start(folder, record)
         if wait or waits:
             self._wait_until_written()
-        self._position.note_save()
+        if line or not recorded["entries"]:  # else a script that resumes from it is answered
+            self._position.note_save()
         return folder
 
     def load(

@@ -125,7 +125,8 @@ def _rates(
         groups = each.param_groups if each is not None else []
         own = f"{name}/lr" if name else "lr"
         for number, group in enumerate(groups):
-            found[own if len(groups) == 1 else f"{own}/{number}"] = float(group["lr"])
+            if group.get("lr") is not None:  # else the optimizer finds its rate itself
+                found[own if len(groups) == 1 else f"{own}/{number}"] = float(group["lr"])
     return found
 
 

@@ -108,7 +108,9 @@ class Recorder:
 
     def begin_step(self) -> None:
         """Note the learning rates of the step that begins: its scheduler may move on with it."""
-        self._rates = [float(group["lr"]) for group in self._groups if "lr" in group]
+        rates = [group.get("lr") for group in self._groups]
+        # None where the optimizer finds its rate itself, as Adafactor's relative steps do.
+        self._rates = [float(rate) for rate in rates if rate is not None]
 
     def note_step(self, step: Step, batch: ShardedBatch, *, gradient: bool) -> None:
         """Note a step that is done, or of which the script is given the gradient."""

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from onefold.checkpoint.folder import Keeping
 from onefold.checkpoint.manifest import Place
 from onefold.core.assignment import Devices
-from onefold.core.batch import ShardedBatch
+from onefold.core.batch import DataPass, ShardedBatch
 from onefold.exchange.progress import Progress
 from onefold.launcher.membership import RunStopped, at_good_end, only_noting
 from onefold.session.run import RunSetup, RunView
-from onefold.step.hook import Hook, ScriptCall, Spans, Surrounds
+from onefold.step.hook import Hook, Make, ScriptCall, Spans, Surrounds
 from onefold.step.result import Step
 from onefold.system.process import STOPPED_CODE
 
 __all__ = ["Autosaving", "prepare"]
+
+_log = logging.getLogger("onefold")
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
@@ -60,6 +64,8 @@ class SaveClock:
 _MOST_PUT_OFF = 100
 """The most steps for which a checkpoint is put off: an iterator that the script keeps and never
 goes on with would put it off for ever."""
+_REPORTED_PUT_OFF = 10
+"""The steps after which that is reported: more than a script has loaders side by side."""
 
 
 class Autosaving(Hook):
@@ -94,6 +100,8 @@ class Autosaving(Hook):
         """How many blocks of changes the script had opened before its first step."""
         self._put_off = 0
         """For how many steps what is due has been put off; 0 if nothing is."""
+        self._taken: dict[int, tuple[DataPass, int]] = {}
+        """Passes of batches that the script took whole since its last step, and where they end."""
         self._stop = False
         at_good_end(self.finish)
 
@@ -101,6 +109,13 @@ class Autosaving(Hook):
     def _blocks(self) -> int:
         """How many blocks of changes the script has opened."""
         return self._run.changes().blocks
+
+    def call(self, asked: ScriptCall, make: Make) -> Any:
+        """Note batches that the script takes whole: its next step uses what it makes of them."""
+        if asked.kind == "payloads" and asked.given.data_pass is not None:
+            taken = asked.given.data_pass
+            self._taken[id(taken)] = taken, asked.given.stop
+        return make()
 
     def around(self, asked: ScriptCall) -> Surrounds:
         """Save what is due before a step.
@@ -116,6 +131,9 @@ class Autosaving(Hook):
 
     def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
         """Note that a step is done, but for the script's own update, if it makes one."""
+        for taken, stop_of_batch in self._taken.values():
+            taken.used = max(stop_of_batch, taken.used)
+        self._taken.clear()
         if asked.cut is not None and asked.computed:
             stop, updated = step.outcome.verdict.stops, asked.kind == "step"
             with self._run.telling_others():
@@ -212,6 +230,14 @@ class Autosaving(Hook):
         self._put_off += 1
         between = self._position.is_between_batches(batch)
         self._at_next = between or self._put_off > _MOST_PUT_OFF
+        if not between and self._put_off == _REPORTED_PUT_OFF and self._run.devices.has_lead:
+            _log.warning(
+                "the checkpoint that was due after step %d is put off, for %d steps at most: a "
+                "loader has handed out a batch that no step has used, and the checkpoint is to be "
+                "made between batches. Give batches to trainer.step, or take them by "
+                "batch.whole(), and drop iterators that are no longer read",
+                *(step - _REPORTED_PUT_OFF + 1, _MOST_PUT_OFF),
+            )
         # A request to stop at the end of an epoch: the script's work there may take longer than the
         # grace period, so save first as well, unless the script may change the saved state between
         # two steps.
