@@ -7,6 +7,8 @@ A checkpoint is a folder ``step-00001234`` of a directory::
     model.safetensors      parameters and buffers under the user's own names
     optimizer.safetensors  the optimizer's tensors, whole, as NAME.KEY
     buffers.safetensors    what the model's state_dict leaves out; only where there is any
+    training.safetensors   the trained values, if the model's file has averages
+    kept.safetensors       copies of weights that the script refers to; only where there are any
     run.json               where the run is, and the seals of the other files
 
 ``run.json`` begins with the digest of its own bytes, taken with zeros in the digest's place.

@@ -36,6 +36,7 @@ TENSOR_FILES = (
     "optimizer.safetensors",
     "buffers.safetensors",
     "training.safetensors",
+    "kept.safetensors",
 )
 
 Place = Literal["step", "end"] | None

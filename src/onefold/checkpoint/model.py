@@ -45,6 +45,7 @@ __all__ = [
     "copy_model",
     "left_by_shard",
     "saved_rule",
+    "tensor_parts",
 ]
 
 
@@ -170,6 +171,11 @@ class TensorFiles:
                 f"names: one of the two is of another run"
             )
 
+    @property
+    def names(self) -> Collection[str]:
+        """The names of all tensors."""
+        return self._files.keys()
+
     def kind_of(self, name: str) -> tuple[tuple[int, ...], str] | None:
         """The shape of a tensor, and its type as `DTYPES` calls it; None if it is not there."""
         if name not in self._files:
@@ -260,6 +266,8 @@ class StoredStates:
         self.model = TensorFiles(paths if trained is None else [trained])
         """What the model goes on with."""
         self._files = TensorFiles([stored.folder / "optimizer.safetensors"])
+        kept = stored.path("kept.safetensors")
+        self._kept = TensorFiles([] if kept is None else [kept])
         self._storage, self._allocator = storage, allocator
         self._carried = () if "shards" in allow_changed else carried
         self._with_optimizer = "optimizer" not in allow_changed
@@ -271,6 +279,10 @@ class StoredStates:
         }
         self._values = saved["other_state"] if self._with_optimizer else {}
         self._strides = saved["strides"]
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Read the copies of weights that the script referred to, by the names they have there."""
+        return {name: self._kept.read(name) for name in self._kept.names}
 
     def check(self) -> None:
         """Refuse states that do not fit, before anything is changed.

@@ -109,6 +109,8 @@ class Checkpoints:
         self.recorded = 0
         """How many entries of the run's record the checkpoint has seen that was loaded."""
         self._note = note
+        self.kept: Callable[[], Mapping[str, torch.Tensor]] = dict
+        """Returns copies of weights that the script refers to, by name; called on the lead."""
 
     @property
     def _context(self) -> StepContext:
@@ -154,7 +156,7 @@ class Checkpoints:
             self._saving.refuse_not_finite(self._position.step)
             self._engine.follow_parameters()
             self.lost = False
-            waits = self._saving.start(folder, record)
+            waits = self._saving.start(folder, record, self.kept() if self._lead.is_here else {})
         if wait or waits:
             self._wait_until_written()
         if line or not recorded["entries"]:  # else a script that resumes from it is answered
@@ -215,6 +217,16 @@ class Checkpoints:
         return LoadedCheckpoint(
             StoredCheckpoint(Path(told["folder"]), told["run"]), files, allow_changed
         )
+
+    def kept_of(self, found: LoadedCheckpoint) -> dict[str, torch.Tensor]:
+        """Bring every device the copies of weights that the script of a checkpoint referred to."""
+        read = None if found.files is None else found.files.kept
+        kept = self._lead.do("reading weights that the script kept", read)
+        if not self._context.with_others:
+            return kept or {}
+        text = None if kept is None else written(kept)
+        brought: dict[str, torch.Tensor] = broadcast(self._context.exchange, text)
+        return brought
 
     def adopt_run(self, found: LoadedCheckpoint, advice: Advice = _ADVICE) -> None:
         """Give the run the name of the one that was saved, and warn of what differs.

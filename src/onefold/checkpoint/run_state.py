@@ -320,7 +320,7 @@ class RunState:
         pairs = zip(
             optimizer["settings_at_start"], self._scheduler.optimizer_at_start, taken, strict=False
         )
-        groups = [{*_differing(*pair, keys - {"initial_lr"})} for *pair, keys in pairs]
+        groups = [{*_differing(one, two, keys - {"initial_lr"})} for one, two, keys in pairs]
         began, begins = scheduler.get("settings_at_start", {}), self._scheduler.at_start
         keys = () if "scheduler" in allow_changed else began.keys()
         return groups, _differing(began, begins, keys)

@@ -26,7 +26,7 @@ import math
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -43,6 +43,7 @@ from onefold.checkpoint.model import (
     carried_parts,
     coming_parts,
     copy_model,
+    tensor_parts,
 )
 from onefold.core.assignment import Devices
 from onefold.core.flat import all_finite, fingerprint_of, first_not_finite, own_name
@@ -259,25 +260,28 @@ class Saving:
             spoilt = self._engine.spoilt_buffers()
             yield from [name for name in (found, min(spoilt, default=None)) if name is not None]
 
-    def start(self, folder: Path, record: dict[str, Any]) -> bool:
+    def start(self, folder: Path, record: dict[str, Any], kept: Mapping[str, torch.Tensor]) -> bool:
         """Begin to write; return whether all is written, or has failed, by now.
 
         Args:
             folder: where to.
             record: what is saved beside tensors.
+            kept: copies of weights of the script, on the lead.
         """
+        rest_of_script = tensor_parts(kept)
         if self._engine.placement.partitioned:
-            self._stream(folder, record)
+            self._stream(folder, record, rest_of_script)
             return True
         transport = self._context.exchange.transport
         pack(self._context.update.states(), transport.buffer)
         brought = transport.gather_to_lead()
         # Copied by the training thread: the thread that writes reads nothing but copies.
         if self._lead.is_here:
-            self._writing.start(partial(self._write, folder, record, *self._copies(), brought))
+            given = *self._copies(), brought, rest_of_script
+            self._writing.start(partial(self._write, folder, record, *given))
         return False
 
-    def _stream(self, folder: Path, record: dict[str, Any]) -> None:
+    def _stream(self, folder: Path, record: dict[str, Any], kept: Sequence[TensorParts]) -> None:
         """Have the lead write what the devices keep, of which it never has more than a tensor."""
         stream = PartitionedState(self._engine, self._lead)
         record["fingerprint"] = fingerprint_of(agreed_digests(self._engine))
@@ -286,7 +290,8 @@ class Saving:
             numbers = {id(p): n for n, p in enumerate(self._engine.placement.partitioned)}
             saved, rest = coming_parts(self._context.module, numbers, stream.parameter)
             of_buffers = self._of_buffers()
-            write = partial(_write_all, folder, record, stream.optimizer, of_buffers, saved, rest)
+            tensors = of_buffers, saved, rest, (), kept
+            write = partial(_write_all, folder, record, stream.optimizer, *tensors)
         stream.feed(self._writing, write)
 
     def _write(
@@ -297,6 +302,7 @@ class Saving:
         shown: ModelCopy | None,
         of_buffers: Sequence[TensorParts],
         rooms: list[torch.Tensor],
+        kept: Sequence[TensorParts],
     ) -> None:
         """Write a checkpoint in the background, from copies alone: training changes the rest."""
         storage = self._context.update.storage
@@ -305,7 +311,7 @@ class Saving:
         saved, rest = (shown or trained).parts()
         beside = [] if shown is None else [*chain(*trained.parts())]
         record["fingerprint"] = trained.fingerprint()
-        _write_all(folder, record, joined, of_buffers, saved, rest, beside)
+        _write_all(folder, record, joined, of_buffers, saved, rest, beside, kept)
 
     def _copies(self) -> tuple[ModelCopy, ModelCopy | None, list[TensorParts]]:
         """Copy the model that the run goes on with, its averages if it shows them, and buffers."""
@@ -337,12 +343,13 @@ def _write_all(
     of_buffers: Sequence[TensorParts],
     saved: Sequence[TensorParts],
     rest: Sequence[TensorParts],
-    trained: Sequence[TensorParts] = (),
+    trained: Sequence[TensorParts],
+    kept: Sequence[TensorParts],
 ) -> None:
     """Write a checkpoint, and delete those that are no longer to be kept."""
     keys, values = optimizer.keys, optimizer.values
     record["optimizer"] |= {"tensors": keys, "other_state": values, "strides": optimizer.strides}
-    tensors = saved, [*optimizer.tensors, *of_buffers], rest, trained
+    tensors = saved, [*optimizer.tensors, *of_buffers], rest, trained, kept
     # The first two are there even where they hold nothing.
     files = {
         name: each

@@ -10,7 +10,7 @@ import torch
 
 from onefold.core.structure import tensors_of, with_tensors
 
-__all__ = ["DEFERRED", "AccessHook", "Replace", "ResidentError", "deferred_of"]
+__all__ = ["DEFERRED", "HARMLESS", "AccessHook", "Replace", "ResidentError", "deferred_of"]
 
 DEFERRED = "onefold_undrawn"
 """Attribute of a parameter that has its `DeferredValues`."""
@@ -37,7 +37,7 @@ _PROPERTIES = {
 }
 
 
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     [
         *(found.__get__ for name, found in _PROPERTIES.items() if name not in _VALUES),
         *(_PROPERTIES[name].__set__ for name in ("data", "grad", "requires_grad")),
@@ -76,7 +76,7 @@ class AccessHook:
         uses: Collection[object] = (),
     ) -> None:
         self._used = used
-        self._harmless = _HARMLESS.union(harmless).difference(uses)
+        self._harmless = HARMLESS.union(harmless).difference(uses)
         self._classes: dict[type, type] = {}
         self._plain: dict[type, type] = {}
 

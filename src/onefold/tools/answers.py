@@ -51,13 +51,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
 from onefold.checkpoint.folder import folder_of, try_directory
@@ -66,6 +67,7 @@ from onefold.checkpoint.model import saved_rule
 from onefold.checkpoint.resume import LoadedCheckpoint
 from onefold.checkpoint.run_state import Advice
 from onefold.core.batch import map_parts
+from onefold.core.options import LaunchContext
 from onefold.data_order.position import Reached
 from onefold.errors import StateError
 from onefold.launcher.membership import at_good_end
@@ -79,9 +81,10 @@ from onefold.step.result import Step
 from onefold.system.folder_lock import FolderLock, lock_of_checkpoints
 from onefold.system.output import drop_output, show_output
 from onefold.system.words import script_line, tell
+from onefold.tools.kept_weights import KeptWeights, watch_copies
 from onefold.update.optimizers import optimizers_in, settings_of
 
-__all__ = ["Answers", "prepare"]
+__all__ = ["Answers", "prepare", "prepare_process"]
 
 _log = logging.getLogger("onefold")
 
@@ -89,6 +92,11 @@ _ADVICE = Advice(
     where="in the loop, under `if not trainer.replaying:`",
     anew="onefold run --allow-changed scheduler",
 )
+
+
+def prepare_process(context: LaunchContext) -> None:
+    """Note copies of weights that the script makes before it has a Trainer."""
+    watch_copies()
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
@@ -236,11 +244,7 @@ class Answers(Hook):
 
     def close(self) -> None:
         """Take nothing more from the checkpoint."""
-        self._resumption.end()
-
-
-_MARK = "onefold"
-"""In the metadata of a ``state_dict``."""
+        self._resumption.close()
 
 
 class Resumption:
@@ -253,18 +257,18 @@ class Resumption:
 
     def __init__(self, run: RunView, found: LoadedCheckpoint | None) -> None:
         self._run, self._position = run, run.position
+        self._weights = KeptWeights(run.engine.context.module, lambda: run.position.step)
+        run.checkpoints.kept = self._weights.kept
         self._found = found
         """The checkpoint, until its values are taken for good."""
         self.replay: ScriptReplay | None = None
         """Answers what the script asks for once more; None where no record knows it."""
         self._quiet = ExitStack()
         """What is undone where the script comes to the place where its run goes on."""
-        self._to_finish = ExitStack()
-        """What is undone where the script ends."""
         self._place: Place = None
-        self._shown = self._over = self._warned = self._is_taking = self._has_taken = False
-        self._is_behind_end = False
-        """Whether the model has the values with which the run had ended, for good."""
+        self._shown = self._over = self._warned = False
+        self._is_current = False
+        """Whether the model has, for good, the values that it had where the script is."""
         self._settings: object = None
         """The optimizer's settings as they were shown, if no record knows what the script set."""
         self._block = ""
@@ -331,16 +335,11 @@ class Resumption:
                 # A function, which a copy of the model shares: of a method it would copy `self`.
                 called = module.register_forward_pre_hook(lambda part, _: self._refuse_call(part))
                 self._quiet.callback(called.remove)
-                taken = module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                    lambda _part, _state, prefix, about: self._note_taking(prefix, about)
-                )
-                self._quiet.callback(taken.remove)
-            self._watch_loading()
-            write = torch.save
-            torch.save = lambda what, file, *given, **options: (
-                None if self._leaves(file) else write(what, file, *given, **options)
-            )
-            self._quiet.callback(setattr, torch, "save", write)
+            for place, name in ((torch, "save"), (safetensors.torch, "serialize_file")):
+                write = getattr(place, name)
+                setattr(place, name, self._leaving(write))
+                self._quiet.callback(setattr, place, name, write)
+            self._weights.give(run.checkpoints.kept_of(found), self._where)
             if run.devices.has_lead:
                 self._quiet.callback(show_output)
                 drop_output()
@@ -404,14 +403,18 @@ class Resumption:
 
     def note_answer(self) -> None:
         """Take the values where the run was saved right behind a call that has been answered."""
+        replay, found = self.replay, self._found
+        if found is None or replay is None:
+            return
+        if not replay.changes_model and not self._is_current:
+            self._is_current = True
+            if self._place == "end" or self._weights.writes:
+                self._show(found)
+            self._weights.show_model()
         if self._place is None:
             self.catch_up()
-        elif self._place == "end" and self._found is not None and self.replay is not None:
-            if self.replay.is_behind_end and not self._is_behind_end:
-                self._show(self._found)
-                self._is_behind_end = True
-            if not self.answering:
-                self._quiet.close()  # what the script prints in the end is shown again
+        elif self._place == "end" and not self.answering:
+            self._quiet.close()  # what the script prints in the end is shown again
 
     def catch_up(self) -> None:
         """Take the values if the script has come to the place where its run goes on."""
@@ -461,7 +464,6 @@ class Resumption:
                 *(script_line(), self._where),
             )
         self.end()
-        self._to_finish.close()
 
     def finish(self) -> None:
         """Warn at the end of a script that has not come to the place where its run goes on."""
@@ -485,12 +487,17 @@ class Resumption:
                 else "its model has the values that the script gave it, and not the checkpoint's",
             )
         self.end()
-        self._to_finish.close()
 
     def end(self) -> None:
         """Take nothing more from the checkpoint."""
         self._found = None
         self._quiet.close()
+        self._weights.end()
+
+    def close(self) -> None:
+        """Take nothing more from the checkpoint, and look at the script's weights no more."""
+        self.end()
+        self._weights.close()
 
     def _refuse_call(self, module: torch.nn.Module) -> None:
         """Refuse a call of the model by the script where its values are not those of then."""
@@ -506,54 +513,21 @@ class Resumption:
     @property
     def _has_later_values(self) -> bool:
         """Whether the model has the checkpoint's weights where the script had others before."""
-        later = self.answering and self._shown and not self._is_taking
+        later = self.answering and self._shown
         return later and self.replay is not None and self.replay.changes_model
 
-    def _leaves(self, file: object) -> bool:
-        """Whether a file that the script writes again is left as it is."""
-        if not isinstance(file, str | os.PathLike) or not self.answering:
-            return False
-        return self._has_later_values or os.path.exists(file)
+    def _leaving(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        """Have a function leave files as they are that the script writes again."""
 
-    def _note_taking(self, prefix: str, about: dict[str, Any]) -> None:
-        """Mark weights that are not those of then, and say so once."""
-        if prefix or not self._has_later_values:
-            return
-        about[_MARK] = self._where
-        if not self._has_taken:
-            self._warn(
-                "%s: the script takes the model's state_dict in the part of the run that is done, "
-                "%s, and is given the weights of that checkpoint. Files that torch.save wrote are "
-                "left as they are. Weights that the script keeps in memory are lost: keep them in "
-                "a file, or in one of several models of the trainer",
-                *(script_line(), self._where),
-            )
-        self._has_taken = True
+        @wraps(write)
+        def leaving(*given: Any, **named: Any) -> Any:
+            file: Any = given[1] if len(given) > 1 else named.get("f", named.get("filename"))
+            is_file = isinstance(file, str | os.PathLike)
+            if self.answering and is_file and (self._has_later_values or os.path.exists(file)):
+                return None
+            return write(*given, **named)
 
-    def _watch_loading(self) -> None:
-        """Look at what is loaded, until the script ends."""
-        load = torch.nn.Module.load_state_dict
-
-        @wraps(load)
-        def checked(
-            module: torch.nn.Module, state: Mapping[str, Any], *given: Any, **by: Any
-        ) -> Any:
-            self._refuse_loading(getattr(state, "_metadata", {}).get("", {}))
-            return load(module, state, *given, **by)
-
-        # No hook of a module, which would be pickled with it.
-        torch.nn.Module.load_state_dict = checked  # type: ignore[assignment,method-assign]
-        self._to_finish.callback(setattr, torch.nn.Module, "load_state_dict", load)
-
-    def _refuse_loading(self, about: Mapping[str, Any]) -> None:
-        """Refuse marked weights, except in the part that is done: changes there are undone."""
-        if _MARK in about and not self.replaying:
-            raise StateError(
-                f"{script_line()}: these weights were taken by state_dict in the part of the run "
-                f"that was done, {about[_MARK]}: they are the checkpoint's weights, not those of "
-                f"that moment. Write the best weights to a file, which a resumed run leaves as it "
-                f"is, or keep them in one of several models of the trainer"
-            )
+        return leaving
 
     def _warn(self, text: str, *arguments: object) -> None:
         if self._run.devices.has_lead:
@@ -563,7 +537,7 @@ class Resumption:
         if self._place != "end" or self.replay is None:
             self._show(found, settings=True)
         else:
-            if not self._is_behind_end:
+            if not self._is_current:
                 self._show(found)
             self._run.checkpoints.take_given_otherwise(found)
         self.end()
@@ -577,12 +551,10 @@ class Resumption:
         # The rates of a script that is answered from the record are what they were at each step.
         settings |= self.replay is None
         # A loop may stand in a block of changes, as may a gradient.
-        self._is_taking = True
-        try:
-            with self._run.changes().closed(self._position.step + 1):
-                self._run.checkpoints.take(found, settings=settings)
-        finally:
-            self._is_taking = False
+        with self._run.changes().closed(self._position.step + 1):
+            self._run.checkpoints.take(found, settings=settings)
         self._shown = True
+        if self._has_later_values:
+            self._weights.hide_model()
         if self.replay is None:
             self._settings = settings_of(self._run.engine.context.update.optimizer)
