@@ -19,7 +19,7 @@ REFUSED: tuple[str, ...] = (
     *("exchange.collective_memory", "launcher.devices", "launcher.launch", "launcher.workers"),
     *("placement.distribute", "placement.footprint"),
     *("placement.parameters", "placement.partitioned", "placement.pipeline"),
-    *("placement.stage_buffers", "session.build", "session.data_calls", "session.gradient_steps"),
+    *("placement.stage_buffers", "session.build", "session.data_calls"),
     *("session.script_updates", "shard.advice", "shard.compiling", "shard.gather"),
     *(
         "shard.operations",

@@ -282,7 +282,8 @@ def test_what_shows_no_values_goes_on_in_the_part_that_is_done(runs: Runs) -> No
             model.to("cpu").float().train()
             for parameter in model.parameters():
                 assert isinstance(parameter, nn.Parameter)
-                assert parameter.is_contiguous() and parameter.stride()
+                assert parameter.is_contiguous()
+                assert parameter.stride()
                 assert len({p.data_ptr() for p in model.parameters()}) == 6
                 f"{parameter} {parameter.norm():.3f} {model}"
                 parameter.requires_grad_(True).grad = None

@@ -32,7 +32,6 @@ LATE = {
     "passes.modifying": "the script changes the model",
     "placement.distribute": "owners have no values of their segments, or rounded ones",
     "session.data_calls": "the script evaluates, predicts or shows the averages",
-    "session.gradient_steps": "the script asks for gradients",
     "shard.advice": "a step fails, its first batch is small, or something may be a mistake",
     "shard.compiling": "the loss is compiled",
     "shard.stage_modules": "a model is cut into stages, as devices share no memory",
@@ -41,7 +40,7 @@ LATE = {
     "system.background": "the process of a device ends",
     "system.caches": "PyTorch's compiler is used",
     "system.output": "output of the script was held back",
-    "session.script_updates": "the script updates the parameters itself",
+    "session.script_updates": "the script asks for gradients, or updates the parameters itself",
 }
 """Modules below ``onefold``, and when each is imported."""
 

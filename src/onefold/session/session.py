@@ -167,7 +167,7 @@ class Session:
     @cached_property
     def gradients(self) -> Any:
         """The `GradientSteps` of this session; see `Trainer.gradient`."""
-        return load("session.gradient_steps").GradientSteps(self)
+        return load("session.script_updates").GradientSteps(self)
 
     def set_shares(self, counts: Sequence[int]) -> None:
         """Have each device run this many shards from the next batch on.

@@ -44,7 +44,8 @@ that the script now begins with otherwise, which is reported. Without a record, 
 `predict` return before the place, after a loop has begun, cannot be what it was. That is reported
 once, with the line. What a script makes of it is taken back where it can be: schedulers and
 settings are the checkpoint's at the place, and a loader of another subset is refused
-(`onefold.data_order.position`). Its own variables cannot be seen.
+(`onefold.data_order.position`). Of its own variables, weights are followed
+(`onefold.tools.kept_weights`).
 """
 
 from __future__ import annotations
