@@ -31,7 +31,7 @@ from onefold.data_order.indexed import Choices, FunctionBatches, Indexed, Items
 from onefold.data_order.order import Order, Requests, Workers, disown
 from onefold.data_order.position import LoaderTrack
 from onefold.data_order.reader import Answer, BadSample, Collate, SizedDataset, is_stream
-from onefold.errors import SampleError
+from onefold.errors import CheckpointError, SampleError
 from onefold.system.process import ctrl_c_later
 from onefold.watch.timing import host_now_s
 
@@ -347,7 +347,9 @@ def _checked(payloads: dict[int, Any] | BadSample) -> dict[int, Any]:
     return payloads
 
 
-def _sample_error(bad: BadSample) -> SampleError:
+def _sample_error(bad: BadSample) -> SampleError | CheckpointError:
+    if not bad.doing:
+        return CheckpointError(bad.text)
     error = SampleError(
         f"{bad.doing} {bad.index} in epoch {bad.epoch} failed: {bad.kind}: {bad.text}"
     )

@@ -39,6 +39,7 @@ from onefold.errors import CheckpointError
 __all__ = [
     "BATCH_FUNCTION",
     "PROMISES",
+    "STREAM",
     "WHOLE",
     "Count",
     "LoaderSize",
@@ -303,6 +304,8 @@ BATCH_FUNCTION = "batches from a function"
 WHOLE = 1 << 60
 """Stands for all of a pass whose length is only known once its order is drawn, or it is read."""
 _PLAIN = "samples by number"
+STREAM = "the stream "
+"""Begins `LoaderSize.kind` of streams."""
 
 PROMISES = {
     **COSTS,
@@ -391,6 +394,8 @@ class StreamState(Struct, frozen=True):
     """What the stream says itself."""
     generators: Annotated[str, Meta(pattern=r"\A([0-9a-f]{2})*\Z")]
     """The states of the generators that it may draw from."""
+    read: int = 0
+    """A digest of the samples of the pass up to there."""
 
 
 class SavedPass(Struct, frozen=True, array_like=True):
@@ -422,7 +427,8 @@ class SavedPasses(Struct, frozen=True):
     length: Count = 0
     """Length of the last pass, where the data set has grown or shrunk before it; else 0."""
     last: tuple[Count, Count, int] | None = None
-    """The last used batch of a function: its pass, its end in the pass, its digest."""
+    """The last used batch of a function: its pass, its end in the pass, its digest. Of a stream,
+    its pass, a place in it, and a digest of the samples up to there."""
 
     @property
     def were_used(self) -> bool:
@@ -465,6 +471,8 @@ class LoaderTrack:
         self._passes: list[DataPass] = []
         self._length = 0
         """`SavedPasses.length`."""
+        self._first: tuple[int, int, int] | None = None
+        """As `SavedPasses.last`, for the first batch of a stream's pass."""
         self._has_resumed = False
         """Whether no pass has begun since the run resumed without answers."""
         self._last: tuple[int, int, int] | None = None
@@ -497,6 +505,8 @@ class LoaderTrack:
         begun = DataPass(coming.number, used, epoch, WHOLE, given=used, order=order)
         if self.size.kind == BATCH_FUNCTION:
             begun.note_used = self.note_used
+        elif self.size.kind.startswith(STREAM):
+            begun.note_used = self.note_read
         if coming.state is not None:
             begun.states[used] = coming.state
         self._passes.append(begun)
@@ -563,6 +573,7 @@ class LoaderTrack:
         # A loop that breaks after its last batch was not cut short.
         this.over, this.broken_off = True, broken_off and this.used < this.end
         if not this.broken_off:
+            self._last = self._first or self._last
             this.states.clear()
         if self.position is None or this.abandoned:
             return
@@ -617,6 +628,8 @@ class LoaderTrack:
         """Compare the passes to which the script comes by itself with those of the run before."""
         self.orders = {each.number: each.order for each in saved.begun}
         self._ended = saved.ended
+        if self.size.kind.startswith(STREAM):
+            self._last, self._has_resumed = saved.last, True
 
     def restart(self, first_pass: int) -> None:
         """Start over with pass ``first_pass``; passes under way become unusable."""
@@ -651,10 +664,20 @@ class LoaderTrack:
         """Note the last batch of a function that a step has used."""
         self._last = batch.pass_number, batch.stop, batch.data_digest
 
+    def note_read(self, batch: ShardedBatch) -> None:
+        """Note what was read of a stream up to a batch that a step has used."""
+        assert batch.data_pass is not None
+        if isinstance(state := batch.data_pass.states.get(batch.stop), StreamState):
+            self._last = batch.pass_number, batch.stop, state.read
+            # To tell whether the next pass is what it was, a whole one is too long to be read.
+            self._first = self._last if batch.stop == batch.samples else self._first
+
     def last_to_check(self) -> tuple[int, int, int] | None:
         """The last batch used before the run resumed, once: the function must make the same."""
         has_resumed, self._has_resumed = self._has_resumed, False
-        return self._last if has_resumed else None
+        # Another batch size was agreed to, and reads other samples for the digest.
+        is_same = has_resumed and "batch_size" not in self._allow_changed
+        return self._last if is_same else None
 
     def _saved_pass(self, this: DataPass) -> SavedPass:
         if self._is_used_up(this):

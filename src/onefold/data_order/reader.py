@@ -136,7 +136,7 @@ class BadSample:
     text: str
     traceback: str
     doing: str = "reading sample"
-    """What failed, before its number."""
+    """What failed, before its number; empty if the samples are not those of the saved run."""
 
 
 class Answer(NamedTuple):

@@ -49,7 +49,7 @@ from onefold.core.randomness import (
 from onefold.core.shard import cut_bounds
 from onefold.data_order.kept_state import FirstShard, generators_in
 from onefold.data_order.order import Order
-from onefold.data_order.position import LoaderSize, LoaderTrack, StreamState
+from onefold.data_order.position import PROMISES, STREAM, LoaderSize, LoaderTrack, StreamState
 from onefold.data_order.reader import (
     Answer,
     BadSample,
@@ -62,6 +62,7 @@ from onefold.data_order.reader import (
     join_digests,
     take_items,
 )
+from onefold.errors import CheckpointError
 
 __all__ = ["Stream"]
 
@@ -70,6 +71,21 @@ _log = logging.getLogger("onefold")
 _KEPT = 4
 """Batches whose samples are kept: one in use, two that the one worker reads ahead, one more."""
 _HOST = torch.device("cpu")
+_PARTS = 100
+"""The most parts of a stream that are looked at for their library."""
+_ORDERS = {
+    "webdataset": "For webdataset, give shuffle a seed, .shuffle(1000, seed=0), and WebDataset "
+    "shardshuffle and seed without detshuffle=True, which counts passes.",
+    "streaming": "StreamingDataset counts its passes: in a subclass, define `def set_epoch(self, "
+    "epoch): self.next_epoch = epoch`.",
+    "datasets": "For datasets, give shuffle a seed: .shuffle(seed=0).",
+    "torchdata": "For torchdata, shuffle by a generator that the stream holds.",
+}
+"""What to do about the order of a stream, by the library that it is made with."""
+_OTHERWISE = (
+    "To go on with other samples, give allow_changed=['dataset'] to trainer.load, or onefold run "
+    "--allow-changed dataset; then " + PROMISES["dataset"]
+)
 
 
 class Stream:
@@ -102,7 +118,7 @@ class Stream:
             samples=0,
             batch_size=batch_size,
             drop_last=drop_last,
-            kind=f"the stream {type(dataset).__name__}",
+            kind=f"{STREAM}{type(dataset).__name__}",
         )
 
     skips = True
@@ -125,8 +141,9 @@ class Stream:
         return _StreamReader(self, this, track)
 
 
-_Piece = tuple[list[Any], StreamState | None]
-"""One batch as it came from the stream, and where the stream then stood."""
+_Piece = tuple[list[Any], list[bytes], StreamState | None]
+"""One batch as it came from the stream, digests of some of its samples, and where the stream then
+stood."""
 
 
 class _StreamReader(Dataset[Answer]):
@@ -142,7 +159,11 @@ class _StreamReader(Dataset[Answer]):
             callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")
         )
         # Nobody goes on in the middle of an evaluation.
-        self._keeps_state = track.position is not None and self._has_state
+        self._is_followed = track.position is not None
+        self._keeps_state = self._is_followed and self._has_state
+        at_place = track.position is not None and not track.position.replaying()
+        self._to_check = track.last_to_check() if at_place else None
+        self._digest = 0 if self._state is None else self._state.read
         self._held = HeldGenerators(source.collate)
         self._has_checked = False
         self._samples: Iterator[Any] = iter(())
@@ -152,15 +173,15 @@ class _StreamReader(Dataset[Answer]):
     def __getitem__(self, request: Request) -> Answer:
         start = request.stop - request.samples
         try:
-            samples, state = self._piece(start, request.samples)
+            samples, some, state = self._piece(start, request.samples)
+        except CheckpointError as error:
+            return Answer(request, BadSample(0, request.epoch, "", str(error), "", doing=""))
         except Exception as error:
             return Answer(request, bad_sample(self._place, request.epoch, error))
         drop_last = self._source.size.drop_last
         if not samples or (drop_last and len(samples) < request.samples):
             return Answer(request, {}, over=True)
         found = replace(request, samples=len(samples), stop=start + len(samples))
-        # Before anything is collated, which may change samples.
-        some = [digest_of(samples[index]) for index in digest_samples(len(samples))]
         first = self._first_shard(found, samples)
         payloads = self._held.read(lambda: self._payloads(found, samples, first))
         digest = join_digests(start + len(samples), [*some, first.digest] if first else some)
@@ -213,20 +234,23 @@ class _StreamReader(Dataset[Answer]):
         for sample in take_items(self._samples, wanted):
             samples.append(sample)
             self._place += 1
+        # Before anything is collated, which may change samples.
+        some = self._note_read(samples)
         # Noted before anything else is drawn or read: see the note on a stream that goes on.
         self._generators = packed_generators(_HOST)
-        piece = samples, self._state_now()
+        piece = samples, some, self._state_now()
         self._read = dict([*self._read.items(), (start, piece)][-_KEPT:])
         return piece
 
     def _start_stream(self, start: int) -> None:
-        seed, epoch = self._numbers
-        number = loader_seed("stream", seed, epoch, loader=self._loader)
-        seed_generators(number)
-        OwnGenerators(generators_in(self._stream)).seed(number, "held by a stream")
-        if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
-            set_epoch(epoch)
-        if self._state is not None and self._has_state:
+        if self._to_check is not None and (before := self._to_check[0]) < self._numbers[1]:
+            # A pass before: begun as it was then, to see whether the same samples come first.
+            self._begin(before)
+            self._samples = iter(self._stream)
+            self._read_again(before, self._to_check[1])
+            self._digest = 0
+        self._begin(self._numbers[1])
+        if self._state is not None and self._has_state and self._state.own is not None:
             self._stream.load_state_dict(from_json(self._state.own))
             self._samples = iter(self._stream)
             # After everything else: whatever was drawn until here was drawn by the run before.
@@ -235,13 +259,55 @@ class _StreamReader(Dataset[Answer]):
             return
         self._samples = iter(self._stream)
         # What was used before the run resumed is read once more, and dropped.
-        for _ in take_items(self._samples, start):
-            continue
+        self._read_again(self._numbers[1], start)
+
+    def _begin(self, epoch: int) -> None:
+        """Put all that a pass depends on where it is when the pass begins."""
+        number = loader_seed("stream", self._numbers[0], epoch, loader=self._loader)
+        seed_generators(number)
+        OwnGenerators(generators_in(self._stream)).seed(number, "held by a stream")
+        if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
+            set_epoch(epoch)
+
+    def _read_again(self, epoch: int, stop: int) -> None:
+        """Read samples up to a place of a pass, in the batches in which they were read.
+
+        Raises:
+            CheckpointError: they are others than those that were used before the run resumed.
+        """
+        self._digest, size, checked, found = 0, self._source.size.batch_size, self._to_check, 0
+        for start in range(0, stop, size):
+            samples = [*take_items(self._samples, min(size, stop - start))]
+            self._note_read(samples)
+            if checked is not None and checked[:2] == (epoch, start + len(samples)):
+                found = self._digest
+        if checked is not None and checked[0] == epoch and checked[1] <= stop:
+            self._to_check = None
+            if found != checked[2]:
+                raise self._refusal(*checked[:2])
+
+    def _note_read(self, samples: list[Any]) -> list[bytes]:
+        numbers = digest_samples(len(samples)) if samples else ()
+        some = [digest_of(samples[number]) for number in numbers]
+        self._digest = join_digests(self._digest, some)
+        return some
+
+    def _refusal(self, number: int, stop: int) -> CheckpointError:
+        advice = [text for name, text in _ORDERS.items() if name in _modules_of(self._stream)]
+        return CheckpointError(
+            f"{self._source.size.kind} does not give the samples that the run used that was saved: "
+            f"the first {stop} of pass {number} are others now. Expected an order that depends on "
+            f"the generators of PyTorch, Python and NumPy, on those that the stream holds, and on "
+            f"set_epoch(epoch), which is called before each pass if the stream has it; not on "
+            f"passes before, the time or the process. {' '.join([*advice, _OTHERWISE])}"
+        )
 
     def _state_now(self) -> StreamState | None:
         """Note where the stream stands, as a checkpoint has it, if the stream itself says so."""
-        if not self._keeps_state or self._generators is None:
+        if not self._is_followed or self._generators is None:
             return None
+        if not self._keeps_state:
+            return StreamState(None, "", self._digest)
         try:
             # Copied by this, so that the stream may go on changing what it gave.
             own = to_json(self._stream.state_dict(), "the state of the stream")
@@ -253,5 +319,12 @@ class _StreamReader(Dataset[Answer]):
                 "what was used",
                 error,
             )
-            return None
-        return StreamState(own, self._generators.numpy().tobytes().hex())
+            return StreamState(None, "", self._digest)
+        return StreamState(own, self._generators.numpy().tobytes().hex(), self._digest)
+
+
+def _modules_of(stream: object) -> set[str]:
+    """The libraries whose classes a stream is made of."""
+    parts = [stream, *vars(stream).values()] if hasattr(stream, "__dict__") else [stream]
+    parts += [each for part in parts if isinstance(part, list | tuple) for each in part[:_PARTS]]
+    return {type(each).__module__.partition(".")[0] for each in parts}
