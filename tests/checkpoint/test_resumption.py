@@ -635,3 +635,29 @@ def test_an_optimizer_that_has_no_rate_is_recorded_and_resumed(runs: Runs) -> No
     whole = runs.whole(script)
     assert runs.start(script, dies=5) is None
     assert runs.start(script, 2) == whole
+
+
+class Quantized(torch.Tensor):
+    """As torchao's states of optimizers: its class says what the bytes mean."""
+
+
+class Eight(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].as_subclass(Quantized)
+
+
+def test_state_in_a_class_of_tensors_is_refused_in_the_first_step(runs: Runs) -> None:
+    """Not at the first checkpoint, in the middle of a training."""
+
+    def script(life: Life) -> str:
+        model = network()
+        optimizer = Eight(model.parameters(), lr=0.1, momentum=0.9)
+        through(life, *begun(life, model, optimizer=optimizer))
+        raise AssertionError
+
+    words = "Eight keeps its momentum_buffer in a Quantized, a tensor class of its own"
+    with pytest.raises(TypeError, match=words):
+        runs.start(script, every=1000)
+    assert steps_in(runs.folder) == []

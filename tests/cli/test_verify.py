@@ -188,3 +188,42 @@ def test_draws_of_some_devices_are_named(name: str, digests: list[list[str]], fo
     }
     hints = hints_of(2, {0: run[0]}, run)
     assert [hint.startswith(f"{name} before step 2: ") for hint in hints] == [True] * found
+
+
+READS_BACK = """
+import glob, os, shutil, torch, onefold
+from pathlib import Path
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+loss = lambda m, b: m(b[0]).square().mean(1)
+trainer = onefold.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), loss, shards=2)
+data = torch.utils.data.TensorDataset(torch.randn(8, 3))
+for batch in trainer.loader(data, batch_size=4):
+    trainer.step(batch)
+    if trainer.is_lead:
+        torch.save(model.state_dict(), "kept/best.pt")
+        assert os.path.isfile("kept/best.pt") and Path("kept/best.pt").exists()
+        assert os.path.getsize("kept/best.pt") > 100 < Path("kept/best.pt").stat().st_size
+        assert os.listdir("kept") == ["best.pt"] == [p.name for p in Path("kept").glob("*")]
+        assert glob.glob("kept/*.pt") == ["kept/best.pt"]
+        assert {"kept", "real.txt"} <= set(os.listdir("."))
+        with open("kept/best.pt", "rb") as file:
+            assert torch.load(file).keys() == model.state_dict().keys()
+        with open("real.txt") as file, open("written.txt", "w") as other:
+            other.write(file.read())
+        assert open("written.txt").read() == "mine"
+        os.remove("kept/best.pt")
+        assert not os.path.isfile("kept/best.pt")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_what_a_script_saves_it_finds_and_reads(tmp_path: Path) -> None:
+    """As it does in a plain run: by os.path, pathlib, open, and lists of folders."""
+    (tmp_path / "reads_back.py").write_text(READS_BACK)
+    (tmp_path / "real.txt").write_text("mine")
+    code, said = verify(tmp_path, tmp_path / "reads_back.py")
+    assert code == 0, said
+    assert not (tmp_path / "kept").exists()

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from onefold.checkpoint.manifest import check_run
 from onefold.checks.description import compare
-from onefold.core.settings import ALLOWED_AS, AS_GIVEN, COSTS, LossScale, Precision, Settings
-from onefold.data_order.position import PROMISES
+from onefold.core.settings import (
+    ALLOWED_AS,
+    AS_GIVEN,
+    COSTS,
+    PROMISES,
+    LossScale,
+    Precision,
+    Settings,
+)
 from onefold.errors import DisagreementError
 from tests.checks.test_description import said
 from tests.step.assembled import settings_of

@@ -45,7 +45,8 @@ from onefold.core.assignment import Devices
 from onefold.core.call_digest import Call, CallDigest, digest
 from onefold.core.encoding import from_json
 from onefold.core.flat import fingerprint_of
-from onefold.data_order.position import PROMISES, Position
+from onefold.core.settings import PROMISES
+from onefold.data_order.position import Position
 from onefold.errors import CheckpointError
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests, broadcast, written
@@ -53,8 +54,9 @@ from onefold.placement.base import StepContext
 from onefold.step.engine import Engine
 from onefold.system.background import Background
 from onefold.update.averages import AVERAGE
+from onefold.update.optimizers import name_of
 from onefold.update.scheduler import RunScheduler
-from onefold.update.state import unpack
+from onefold.update.state import check_kinds, unpack
 
 __all__ = ["Checkpoints", "LoadedCheckpoint"]
 
@@ -142,6 +144,7 @@ class Checkpoints:
             line: the line of the script that asks for it; empty if none does.
         """
         folder = folder_of(directory, self._position.step)
+        self.check_savable()
         arguments = (keeping.newest, keeping.best, sorted(keeping.scores), wait)
         self._engine.agree(
             CallDigest(Call.SAVE, self._position.step + 1, arguments=digest(arguments))
@@ -162,6 +165,15 @@ class Checkpoints:
         if line or not recorded["entries"]:  # else a script that resumes from it is answered
             self._position.note_save()
         return folder
+
+    def check_savable(self) -> None:
+        """Refuse state of the optimizer that no checkpoint can hold.
+
+        Raises:
+            TypeError: it is in tensors of a class of their own.
+        """
+        update = self._context.update
+        check_kinds(update.state, name_of(update.optimizer))
 
     def load(
         self, path: Path, *, allow_changed: Collection[str] = (), if_any: bool = False

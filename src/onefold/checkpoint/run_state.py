@@ -21,8 +21,8 @@ from onefold.checkpoint.model import saved_rule
 from onefold.core.assignment import Devices
 from onefold.core.encoding import from_json, to_json
 from onefold.core.flat import named_tensors, own_name
-from onefold.core.settings import ALLOWED_AS, LossScale, Precision
-from onefold.data_order.position import Position, check_same
+from onefold.core.settings import ALLOWED_AS, LossScale, Precision, check_same
+from onefold.data_order.position import Position
 from onefold.errors import CheckpointError
 from onefold.passes.averaged import Averaging
 from onefold.step.engine import Engine

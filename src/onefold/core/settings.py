@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
 
 from onefold.core.numbers import check_choice, check_positive, check_seconds, check_whole
+from onefold.errors import CheckpointError
 
 __all__ = [
     "ALLOWED_AS",
     "AS_GIVEN",
     "COSTS",
     "PRECISIONS",
+    "PROMISES",
     "BufferRule",
     "LossScale",
     "Microbatch",
@@ -24,6 +26,7 @@ __all__ = [
     "SchedulerEvery",
     "Settings",
     "added_up_in",
+    "check_same",
 ]
 
 BufferRule = Literal["mean", "max", "sum", "first", "per_shard"]
@@ -245,3 +248,39 @@ COSTS: dict[str, str] = {
     if ALLOWED_AS[each.name] == each.name
 }
 """What a run gives up that changes a setting, by the name for ``--allow-changed``."""
+
+PROMISES = {
+    **COSTS,
+    "batch_size": "the rest of the run takes other steps than the run that never stopped; each "
+    "sample still comes once an epoch",
+    "dataset": "the rest of this epoch comes from another order: some samples come twice in it and "
+    "some not at all",
+    "optimizer": "the optimizer begins anew, without what it has gathered",
+    "scheduler": "the scheduler begins anew",
+    "average": "the average begins anew, with the values of the checkpoint, or ends",
+}
+"""For each thing that may be changed on resuming, what the run gives up by it."""
+
+
+def check_same(
+    what: str, saved: object, now: object, allow_changed: Collection[str], name: str
+) -> None:
+    """Refuse a value that differs from the saved one, unless it was changed on purpose.
+
+    Args:
+        what: the key in `PROMISES` under which the value may be changed.
+        saved: the value in the checkpoint.
+        now: the value in this run.
+        allow_changed: the keys of `PROMISES` that may differ.
+        name: what the value is called in the message.
+
+    Raises:
+        CheckpointError: the values differ; the message says how to load anyway, and at what price.
+    """
+    if saved == now or what in allow_changed:
+        return
+    raise CheckpointError(
+        f"the checkpoint was saved with {name} {saved}, this run has {now}: expected the same. If "
+        f'it was changed on purpose, trainer.load(..., allow_changed=["{what}"]) or onefold run '
+        f"--allow-changed {what} goes on; then {PROMISES[what]}"
+    )

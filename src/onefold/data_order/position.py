@@ -33,12 +33,11 @@ from msgspec.structs import replace
 
 from onefold.core.batch import DataPass, ShardedBatch
 from onefold.core.encoding import from_json
-from onefold.core.settings import COSTS
+from onefold.core.settings import PROMISES, check_same
 from onefold.errors import CheckpointError
 
 __all__ = [
     "BATCH_FUNCTION",
-    "PROMISES",
     "STREAM",
     "WHOLE",
     "Count",
@@ -50,7 +49,6 @@ __all__ = [
     "SavedPass",
     "SavedPasses",
     "StreamState",
-    "check_same",
 ]
 
 
@@ -306,42 +304,6 @@ WHOLE = 1 << 60
 _PLAIN = "samples by number"
 STREAM = "the stream "
 """Begins `LoaderSize.kind` of streams."""
-
-PROMISES = {
-    **COSTS,
-    "batch_size": "the rest of the run takes other steps than the run that never stopped; each "
-    "sample still comes once an epoch",
-    "dataset": "the rest of this epoch comes from another order: some samples come twice in it and "
-    "some not at all",
-    "optimizer": "the optimizer begins anew, without what it has gathered",
-    "scheduler": "the scheduler begins anew",
-    "average": "the average begins anew, with the values of the checkpoint, or ends",
-}
-"""For each thing that may be changed on resuming, what the run gives up by it."""
-
-
-def check_same(
-    what: str, saved: object, now: object, allow_changed: Collection[str], name: str
-) -> None:
-    """Refuse a value that differs from the saved one, unless it was changed on purpose.
-
-    Args:
-        what: the key in `PROMISES` under which the value may be changed.
-        saved: the value in the checkpoint.
-        now: the value in this run.
-        allow_changed: the keys of `PROMISES` that may differ.
-        name: what the value is called in the message.
-
-    Raises:
-        CheckpointError: the values differ; the message says how to load anyway, and at what price.
-    """
-    if saved == now or what in allow_changed:
-        return
-    raise CheckpointError(
-        f"the checkpoint was saved with {name} {saved}, this run has {now}: expected the same. If "
-        f'it was changed on purpose, trainer.load(..., allow_changed=["{what}"]) or onefold run '
-        f"--allow-changed {what} goes on; then {PROMISES[what]}"
-    )
 
 
 class LoaderSize(Struct, frozen=True, kw_only=True):

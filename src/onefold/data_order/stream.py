@@ -46,10 +46,11 @@ from onefold.core.randomness import (
     put_generators,
     seed_generators,
 )
+from onefold.core.settings import PROMISES
 from onefold.core.shard import cut_bounds
 from onefold.data_order.kept_state import FirstShard, generators_in
 from onefold.data_order.order import Order
-from onefold.data_order.position import PROMISES, STREAM, LoaderSize, LoaderTrack, StreamState
+from onefold.data_order.position import STREAM, LoaderSize, LoaderTrack, StreamState
 from onefold.data_order.reader import (
     Answer,
     BadSample,

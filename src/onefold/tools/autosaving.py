@@ -102,6 +102,8 @@ class Autosaving(Hook):
         """For how many steps what is due has been put off; 0 if nothing is."""
         self._taken: dict[int, tuple[DataPass, int]] = {}
         """Passes of batches that the script took whole since its last step, and where they end."""
+        self._is_savable = False
+        """Whether the state of the optimizer can be saved, as its first update has shown."""
         self._stop = False
         at_good_end(self.finish)
 
@@ -135,6 +137,11 @@ class Autosaving(Hook):
             taken.used = max(stop_of_batch, taken.used)
         self._taken.clear()
         if asked.cut is not None and asked.computed:
+            if not self._is_savable:
+                # As soon as there is state, and not in hours, at the first checkpoint.
+                with self._run.telling_others():
+                    self._run.checkpoints.check_savable()
+                self._is_savable = True
             stop, updated = step.outcome.verdict.stops, asked.kind == "step"
             with self._run.telling_others():
                 self._after_step(asked.cut, stop=stop, updated=updated)

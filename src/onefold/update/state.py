@@ -42,6 +42,7 @@ from onefold.update.staging import SegmentState, is_by_element
 
 __all__ = [
     "JoinedState",
+    "check_kinds",
     "check_saved",
     "described",
     "join",
@@ -53,6 +54,7 @@ __all__ = [
 ]
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -68,6 +70,26 @@ class JoinedState:
     """For each parameter, the values of its other keys, as JSON."""
     strides: Mapping[str, Sequence[int]]
     """Of the tensors with several dimensions that do not lie as their parameters do."""
+
+
+def check_kinds(state: Mapping[Any, Mapping[str, Any]], optimizer: str) -> None:
+    """Refuse state that no file can hold, as a class of its own says what its bytes mean.
+
+    Args:
+        state: that of an optimizer.
+        optimizer: its name.
+
+    Raises:
+        TypeError: a value is of a subclass of tensors.
+    """
+    for values in state.values():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
+                raise TypeError(
+                    f"{optimizer} keeps its {key} in a {type(value).__name__}, a tensor class of "
+                    f"its own, and a checkpoint of onefold holds plain tensors: expected state in "
+                    f"torch.Tensor. Use an optimizer whose state is, or train without checkpoints"
+                )
 
 
 def pack(states: Sequence[SegmentState], room: Callable[[int], torch.Tensor]) -> torch.Tensor:

@@ -22,9 +22,11 @@ last result. What the script saves by PyTorch lies in the folder of the run, whi
 
 from __future__ import annotations
 
+import builtins
 import copy
 import functools
 import inspect
+import io
 import os
 import shutil
 import time
@@ -81,6 +83,10 @@ _OF_FILES: tuple[tuple[Any, tuple[str, ...], str, str], ...] = (
     (safetensors, ("safe_open",), "filename", ""),
     (os, ("rename", "replace"), "src", "dst"),
     (shutil, ("copy", "copy2", "copyfile", "move"), "src", "dst"),
+    # By these, os.path and pathlib ask whether a file is there, and how large it is.
+    (os, ("stat", "lstat", "access", "remove", "unlink"), "path", ""),
+    (builtins, ("open",), "file", ""),
+    (io, ("open",), "file", ""),
 )
 """Functions with the names of their arguments that are read, and written: what a script saves by
 them, and copies and moves from there, stays aside."""
@@ -144,6 +150,8 @@ def prepare_process(context: LaunchContext) -> None:
     for module, names, read, written in _OF_FILES:
         for name in names:
             setattr(module, name, _aside(getattr(module, name), context, read, written))
+    for name in ("listdir", "scandir"):
+        setattr(os, name, _with_aside(getattr(os, name), context))
     # Compiled code would not see the functions that a comparison replaces, and the script is to
     # make its tensors in the comparison's precision from the first line.
     if options.mathematics:
@@ -165,13 +173,64 @@ def _aside(
             if not isinstance(given[name], str | os.PathLike):
                 break
             place = _place_of(given[name], context)
-            if name == read and not place.exists():
+            if name == read and (not _is_there(place) or not _READING.issuperset(_mode(given))):
                 break
-            place.parent.mkdir(parents=True, exist_ok=True)
+            if name == written:
+                place.parent.mkdir(parents=True, exist_ok=True)
             given[name] = place
         return call(*bound.args, **bound.kwargs)
 
     return aside
+
+
+def _mode(given: Mapping[str, Any]) -> str:
+    """How a file is opened; other functions have no mode, or a number."""
+    mode = given.get("mode", "")
+    return mode if isinstance(mode, str) else ""
+
+
+def _with_aside(call: Callable[..., Any], context: LaunchContext) -> Callable[..., Any]:
+    """Have a function list what was written aside as well as what a folder has itself."""
+
+    @functools.wraps(call)
+    def listing(path: Any = ".") -> Any:
+        if not isinstance(path, str | os.PathLike):
+            return call(path)
+        place = _place_of(path, context)
+        if place == Path(os.path.abspath(path)) or not _is_there(place):
+            return call(path)
+        own = [*call(path)] if _is_there(path) else []
+        known = {getattr(each, "name", each) for each in own}
+        beside = [each for each in call(place) if getattr(each, "name", each) not in known]
+        return _Listed([*own, *beside])
+
+    return listing
+
+
+class _Listed(list[Any]):
+    """Entries of a folder, as `os.listdir` and `os.scandir` give them."""
+
+    def __enter__(self) -> _Listed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+_stat = os.stat
+_READING = frozenset("rbtU")
+
+
+def _is_there(path: str | os.PathLike[str]) -> bool:
+    """Whether there is such a file, at this very place."""
+    try:
+        _stat(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _place_of(path: str | os.PathLike[str], context: LaunchContext) -> Path:
