@@ -26,7 +26,7 @@ class Counting(Line):
 
 
 class OwnGenerator(Line):
-    """Draws from a generator that nobody seeds for a shard."""
+    """Draws from a generator of its own, which onefold seeds for each shard."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,8 +13,7 @@ import sys
 REFUSED: tuple[str, ...] = (
     *("cli", "files", "integrations", "testing", "weights", "losses", "record"),
     *("checkpoint", "passes", "worker", "core.gathering", "core.values"),
-    *("data_order.from_pytorch", "data_order.kept_state", "data_order.stream"),
-    "data_order.worker_processes",
+    *("data_order.from_pytorch", "data_order.stream", "data_order.worker_processes"),
     *("deferred.recording", "deferred.values", "exchange.collective"),
     *("exchange.collective_memory", "launcher.devices", "launcher.launch", "launcher.workers"),
     *("placement.distribute", "placement.footprint"),

@@ -17,7 +17,6 @@ LATE = {
     "checkpoint.resume": "the run is saved or loaded",
     "core.values": "the loss returns values in addition to the loss",
     "data_order.from_pytorch": "a sampler gives the order, or a DataLoader of PyTorch all",
-    "data_order.kept_state": "the data are more than tensors, and may hold generators",
     "data_order.stream": "the data is a stream",
     "data_order.worker_processes": "a loader has workers",
     "deferred.values": "the model is built without values",

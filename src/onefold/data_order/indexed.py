@@ -370,7 +370,7 @@ class _WholeReader(Dataset[Answer]):
         except Exception as error:
             return Answer(request, self._bad(request, error))
         if twice and digest_of(batch) != before:
-            return Answer(request, load("data_order.kept_state").changed(request, self._given.kind))
+            return Answer(request, BadSample.of_change(request, self._given.kind))
         return self._cut(request, batch)
 
     def _bad(self, request: Request, error: Exception) -> BadSample:

@@ -1,37 +1,30 @@
-"""Finds what the data of a loader keep between calls: random generators, open files, other state.
+"""Finds what a script's objects keep between calls: random generators and open files.
 
 `reachable` goes through everything that some objects refer to, as Python's garbage collector sees
 it: attributes, slots, containers, closures, default arguments, partials, bound methods, the
 attributes of classes, and those names of a module that a function's code uses. No code of the
-script runs.
-
-`FirstShard` detects what the search does not: a counter in ``collate``, samples that are changed in
-place, generators of unknown kinds. A batch must depend on its samples, the seed and its place
-alone, because devices and workers divide the shards among them, and a resumed run makes none of
-those that are done. So every device makes the first shard of a loader's first pass before the batch
-is read, and its bytes are part of what devices compare. Whoever then reads this shard compares it
-with the one made before.
+script runs. It is not for state of other kinds, such as counters: `FirstShard` in
+`onefold.data_order.reader` detects those of the data.
 
 Note: limits of the search
 --------------------------
 The search ends after `MOST` objects, the nearest first, and looks at the first `WIDEST` parts of
-each of them. Numbers, text, tensors and arrays end it, as do modules, threads, loggers, onefold
-itself, and the functions and classes of Python, NumPy and PyTorch. So do the global generators,
-which are seeded anyway. The same objects are found in the same order in every process.
+each of them. Numbers, text, tensors and arrays end it, as do modules, threads, loggers, a Trainer,
+and the classes of Python, NumPy, PyTorch and onefold, with the globals that their functions use. So
+do the global generators, which are seeded anyway. The same objects are found in the same order in
+every process.
 """
 
 from __future__ import annotations
 
 import gc
 import io
-import logging
 import os
 import random
 import stat
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from copy import deepcopy
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -40,11 +33,8 @@ import numpy as np
 import torch
 
 from onefold.core.randomness import GENERATORS
-from onefold.data_order.reader import BadSample, Request, digest_of
 
-__all__ = ["MOST", "WIDEST", "FirstShard", "changed", "files_in", "generators_in", "reachable"]
-
-_log = logging.getLogger("onefold")
+__all__ = ["MOST", "WIDEST", "files_in", "generators_in", "reachable"]
 
 MOST = 10_000
 """The most objects that are looked at."""
@@ -57,8 +47,10 @@ _LEAVES = (
 )
 _CLOSED = frozenset((*sys.stdlib_module_names, "numpy", "torch", "onefold")) - {"__main__"}
 """Packages whose functions and classes are not looked into."""
-_CLOSED_OBJECTS = frozenset(("logging", "threading", "_thread", "multiprocessing", "onefold"))
+_CLOSED_OBJECTS = frozenset(("logging", "threading", "_thread", "multiprocessing"))
 """Packages whose objects are not looked into."""
+_OF_A_RUN = tuple(f"onefold.{each}" for each in ("trainer", "session", "step", "placement"))
+"""Modules of onefold whose objects hold a run; others wrap functions of the script."""
 
 
 def reachable(owners: Iterable[object]) -> list[object]:
@@ -102,26 +94,23 @@ def _is_read(file: io.IOBase) -> bool:
 def _parts_of(value: Any) -> Iterator[object]:
     if isinstance(value, GENERATORS):
         return iter(())
-    if isinstance(value, FunctionType | type):
-        if _package_of(value) in _CLOSED:
-            return iter(())
-        return _parts_of_class(value) if isinstance(value, type) else _parts_of_function(value)
+    if isinstance(value, FunctionType):
+        return _parts_of_function(value)
+    if isinstance(value, type):
+        return iter([part for base in value.__mro__ for part in _own_parts(base)])
     # Not of subclasses, whose methods are the script's code.
     if type(value) is dict:
         return iter(value.values())
     if type(value) in (list, tuple):
         return iter(value)
-    if _package_of(type(value)) in _CLOSED_OBJECTS:
+    kind = type(value)
+    if _package_of(kind) in _CLOSED_OBJECTS or kind.__module__.startswith(_OF_A_RUN):
         return iter(())
     return iter(gc.get_referents(value))
 
 
 def _package_of(value: Any) -> str:
     return str(getattr(value, "__module__", "")).partition(".")[0]
-
-
-def _parts_of_class(value: type) -> Iterator[object]:
-    yield from (part for base in value.__mro__ for part in _own_parts(base))
 
 
 def _own_parts(base: type) -> list[object]:
@@ -134,7 +123,7 @@ def _parts_of_function(function: FunctionType) -> Iterator[object]:
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from vars(function).values()  # what a decorator has wrapped
-    names = _names_in(function.__code__)
+    names = {} if _package_of(function) in _CLOSED else _names_in(function.__code__)
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, ModuleType):
@@ -151,58 +140,3 @@ def _names_in(code: CodeType) -> dict[str, None]:
         if isinstance(inner, CodeType):
             names |= _names_in(inner)
     return names
-
-
-_Collate = Callable[[Any], object]
-
-
-class FirstShard:
-    """The first shard of a batch, made before it is read.
-
-    Args:
-        samples: its samples.
-        collate: makes its payload; seeds what it draws from.
-    """
-
-    def __init__(self, samples: object, collate: _Collate) -> None:
-        self._samples, self._payload = digest_of(samples), b""
-        try:
-            # `collate` may change what it is given, which a data set may keep.
-            self._payload = digest_of(collate(deepcopy(samples)))
-        except Exception as error:  # whoever reads this shard reports what `collate` raises
-            _log.debug("the first shard of a loader is not made twice: %s", error)
-
-    @property
-    def digest(self) -> bytes:
-        """Digest of samples and payload, which must be the same on all devices."""
-        return self._samples + self._payload
-
-    def compared(self, request: Request, samples: object, collate: _Collate) -> object:
-        """Make the payload, and return it; a `BadSample` if it is not the same as before."""
-        found = digest_of(samples)
-        payload = collate(samples)
-        if found != self._samples:
-            return changed(request, "the data set")
-        if self._payload and digest_of(payload) != self._payload:
-            return changed(request, "collate")
-        return payload
-
-
-def changed(request: Request, what: str) -> BadSample:
-    """Describe that something was not the same when it was made twice.
-
-    Args:
-        request: asked for it.
-        what: made it.
-    """
-    first = request.check[0][0] if request.check and request.check[0] else request.item
-    text = (
-        f"made twice from the same samples and seeds, this was not the same: {what} returned "
-        f"other bytes the second time. Expected the same, because devices and workers divide the "
-        f"data among them, and a resumed run does not make again what is done. Something is kept "
-        f"between calls: a count, a value that is changed in place, or a random generator that "
-        f"onefold does not find. Draw from the generators of PyTorch, Python or NumPy, or from one "
-        f"kept as an attribute: all are seeded for each sample and shard. For a count, use the "
-        f"number of the sample or of the epoch"
-    )
-    return BadSample(first, request.epoch, "StateError", text, "", "making the batch of sample")

@@ -7,6 +7,15 @@ were generated without a seed or lie in the wrong folder, and not a single pictu
 that differs. Equal data have equal digests in any process: nothing in a digest depends on
 addresses, on the order of a set or on the hash of a string.
 
+Note: a shard that is made twice
+--------------------------------
+A batch must depend on its samples, the seed and its place alone, because devices and workers divide
+the shards among them, and a resumed run makes none of those that are done. So every device makes
+the first shard of a loader's first pass before the batch is read, as a `FirstShard`, and its bytes
+are part of what devices compare. Whoever then reads this shard compares it with the one made
+before. Made twice, it shows what the search for generators does not: a counter in ``collate``,
+samples that are changed in place, generators of unknown kinds.
+
 Note: why not pickle
 --------------------
 The bytes of a pickle would be a shorter way to a digest, and a wrong one: equal objects may pickle
@@ -20,11 +29,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -35,7 +46,6 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from onefold.core.flat import bits_of
-from onefold.core.late import load
 from onefold.core.randomness import (
     OwnGenerators,
     derive_seed,
@@ -43,12 +53,14 @@ from onefold.core.randomness import (
     seed_generators,
 )
 from onefold.core.shard import Shares
+from onefold.data_order.kept_state import generators_in
 from onefold.system.words import message_of
 
 __all__ = [
     "Answer",
     "BadSample",
     "Collate",
+    "FirstShard",
     "HeldGenerators",
     "Reader",
     "Request",
@@ -62,6 +74,8 @@ __all__ = [
     "one_thread",
     "take_items",
 ]
+
+_log = logging.getLogger("onefold")
 
 _Read = TypeVar("_Read")
 
@@ -138,6 +152,26 @@ class BadSample:
     doing: str = "reading sample"
     """What failed, before its number; empty if the samples are not those of the saved run."""
 
+    @classmethod
+    def of_change(cls, request: Request, what: str) -> BadSample:
+        """Describe that something was not the same when it was made twice.
+
+        Args:
+            request: asked for it.
+            what: made it.
+        """
+        first = request.check[0][0] if request.check and request.check[0] else request.item
+        text = (
+            f"made twice from the same samples and seeds, this was not the same: {what} returned "
+            f"other bytes the second time. Expected the same, because devices and workers divide "
+            f"the data among them, and a resumed run does not make again what is done. Something "
+            f"is kept between calls: a count, a value that is changed in place, or a random "
+            f"generator that onefold does not find. Draw from the generators of PyTorch, Python or "
+            f"NumPy, or from one kept as an attribute: all are seeded for each sample and shard. "
+            f"For a count, use the number of the sample or of the epoch"
+        )
+        return cls(first, request.epoch, "StateError", text, "", "making the batch of sample")
+
 
 class Answer(NamedTuple):
     """What was read for a request."""
@@ -182,11 +216,10 @@ class HeldGenerators:
         if the objects make a generator in its first call, which is not seeded there.
         """
         if (known := self._found) is None:
-            find = load("data_order.kept_state").generators_in
-            self._found = known = OwnGenerators(find(*self._owners))
+            self._found = known = OwnGenerators(generators_in(*self._owners))
             with known.kept():
                 result = read()
-            found = find(*self._owners)
+            found = generators_in(*self._owners)
             if [*map(id, found)] == [*map(id, known.all)]:
                 return result
             self._found = known = OwnGenerators(found)
@@ -215,7 +248,7 @@ class Reader(Dataset[Any]):
         if request.check is not None and not self._is_plain:
             samples = self._samples(request, *request.check)
             collate = partial(self._collated, request, *request.check)
-            first = load("data_order.kept_state").FirstShard(samples, collate)
+            first = FirstShard(samples, collate)
         if request.digest is not None:
             order = request.digest + (first.digest if first else b"")
             found = self._read_digest(request.epoch, order)
@@ -336,6 +369,40 @@ def as_it_is(answer: Any) -> Any:
     # DataLoader's default would turn NumPy arrays into tensors. No lambda: a worker that is not
     # forked gets it pickled.
     return answer
+
+
+class FirstShard:
+    """The first shard of a batch, made before it is read.
+
+    Args:
+        samples: its samples.
+        collate: makes its payload; seeds what it draws from.
+    """
+
+    def __init__(self, samples: object, collate: Callable[[Any], object]) -> None:
+        self._samples, self._payload = digest_of(samples), b""
+        try:
+            # `collate` may change what it is given, which a data set may keep.
+            self._payload = digest_of(collate(deepcopy(samples)))
+        except Exception as error:  # whoever reads this shard reports what `collate` raises
+            _log.debug("the first shard of a loader is not made twice: %s", error)
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of samples and payload, which must be the same on all devices."""
+        return self._samples + self._payload
+
+    def compared(
+        self, request: Request, samples: object, collate: Callable[[Any], object]
+    ) -> object:
+        """Make the payload, and return it; a `BadSample` if it is not the same as before."""
+        found = digest_of(samples)
+        payload = collate(samples)
+        if found != self._samples:
+            return BadSample.of_change(request, "the data set")
+        if self._payload and digest_of(payload) != self._payload:
+            return BadSample.of_change(request, "collate")
+        return payload
 
 
 _MOST_PARTS = 100_000

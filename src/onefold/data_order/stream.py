@@ -48,13 +48,14 @@ from onefold.core.randomness import (
 )
 from onefold.core.settings import PROMISES
 from onefold.core.shard import cut_bounds
-from onefold.data_order.kept_state import FirstShard, generators_in
+from onefold.data_order.kept_state import generators_in
 from onefold.data_order.order import Order
 from onefold.data_order.position import STREAM, LoaderSize, LoaderTrack, StreamState
 from onefold.data_order.reader import (
     Answer,
     BadSample,
     Collate,
+    FirstShard,
     HeldGenerators,
     Request,
     bad_sample,
@@ -189,7 +190,7 @@ class _StreamReader(Dataset[Answer]):
         return Answer(found, payloads, digest, state)
 
     def _first_shard(self, request: Request, samples: list[Any]) -> FirstShard | None:
-        """Make the first shard of this pass twice; see `onefold.data_order.kept_state`."""
+        """Make the first shard of this pass twice; see `onefold.data_order.reader`."""
         if self._has_checked:
             return None
         self._has_checked = True

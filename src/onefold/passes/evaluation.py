@@ -137,6 +137,7 @@ def compute_shards(
             # Only now: the data's digest is known once the first batch has been read.
             if first:
                 call.agree(engine, call.samples, batch)
+                during.enter_context(engine.context.with_generators_of(function))
                 function = during.enter_context(engine.placement.parameters.forward(function))
             sizes.append(batch.samples)
             # One shard may write, as in a plain loop; but not to gathered parameters.
@@ -325,6 +326,7 @@ class DataShard(NamedTuple):
         replica.buffers.restore()
         own = derive_seed(purpose, *place, self.shard)
         seed_generators(own, replica.device, common=(purpose, place))
+        replica.own_generators.seed(own, "held by a loss")
         with replica.autocast():
             return self.function(replica.module, payload)
 

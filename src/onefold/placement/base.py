@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -30,10 +30,12 @@ from onefold.core.assignment import Assignment, Devices
 from onefold.core.call_digest import Call
 from onefold.core.late import load
 from onefold.core.placements import implementation_of
-from onefold.core.randomness import kept_generators
+from onefold.core.randomness import OwnGenerators, kept_generators
 from onefold.core.results import Gradients, ShardResult
 from onefold.core.settings import Settings
 from onefold.core.storage import Storage
+from onefold.data_order.kept_state import generators_in
+from onefold.errors import StateError
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Start
 from onefold.exchange.shard_table import ShardTable
@@ -435,6 +437,50 @@ class StepContext:
             self.first.attach()
         self.first.buffers.restore()
         self.first.put_back(task)
+
+    def find_generators(self, *functions: object) -> None:
+        """Find the generators that functions and the model reach; each shard seeds them."""
+        for replica in self.replicas:
+            replica.own_generators = OwnGenerators(generators_in(*functions, replica.module))
+
+    def refuse_new_generators(self, where: str, *functions: object) -> None:
+        """Refuse that shards have made a generator, which was not seeded for them.
+
+        Raises:
+            StateError: they have.
+        """
+        known = [[*map(id, replica.own_generators.all)] for replica in self.replicas]
+        self.find_generators(*functions)
+        for replica, ids in zip(self.replicas, known, strict=True):
+            for new in (each for each in replica.own_generators.all if id(each) not in ids):
+                raise StateError(
+                    f"{where}: the loss or the model made a random generator ({type(new).__name__})"
+                    f" in its shards, on device {replica.number}, and keeps it: every device would "
+                    f"draw from one of its own. Make it before the first step: onefold seeds for "
+                    f"each shard what the loss and the model then hold"
+                )
+
+    def keeping_generators(self) -> AbstractContextManager[object]:
+        """A block after which these generators are where they were."""
+        held = [r.own_generators for r in self.replicas if r.own_generators.all]
+        if not held:
+            return nullcontext()
+        kept = ExitStack()
+        for own in held:
+            kept.enter_context(own.kept())
+        return kept
+
+    @contextmanager
+    def with_generators_of(self, *functions: object) -> Iterator[None]:
+        """Have other functions than the losses take their place inside."""
+        before = [replica.own_generators for replica in self.replicas]
+        self.find_generators(*functions)
+        try:
+            with self.keeping_generators():
+                yield
+        finally:
+            for replica, own in zip(self.replicas, before, strict=True):
+                replica.own_generators = own
 
     def timed(self, phase: Phase, label: str) -> AbstractContextManager[None]:
         """A block of which the first device of this process notes how long it takes."""

@@ -288,7 +288,8 @@ def put_aside(replica: Replica) -> Callable[[], None]:
     # Shallow: the tables in which a module holds its parameters and parts stay the same objects.
     modules = [(part, dict(part.__dict__)) for part in replica.module.modules()]
     trainable = replica.parts.trainable()
-    generators = GeneratorStates(replica.device)
+    generators, own = GeneratorStates(replica.device), replica.own_generators
+    states = own.states()
 
     def put_back() -> None:
         for part, attributes in modules:
@@ -302,6 +303,7 @@ def put_aside(replica: Replica) -> Callable[[], None]:
         replica.parts.restore_frozen(trainable)
         put_gradients(parameters, gradients)
         generators.restore()
+        own.put_back(states)
 
     return put_back
 

@@ -31,7 +31,7 @@ from onefold.core.flat import FlatTensors
 from onefold.core.gatherer import Gatherer, GatherRequest, Refusing, gathering
 from onefold.core.late import load
 from onefold.core.mean import Contribution, LateWeight, known, seeing_whole_batch, weigh
-from onefold.core.randomness import derive_seed, seed_generators
+from onefold.core.randomness import OwnGenerators, derive_seed, seed_generators
 from onefold.core.results import GATHERS, LATE, Gradients, ShardResult, code_of, split
 from onefold.core.settings import AS_GIVEN, Precision, added_up_in
 from onefold.core.shard import microbatch_bounds, rows_of
@@ -107,6 +107,8 @@ class Replica:
         """Those of the model, if gradients are handed over stage by stage."""
         self.watch = Stopwatch(device)
         self.loss_watch = LossWatch()
+        self.own_generators = OwnGenerators()
+        """Those that the loss and the model reach, which are seeded for each shard."""
         self.note_shard: Callable[[int], None] = lambda shard: None
         """Called with each shard that begins, and -1 after the last one of a step or batch."""
         self._names = list(parts.trained)
@@ -424,6 +426,7 @@ class Replica:
         common = "step", (task.seed, task.step)
         seed = derive_seed("shard", task.seed, task.step, shard)
         seed_generators(seed, self.device, common=common)
+        self.own_generators.seed(seed, "held by a loss")
         return f"step {task.step}, shard {shard}"
 
     def put_back(self, task: ShardTask) -> None:

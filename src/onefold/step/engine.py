@@ -104,7 +104,7 @@ class Engine:
         self._launches: LaunchWatch | None = None
         if watched:
             self._launches = LaunchWatch(last.number, last.watch)
-        self._has_warned = False
+        self._has_warned = self._has_looked = False
         self._nan_before = buffers_with_nan(context.module)
         self.hooks = Hooks()
         """The tools around the steps of the run."""
@@ -268,6 +268,9 @@ class Engine:
         self.agreement.torn = f"step {number}"
         try:
             computed = self._compute_task(task)
+            if task.run_checks and not self._has_looked:
+                self._has_looked = True
+                context.refuse_new_generators(f"step {number}", *self.losses.values())
         except BaseException:
             # Once more, as the interrupt may have come where this was being done.
             context.undo(task)
@@ -280,9 +283,12 @@ class Engine:
         context, objective, number, batch = self.context, self.objective, task.step, task.batch
         # One shard may do what a plain loop may.
         watched = task.run_checks and task.shards > 1
+        if task.run_checks:
+            context.find_generators(*self.losses.values())
         with (
             self._finite.computing(),
             context.computing(run_checks=task.run_checks),
+            context.keeping_generators(),
             self.noting(f"step {number}, the loss", wanted=watched),
         ):
             if self._cuts_shards:

@@ -25,7 +25,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.core.encoding import to_json
-from onefold.core.randomness import GENERATORS, GeneratorStates, OwnGenerators, comparable_state
+from onefold.core.randomness import GeneratorStates, OwnGenerators, comparable_state
+from onefold.data_order.kept_state import generators_in
 from onefold.errors import StateError
 from onefold.system.internals import complete_hooks, has_own_step, steps_a_scheduler
 
@@ -429,8 +430,7 @@ class UpdateDraws:
 
     @contextmanager
     def _looked_at(self) -> Iterator[None]:
-        attributes = [value for each in self._optimizers for value in vars(each).values()]
-        held = OwnGenerators(value for value in attributes if isinstance(value, GENERATORS))
+        held = OwnGenerators(generators_in(*self._optimizers))
         before, states = GeneratorStates(*self._devices), comparable_state(held.states())
         yield
         own = "" if states == comparable_state(held.states()) else "a generator of its own"
