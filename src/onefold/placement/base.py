@@ -35,7 +35,6 @@ from onefold.core.results import Gradients, ShardResult
 from onefold.core.settings import Settings
 from onefold.core.storage import Storage
 from onefold.data_order.kept_state import generators_in
-from onefold.errors import StateError
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Start
 from onefold.exchange.shard_table import ShardTable
@@ -442,23 +441,6 @@ class StepContext:
         """Find the generators that functions and the model reach; each shard seeds them."""
         for replica in self.replicas:
             replica.own_generators = OwnGenerators(generators_in(*functions, replica.module))
-
-    def refuse_new_generators(self, where: str, *functions: object) -> None:
-        """Refuse that shards have made a generator, which was not seeded for them.
-
-        Raises:
-            StateError: they have.
-        """
-        known = [[*map(id, replica.own_generators.all)] for replica in self.replicas]
-        self.find_generators(*functions)
-        for replica, ids in zip(self.replicas, known, strict=True):
-            for new in (each for each in replica.own_generators.all if id(each) not in ids):
-                raise StateError(
-                    f"{where}: the loss or the model made a random generator ({type(new).__name__})"
-                    f" in its shards, on device {replica.number}, and keeps it: every device would "
-                    f"draw from one of its own. Make it before the first step: onefold seeds for "
-                    f"each shard what the loss and the model then hold"
-                )
 
     def keeping_generators(self) -> AbstractContextManager[object]:
         """A block after which these generators are where they were."""

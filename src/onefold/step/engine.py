@@ -20,7 +20,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.call_digest import Agreed, Call, CallDigest
 from onefold.core.late import load
 from onefold.core.results import ShardResult, StepWeight, total_weight
-from onefold.errors import DisagreementError
+from onefold.errors import DisagreementError, StateError
 from onefold.placement.base import Before, Placement, StepContext, StepTotals
 from onefold.shard.gradients import keeping_gradients
 from onefold.shard.model_parts import ExternalModules, buffers_with_nan, in_mode
@@ -270,7 +270,7 @@ class Engine:
             computed = self._compute_task(task)
             if task.run_checks and not self._has_looked:
                 self._has_looked = True
-                context.refuse_new_generators(f"step {number}", *self.losses.values())
+                self._refuse_new_generators(f"step {number}")
         except BaseException:
             # Once more, as the interrupt may have come where this was being done.
             context.undo(task)
@@ -278,6 +278,22 @@ class Engine:
             raise
         self.agreement.torn = ""
         return computed
+
+    def _refuse_new_generators(self, where: str) -> None:
+        """Refuse that shards have made a generator, which was not seeded for them.
+
+        Raises:
+            StateError: they have.
+        """
+        replicas = self.context.replicas
+        known = {id(each) for replica in replicas for each in replica.own_generators.all}
+        self.context.find_generators(*self.losses.values())
+        if any(id(each) not in known for r in replicas for each in r.own_generators.all):
+            raise StateError(
+                f"{where}: the loss or the model made a random generator in its shards and keeps "
+                f"it: every device would draw from one of its own. Make it before the first step, "
+                f"so that onefold seeds it for each shard"
+            )
 
     def _compute_task(self, task: ShardTask) -> tuple[StepTotals, StepWeight]:
         context, objective, number, batch = self.context, self.objective, task.step, task.batch
