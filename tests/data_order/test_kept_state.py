@@ -148,6 +148,14 @@ def test_the_search_has_a_limit_and_takes_the_nearest_first() -> None:
     assert len(reachable([[{"x": [1, 2]} for _ in range(10_000)]])) <= 1 + 2 * WIDEST
 
 
+def test_classes_come_last_as_their_methods_lead_to_a_whole_library() -> None:
+    own = np.random.default_rng(1)
+    many = [[[object()] for _ in range(200)] for _ in range(200)]
+    holder = type("Holder", (), {"library": many})()
+    holder.parts = [[[[{"transform": own}]]]]
+    assert generators_in(holder) == [own]
+
+
 def test_open_files_are_found(tmp_path: Path) -> None:
     path = tmp_path / "samples.bin"
     path.write_bytes(b"0123")

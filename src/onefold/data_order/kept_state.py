@@ -8,11 +8,11 @@ script runs. It is not for state of other kinds, such as counters: `FirstShard` 
 
 Note: limits of the search
 --------------------------
-The search ends after `MOST` objects, the nearest first, and looks at the first `WIDEST` parts of
-each of them. Numbers, text, tensors and arrays end it, as do modules, threads, loggers, a Trainer,
-and the classes of Python, NumPy, PyTorch and onefold, with the globals that their functions use. So
-do the global generators, which are seeded anyway. The same objects are found in the same order in
-every process.
+The search ends after `MOST` objects, the nearest first and classes last, and looks at the first
+`WIDEST` parts of each of them. Numbers, text, tensors and arrays end it, as do modules, threads,
+loggers, a Trainer, and the classes of Python, NumPy, PyTorch and onefold, with the globals that
+their functions use. So do the global generators, which are seeded anyway. The same objects are
+found in the same order in every process.
 """
 
 from __future__ import annotations
@@ -57,12 +57,14 @@ def reachable(owners: Iterable[object]) -> list[object]:
     """Return some objects and everything that they refer to, each once; see the note on limits."""
     # Of objects that are kept here: the id of one that is gone may be another's.
     found: dict[int, object] = {}
-    waiting = deque(owners)
-    while waiting and len(found) < MOST:
-        each = waiting.popleft()
+    waiting, classes = deque(owners), deque[object]()
+    while (waiting or classes) and len(found) < MOST:
+        # Classes last: the methods of a large library lead to all of it.
+        each = (waiting or classes).popleft()
         if not isinstance(each, _LEAVES) and id(each) not in found:
             found[id(each)] = each
-            waiting.extend(islice(_parts_of(each), WIDEST))
+            for part in islice(_parts_of(each), WIDEST):
+                (classes if isinstance(part, type) else waiting).append(part)
     return list(found.values())
 
 
