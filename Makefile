@@ -2,6 +2,7 @@
 # make test    lint, types and every test that needs no GPU
 # make test-all  the same with those marked full: the whole cross product, and real launchers
 # make lowest  the tests of jobs and commands with the oldest releases that pyproject.toml allows
+# make ecosystem  scripts of other libraries in an environment of their own, plain and with onefold; writes docs/reference/works-with.md
 # make golden  small runs on simulated devices, whose bits are in tests/golden.json
 # make mutants plants faults in the source one at a time, and asks whether make test finds each; takes hours
 # make venv    the environment for a first look, and for development
@@ -17,6 +18,7 @@ BIN := $(VENV)/bin
 BENCH_VENV := .venv-bench
 BENCH_BIN := $(BENCH_VENV)/bin
 LOWEST_VENV := .venv-lowest
+ECOSYSTEM_VENV := .venv-ecosystem
 RESULTS := benchmarks/results
 JOBS := packages/onefold-jobs
 OF_JOBS := digits,images,report,tables,text,loggers,augment,export
@@ -30,7 +32,7 @@ SAY = | sed -En 's/^ *(Downloading|Using cached|Processing .*\/([^/]*\.whl)$$) *
 # Of the order of the tests; drawn, and said at the end, unless it is given: make test SEED=7
 SEED ?= $(shell echo $$RANDOM)
 
-.PHONY: demo test test-all lowest golden mutants lint venv docs links bench bench-venv gpu clean
+.PHONY: demo test test-all lowest ecosystem golden mutants lint venv docs links bench bench-venv gpu clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
@@ -43,6 +45,9 @@ test: lint golden $(VENV)/test.stamp
 lowest: $(LOWEST_VENV)/lowest.stamp
 	$(LOWEST_VENV)/bin/pytest --numprocesses 2 --dist loadgroup tests/cli tests/jobs
 
+ecosystem: $(ECOSYSTEM_VENV)/ecosystem.stamp
+	$(ECOSYSTEM_VENV)/bin/python -m ecosystem
+
 golden: $(VENV)/dev.stamp
 	$(BIN)/python -m tests.golden
 
@@ -51,6 +56,7 @@ mutants: $(VENV)/test.stamp
 
 test-all: lint golden $(VENV)/test.stamp
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not gpu"
+	$(MAKE) ecosystem
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -88,7 +94,7 @@ gpu:
 	$(PYTHON) -m tests.gpu --results $(RESULTS) --device $(DEVICE)
 
 # torch first and by itself: with the pinned build in place nothing pulls in a larger one.
-$(VENV)/torch.stamp $(BENCH_VENV)/torch.stamp $(LOWEST_VENV)/torch.stamp: constraints.txt
+$(VENV)/torch.stamp $(BENCH_VENV)/torch.stamp $(LOWEST_VENV)/torch.stamp $(ECOSYSTEM_VENV)/torch.stamp: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onefold needs Python 3.11 or later; say which: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -m venv $(@D)
 	@echo 'Installing torch into $(@D):'
@@ -120,6 +126,12 @@ $(LOWEST_VENV)/lowest.stamp: $(LOWEST_VENV)/torch.stamp pyproject.toml $(JOBS)/p
 	@VIRTUAL_ENV=$(@D) $(@D)/bin/uv pip install --resolution lowest-direct --constraint constraints.txt $(call both,demo$(comma)dev$(comma)transformers$(comma)loggers,$(OF_JOBS))
 	@touch $@
 
+# uv, because pip cannot leave out a requirement of a library.
+$(ECOSYSTEM_VENV)/ecosystem.stamp: $(ECOSYSTEM_VENV)/torch.stamp pyproject.toml ecosystem/requirements.txt ecosystem/overrides.txt
+	@$(INSTALL) uv $(SAY)
+	@VIRTUAL_ENV=$(@D) $(@D)/bin/uv pip install --constraint constraints.txt --overrides ecosystem/overrides.txt --editable . --requirement ecosystem/requirements.txt
+	@touch $@
+
 $(VENV)/docs.stamp: $(VENV)/test.stamp
 	@echo 'Installing onefold[docs] into $(@D):'
 	@$(INSTALL) --editable '.[docs]' $(SAY)
@@ -131,4 +143,4 @@ $(BENCH_VENV)/bench.stamp: $(BENCH_VENV)/torch.stamp pyproject.toml $(JOBS)/pypr
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(LOWEST_VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(LOWEST_VENV) $(ECOSYSTEM_VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,21 @@
+"""A data set of Hugging Face's datasets, in a plain loop."""
+
+import datasets
+import torch
+import torch.nn.functional as F
+from ecosystem.common import BATCH, EPOCHS, network, points, report
+from torch.utils.data import DataLoader
+
+x, y = points()
+data = datasets.Dataset.from_dict({"x": x.tolist(), "y": y.tolist()})
+data = data.map(lambda row: {"x": [2 * value for value in row["x"]]}).with_format("torch")
+model = network()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+loader = DataLoader(data, batch_size=BATCH)
+for _ in range(EPOCHS):
+    for batch in loader:
+        loss = F.cross_entropy(model(batch["x"]), batch["y"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+report(model)
