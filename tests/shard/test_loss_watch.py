@@ -1,6 +1,7 @@
 """What the graph of a loss gives away, what it must not be blamed for, and what is said of it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,10 @@ WHOLE = 4 * SAMPLES
 
 @pytest.fixture
 def values() -> Values:
+    return values_of()
+
+
+def values_of() -> Values:
     generator = torch.Generator().manual_seed(1)
     shape = (SAMPLES, CLASSES)
     tokens = torch.randint(0, CLASSES, (SAMPLES, LENGTH), generator=generator)
@@ -297,6 +302,33 @@ def test_what_is_surely_wrong_is_refused(values: Values, kind: str, caplog: Any)
     (message,) = caplog.messages
     assert message.startswith("the loss of step 1, shard 0 is ")
     assert message.endswith("To see whether it is what you mean: onefold verify")
+
+
+@for_each(
+    ("total", "weight", "found"),
+    [
+        (lambda v: F.cross_entropy(v.x, v.y), len, True),
+        (lambda v: F.cross_entropy(v.x, v.holes), lambda x: torch.tensor(4), True),
+        (lambda v: -(F.mse_loss(v.x, v.soft).view(())), len, True),
+        (lambda v: 0.5 * F.mse_loss(v.x, v.soft), len, True),
+        (lambda v: F.cross_entropy(v.x, v.y) * len(v.x), len, False),
+        (lambda v: F.cross_entropy(v.x, v.holes) * torch.tensor(4), lambda x: 4, False),
+        (lambda v: F.cross_entropy(v.x, v.holes, reduction="sum") / 1, lambda x: 4, False),
+        (lambda v: F.mse_loss(v.x, v.soft), lambda x: 1, False),
+        (lambda v: ce_values(v).sum(), len, False),
+        (lambda v: ce_values(v).mean() + v.parameter.sum(), len, False),
+    ],
+)
+def test_a_total_that_is_a_mean_is_refused(total: Loss, weight: Any, found: bool) -> None:
+    values = values_of()
+    mean = onefold.Mean(total(values), weight(values.x))  # type: ignore[arg-type]
+    for loss in (mean, mean + onefold.Sum(values.x.sum())):
+        watch = LossWatch()
+        given = {"samples": SAMPLES, "batch_samples": WHOLE, "where": "step 1, shard 0"}
+        watch.inspect(loss, run_checks=False, **given)
+        words = r"shard 0 is onefold.Mean\(total, weight\) whose total is a mean already"
+        with pytest.raises(LossError, match=words) if found else nullcontext():
+            watch.inspect(loss, run_checks=True, **given)
 
 
 def test_the_first_of_each_kind_is_kept(values: Values, caplog: pytest.LogCaptureFixture) -> None:

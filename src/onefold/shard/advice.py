@@ -177,6 +177,11 @@ _BY_SAMPLES = (
     "that the loss is not that of the whole batch. Return onefold.losses.{function}(...) with the "
     "same arguments, which hands over the total and what it is to be divided by"
 )
+_OF_MODEL = (
+    ". If the model computes it, as those of transformers do, return onefold.Mean(model(**batch)"
+    ".loss * n, n), where n counts the targets: (batch['labels'] != -100).sum(), and of labels[:, "
+    "1:] where the model shifts them (causal language models)"
+)
 _BY_NUMBER = (
     ", as reduction='mean' does. Return onefold.losses.{function}(...) with the same arguments and "
     "without reduction='none'; to divide by the number of samples, return "
@@ -208,7 +213,13 @@ FINDINGS: dict[str, str] = {
         "divided by over the whole batch"
     ),
     "weights": "a mean by class weights ({shown} with weight=)" + _BY_SAMPLES,
-    "ignored": "a mean over targets of which {ignored} are ignored ({shown})" + _BY_SAMPLES,
+    "ignored": "a mean over targets of which {ignored} are ignored ({shown})"
+    + _BY_SAMPLES
+    + _OF_MODEL,
+    "mean-total": "onefold.Mean(total, weight) whose total is a mean already ({shown}), and is "
+    "divided by the weights once more. Models of transformers return one even if they are given "
+    "num_items_in_batch, which many of them ignore. Return onefold.Mean(mean * weight, weight), or "
+    "the total with reduction='sum'",
     "weights-none": "one value a sample scaled by class weights ({shown} with weight=). onefold "
     "divides the values by the number of samples and not by the sum of their weights" + _BY_NUMBER,
     "ignored-none": "one value a sample with ignored targets among them ({shown}). onefold divides "

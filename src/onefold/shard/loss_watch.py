@@ -29,6 +29,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.late import load
+from onefold.core.mean import Mean
 from onefold.core.structure import Count
 from onefold.errors import LossError
 
@@ -46,10 +47,13 @@ FindingKind = Literal[
     "tokens",
     "weights-none",
     "ignored-none",
+    "mean-total",
 ]
 
 _NODES_LOOKED_AT = 48
 """A loss that adds up more terms than so many is not searched to its end."""
+_ANY = 1 << 30
+"""Samples of a shard of which a factor such as 0.5 is no share."""
 _MEAN, _SUM = 1, 2
 """PyTorch's numbers for reductions; 0 is none."""
 
@@ -145,6 +149,25 @@ def inspect_loss(result: object, samples: int, batch_samples: int = 0) -> LossFi
         if _may_be_of_batch(place, samples, batch_samples):
             divided = f"{abs(place.divisor or 0):g}"
             return _found("maybe-whole", divided=divided, samples=samples, batch=batch_samples)
+    return None
+
+
+def inspect_totals(result: object) -> LossFinding | None:
+    """Report a total of a `Mean` that is a mean already, which would be divided twice.
+
+    >>> outputs = torch.zeros(4, 2, requires_grad=True)
+    >>> loss = torch.nn.functional.mse_loss(outputs, torch.ones(4, 2))
+    >>> inspect_totals(Mean(loss, 4)).kind
+    'mean-total'
+    >>> inspect_totals(Mean(loss * 4, 4))
+    """
+    for term in getattr(result, "terms", (result,)):
+        graph = term.total.grad_fn if isinstance(term, Mean) and term.weight > 1 else None
+        places = list(_places(graph, _ANY, scalar=True)) if graph is not None else []
+        if len(places) == 1 and places[0].divisor is None and not places[0].enlarged:
+            function = _LOSSES.get(places[0].node.name())
+            if function and _saved(places[0].node, "reduction") == _MEAN:
+                return _found("mean-total", function)
     return None
 
 
@@ -375,7 +398,7 @@ def _saved(node: Any, name: str) -> Any:
         return None
 
 
-_CERTAIN: tuple[FindingKind, ...] = ("sum", "weights", "ignored")
+_CERTAIN: tuple[FindingKind, ...] = ("sum", "weights", "ignored", "mean-total")
 """Certainly read wrongly where there are several shards; the others may be intended."""
 
 
@@ -408,11 +431,11 @@ class LossWatch:
         Raises:
             LossError: it is certain that the loss is not the one that the script means.
         """
-        if not isinstance(result, torch.Tensor):
+        device = result.device if isinstance(result, torch.Tensor) and not result.dim() else None
+        # On a GPU, looking waits for the work that is under way.
+        if not run_checks and (device is None or device.type != "cpu"):
             return
-        if (result.dim() or result.device.type != "cpu") and not run_checks:
-            return  # on a GPU, looking waits for the work that is under way
-        finding = inspect_loss(result, samples, batch_samples)
+        finding = inspect_loss(result, samples, batch_samples) or inspect_totals(result)
         if finding is None:
             return
         if self.refuses and finding.kind in _CERTAIN:
