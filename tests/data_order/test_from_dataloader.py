@@ -121,6 +121,17 @@ class Harmless(DataLoader[int]):
     """As those of libraries that only bring a collate function."""
 
 
+class WebLoader(Stream):
+    """As webdataset's, which has a DataLoader inside."""
+
+
+@for_each("choices", [{}, {"batch_size": 4}])
+def test_the_loader_of_webdataset_is_refused(choices: dict[str, Any]) -> None:
+    """Also with a batch size: its batches would be taken for samples."""
+    with pytest.raises(TypeError, match=r"WebLoader makes batches .* trainer.loader\(webdataset"):
+        make_trainer().loader(WebLoader(), **choices)
+
+
 @for_each(
     ("loader", "words"),
     [

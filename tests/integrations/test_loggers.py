@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -85,6 +86,26 @@ def test_rates_have_the_names_of_optimizers_and_groups() -> None:
     assert {name: value for name, value in written[0][1].items() if "lr" in name} == rates
     assert {"a/loss", "a/grad_norm"} < written[0][1].keys()
     assert "b/loss" in written[1][1]
+
+
+def test_trackio_is_written_to_by_a_run_or_its_module() -> None:
+    written: list[tuple[int, float]] = []
+
+    def log(numbers: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        written.append((step, numbers["train/loss"]))
+
+    run = type("Run", (), {"__module__": "trackio.run", "log": staticmethod(log)})()
+    module = ModuleType("trackio")
+    module.log = log  # type: ignore[attr-defined]
+    for logger in (run, module):
+        trainer = trainer_of(None)
+        log_steps(trainer, logger, every=1)
+        trainer.step(points(8))
+    assert [step for step, _ in written] == [1, 1]
+    other = type("Run", (), {"log": staticmethod(log)})()
+    with pytest.raises(TypeError, match="a run of Weights & Biases or trackio, the module mlflow"):
+        log_steps(trainer_of(None), other)
 
 
 def test_what_a_logger_draws_shifts_nothing() -> None:

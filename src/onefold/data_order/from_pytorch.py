@@ -68,6 +68,7 @@ __all__ = [
     "check_sampler",
     "draw_batches",
     "draw_samples",
+    "of_batches",
 ]
 
 _log = logging.getLogger("onefold")
@@ -144,6 +145,15 @@ def arguments_of(loader: DataLoader[Any], given: Sequence[str], in_order: bool) 
         drop_last = batches.drop_last and not in_order
         return {**same, "batch_size": batches.batch_size, "drop_last": drop_last, **order}
     return {**same, "batch_size": None, "batch_sampler": loader.batch_sampler}
+
+
+def of_batches(loader: object) -> TypeError:
+    """The error for webdataset's loader, which reads batches by a DataLoader inside of it."""
+    return TypeError(
+        f"{type(loader).__name__} makes batches in its own way: expected the data set that it was "
+        f"given, without .batched(), and the batch size over all devices: "
+        f"trainer.loader(webdataset.WebDataset(...), batch_size=64, workers=1)"
+    )
 
 
 def _check_class(loader: DataLoader[Any]) -> None:

@@ -483,6 +483,8 @@ def choose(
         made: dict[str, Any]
         made = load("data_order.from_pytorch").arguments_of(dataset, given, in_order)
         return made
+    if type(dataset).__name__ == "WebLoader":
+        raise load("data_order.from_pytorch").of_batches(dataset)
     _once("workers", workers != 0, "num_workers", names)
     _once("collate", collate is not None, "collate_fn", names)
     batch_sampler = names.get("batch_sampler")

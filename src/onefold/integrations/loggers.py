@@ -1,4 +1,4 @@
-"""Every step's numbers to TensorBoard, Weights & Biases or MLflow, from the lead alone.
+"""Every step's numbers to TensorBoard, Weights & Biases, MLflow or trackio, from the lead alone.
 
     from onefold.integrations.loggers import log_steps
 
@@ -62,9 +62,10 @@ def log_steps(
 
     Args:
         trainer: of the run.
-        logger: a ``SummaryWriter`` of TensorBoard; a run of Weights & Biases, as ``wandb.init``
-            returns it; the module ``mlflow`` or an ``MlflowClient``-like object with
-            ``log_metrics(numbers, step=...)``; or a function of a dict of numbers and the step.
+        logger: a ``SummaryWriter`` of TensorBoard; a run of Weights & Biases or trackio, as
+            ``wandb.init`` and ``trackio.init`` return it; the module ``mlflow`` or an
+            ``MlflowClient``-like object with ``log_metrics(numbers, step=...)``; or a function of a
+            dict of numbers and the step.
             Not used on devices other than the lead, where it may be None.
         every: write every so many steps, and the first.
         prefix: begins each name, as in ``train/loss``.
@@ -141,12 +142,13 @@ def _writing(logger: Any) -> Write:
         return add
     if hasattr(logger, "log_metrics"):
         return lambda numbers, step: logger.log_metrics(numbers, step=step)
-    if hasattr(logger, "define_metric"):
+    module = getattr(logger, "__name__", type(logger).__module__)
+    if hasattr(logger, "define_metric") or module.split(".")[0] == "trackio":
         return lambda numbers, step: logger.log(numbers, step=step)
     if callable(logger):
         write: Write = logger
         return write
     raise TypeError(
-        f"expected a SummaryWriter, a run of Weights & Biases, the module mlflow, or a function of "
-        f"a dict and a step; got {type(logger).__name__}"
+        f"expected a SummaryWriter, a run of Weights & Biases or trackio, the module mlflow, or a "
+        f"function of a dict and a step; got {type(logger).__name__}"
     )
