@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from onefold.core.mean import Mean
 from onefold.core.structure import parts_of
+from onefold.shard.loss_watch import LOSSES, LossFinding, finding_of, places_in, saved
 from onefold.system.words import listed, message_of
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "FINDINGS",
     "ONE_SAMPLE",
     "advice_on",
+    "inspect_totals",
     "is_about_hooks",
     "is_shortage",
     "say_few",
@@ -301,3 +304,22 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
         yield path, value
     for name, part in parts or ():
         yield from _leaves(part, path + name)
+
+
+def inspect_totals(result: object) -> LossFinding | None:
+    """Report a total of a `Mean` that is a mean already, which would be divided twice.
+
+    >>> outputs = torch.zeros(4, 2, requires_grad=True)
+    >>> loss = torch.nn.functional.mse_loss(outputs, torch.ones(4, 2))
+    >>> inspect_totals(Mean(loss, 4)).kind
+    'mean-total'
+    >>> inspect_totals(Mean(loss * 4, 4))
+    """
+    for term in getattr(result, "terms", (result,)):
+        graph = term.total.grad_fn if isinstance(term, Mean) and term.weight > 1 else None
+        places = list(places_in(graph, 1 << 30, scalar=True)) if graph is not None else []
+        if len(places) == 1 and places[0].divisor is None and not places[0].enlarged:
+            function = LOSSES.get(places[0].node.name())
+            if function and saved(places[0].node, "reduction") == 1:
+                return finding_of("mean-total", function)
+    return None

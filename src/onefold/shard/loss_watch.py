@@ -29,11 +29,10 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.late import load
-from onefold.core.mean import Mean
 from onefold.core.structure import Count
 from onefold.errors import LossError
 
-__all__ = ["LossFinding", "LossWatch", "inspect_loss"]
+__all__ = ["LOSSES", "LossFinding", "LossWatch", "finding_of", "inspect_loss", "places_in", "saved"]
 
 _log = logging.getLogger("onefold")
 
@@ -52,12 +51,10 @@ FindingKind = Literal[
 
 _NODES_LOOKED_AT = 48
 """A loss that adds up more terms than so many is not searched to its end."""
-_ANY = 1 << 30
-"""Samples of a shard of which a factor such as 0.5 is no share."""
 _MEAN, _SUM = 1, 2
 """PyTorch's numbers for reductions; 0 is none."""
 
-_LOSSES = {
+LOSSES = {
     "BinaryCrossEntropyBackward0": "binary_cross_entropy",
     "BinaryCrossEntropyWithLogitsBackward0": "binary_cross_entropy_with_logits",
     "HuberLossBackward0": "huber_loss",
@@ -138,7 +135,7 @@ def inspect_loss(result: object, samples: int, batch_samples: int = 0) -> LossFi
         return None
     scalar = result.dim() == 0
     # All at once, as what is found in one depends on whether there is a mean among the others.
-    places = list(_places(result.grad_fn, samples, scalar=scalar))
+    places = list(places_in(result.grad_fn, samples, scalar=scalar))
     for place in places:
         found = _inspect_scalar(place, samples) if scalar else _inspect_each(place)
         if found is not None and found.kind == "sum" and any(map(_is_mean, places)):
@@ -148,35 +145,16 @@ def inspect_loss(result: object, samples: int, batch_samples: int = 0) -> LossFi
     for place in places:
         if _may_be_of_batch(place, samples, batch_samples):
             divided = f"{abs(place.divisor or 0):g}"
-            return _found("maybe-whole", divided=divided, samples=samples, batch=batch_samples)
-    return None
-
-
-def inspect_totals(result: object) -> LossFinding | None:
-    """Report a total of a `Mean` that is a mean already, which would be divided twice.
-
-    >>> outputs = torch.zeros(4, 2, requires_grad=True)
-    >>> loss = torch.nn.functional.mse_loss(outputs, torch.ones(4, 2))
-    >>> inspect_totals(Mean(loss, 4)).kind
-    'mean-total'
-    >>> inspect_totals(Mean(loss * 4, 4))
-    """
-    for term in getattr(result, "terms", (result,)):
-        graph = term.total.grad_fn if isinstance(term, Mean) and term.weight > 1 else None
-        places = list(_places(graph, _ANY, scalar=True)) if graph is not None else []
-        if len(places) == 1 and places[0].divisor is None and not places[0].enlarged:
-            function = _LOSSES.get(places[0].node.name())
-            if function and _saved(places[0].node, "reduction") == _MEAN:
-                return _found("mean-total", function)
+            return finding_of("maybe-whole", divided=divided, samples=samples, batch=batch_samples)
     return None
 
 
 def _is_mean(place: _Place) -> bool:
     name = place.node.name()
-    return name == "MeanBackward0" or (name in _LOSSES and _saved(place.node, "reduction") == _MEAN)
+    return name == "MeanBackward0" or (name in LOSSES and saved(place.node, "reduction") == _MEAN)
 
 
-def _places(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
+def places_in(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
     """Walk to the nodes whose values make up the result, but for signs, factors and shapes."""
     waiting = [_Place(node)]
     for _ in range(_NODES_LOOKED_AT):
@@ -215,7 +193,7 @@ def _keeps_values(node: Any, samples: int, *, scalar: bool) -> bool:
         return name in _SAME_VALUES or name == "MeanBackward1"
     if name in _REDUCED and _numel_of(node) == 1:
         # What reduces a single sample reduces the batch of a plain loop; a scalar stays a scalar.
-        return samples > 1 or not _saved(node, "self_sym_sizes")
+        return samples > 1 or not saved(node, "self_sym_sizes")
     return name in _SAME_VALUES
 
 
@@ -247,10 +225,10 @@ def _inverse(factor: float, samples: int) -> float:
 
 def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
     name = place.node.name()
-    function = _LOSSES.get(name)
-    reduction = _saved(place.node, "reduction") if function else None
+    function = LOSSES.get(name)
+    reduction = saved(place.node, "reduction") if function else None
     if reduction == _SUM and place.divisor is None:
-        return _found("sum", function, samples=_of(samples))
+        return finding_of("sum", function, samples=_of(samples))
     if reduction == _SUM:
         return _quotient(place.divisor, samples, function)
     if reduction == _MEAN and name in _OF_CLASSES:
@@ -272,21 +250,21 @@ def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
 def _inspect_each(place: _Place) -> LossFinding | None:
     """Inspect a loss of one value per sample, (n,)."""
     node = place.node
-    of_classes = node.name() in _OF_CLASSES and _saved(node, "reduction") == 0
+    of_classes = node.name() in _OF_CLASSES and saved(node, "reduction") == 0
     return _inspect_classes(node, 0, mean=False) if of_classes else None
 
 
 def _inspect_classes(node: Any, samples: int, *, mean: bool) -> LossFinding | None:
     """Inspect a loss of classes: a mean, or one value per sample."""
-    function = _LOSSES[node.name()]
-    if _saved(node, "weight") is not None:
-        return _found("weights" if mean else "weights-none", function)
-    targets, index = _saved(node, "target"), _ignored_index(node)
+    function = LOSSES[node.name()]
+    if saved(node, "weight") is not None:
+        return finding_of("weights" if mean else "weights-none", function)
+    targets, index = saved(node, "target"), _ignored_index(node)
     if targets is None or index is None:
         return None
-    ignored = _ignored(targets, index, _saved(node, "total_weight") if mean else None)
+    ignored = _ignored(targets, index, saved(node, "total_weight") if mean else None)
     if ignored > 0:
-        return _found("ignored" if mean else "ignored-none", function, ignored=ignored)
+        return finding_of("ignored" if mean else "ignored-none", function, ignored=ignored)
     numel = targets.numel()
     return _tokens(f"a mean over {numel} targets", numel, samples, function) if mean else None
 
@@ -300,7 +278,7 @@ def _ignored(targets: torch.Tensor, index: int, kept: torch.Tensor | None) -> in
 
 
 def _ignored_index(node: Any) -> int | None:
-    index = _saved(node, "ignore_index")
+    index = saved(node, "ignore_index")
     # PyTorch hands it over as an unsigned number: -100 comes as 2**64 - 100.
     return None if index is None else index - 2**64 if index >= 2**63 else index
 
@@ -319,13 +297,13 @@ def _may_be_of_batch(place: _Place, samples: int, batch_samples: int) -> bool:
     """Whether a sum was divided by a count of the whole batch, of samples or of their values."""
     if batch_samples <= samples or place.divisions != 1 or place.enlarged:
         return False
-    of_function = _saved(place.node, "reduction") == _SUM
+    of_function = saved(place.node, "reduction") == _SUM
     # Beside other terms, a sum is most likely a penalty on the parameters.
     if not of_function and (place.node.name() not in _SUMS or not place.whole):
         return False
-    values = _saved(place.node, "target")
-    values = _saved(place.node, "self") if values is None else values
-    sizes = _saved(place.node, "self_sym_sizes") if values is None else values.shape
+    values = saved(place.node, "target")
+    values = saved(place.node, "self") if values is None else values
+    sizes = saved(place.node, "self_sym_sizes") if values is None else values.shape
     counts = [samples, *accumulate(sizes or (), mul)]
 
     def is_of_shard(number: float) -> bool:
@@ -348,18 +326,18 @@ def _tokens(
     if _is_multiple(count, samples):
         return None
     losses = f"onefold.losses.{function}(...) or " if function else ""
-    return _found("tokens", function, seen=seen, samples=samples, losses=losses)
+    return finding_of("tokens", function, seen=seen, samples=samples, losses=losses)
 
 
 def _maybe_sum(samples: int) -> LossFinding:
-    return _found("maybe-sum", samples=_of(samples))
+    return finding_of("maybe-sum", samples=_of(samples))
 
 
 def _of(samples: int) -> str:
     return "one sample" if samples == 1 else f"{samples} samples"
 
 
-def _found(kind: FindingKind, function: str | None = None, **names: object) -> LossFinding:
+def finding_of(kind: FindingKind, function: str | None = None, **names: object) -> LossFinding:
     shown = "cross_entropy or nll_loss" if function == "cross_entropy" else function
     words = load("shard.advice").FINDINGS[kind]
     return LossFinding(kind, words.format(function=function, shown=shown, **names))
@@ -371,7 +349,7 @@ def _number_beside(node: Any) -> float | None:
     None where there is no such number; NaN where reading it would wait for a GPU.
     """
     # A node keeps only the operands that its backward needs: of a constant factor, that alone.
-    kept = [_saved(node, "other"), _saved(node, "self")]
+    kept = [saved(node, "other"), saved(node, "self")]
     numbers = [value for value in kept if value is not None]
     if len(numbers) != 1:
         return None
@@ -385,11 +363,11 @@ def _number_beside(node: Any) -> float | None:
 
 def _numel_of(node: Any) -> int:
     """Return how many values a sum or a mean reduces; 0 where the node does not say."""
-    sizes = _saved(node, "self_sym_sizes")
+    sizes = saved(node, "self_sym_sizes")
     return math.prod(sizes) if sizes is not None else 0
 
 
-def _saved(node: Any, name: str) -> Any:
+def saved(node: Any, name: str) -> Any:
     """Return what a node keeps for backward; None where it does not, or has freed it."""
     try:
         return getattr(node, f"_saved_{name}", None)
@@ -435,7 +413,11 @@ class LossWatch:
         # On a GPU, looking waits for the work that is under way.
         if not run_checks and (device is None or device.type != "cpu"):
             return
-        finding = inspect_loss(result, samples, batch_samples) or inspect_totals(result)
+        finding = inspect_loss(result, samples, batch_samples) or (
+            None
+            if isinstance(result, torch.Tensor)
+            else load("shard.advice").inspect_totals(result)
+        )
         if finding is None:
             return
         if self.refuses and finding.kind in _CERTAIN:
