@@ -134,8 +134,6 @@ class Noisy(torch.optim.SGD):
 
 
 def data_of(place: str, own: Own) -> Any:
-    GLOBAL[:] = [own]
-    LIBRARY.own = own
     made: dict[str, Callable[[], Any]] = {
         "attribute": lambda: Data(own),
         "closure": lambda: Data(lambda: own()),
@@ -154,7 +152,8 @@ def data_of(place: str, own: Own) -> Any:
 
 def script(place: str, kind: str, workers: int, dies: int | None) -> str:
     torch.manual_seed(0)
-    own, idle = Own(kind), float
+    # Simulated devices are threads: a global is one object for all of them.
+    own, idle = GLOBAL[0] if place in ("global", "environment") else Own(kind), float
     used = {name: own if name == place else idle for name in PLACES}
     model = torch.nn.Linear(3, 2)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -208,6 +207,8 @@ def run(
 ) -> str:
     """What the script returns; "rejected", or "died"."""
     options = RunOptions(checkpoint=str(folder or ""), save_every=1)
+    GLOBAL[:] = [Own(cell[1])]
+    LIBRARY.own = GLOBAL[0]
     with ExitStack() as stack:
         if folder is not None:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
