@@ -291,8 +291,8 @@ data_order/reader.py
 
 a stream that goes on repeats its last sample
 data_order/stream.py
--for _ in take_items(self._samples, start):
-+for _ in take_items(self._samples, max(start - 1, 0)):
+-        self._read_again(self._numbers[1], start)
++        self._read_again(self._numbers[1], max(start - 1, 0))
 
 a pass that goes on has all its samples again
 data_order/position.py

@@ -280,6 +280,8 @@ class _StreamReader(Dataset[Answer]):
         self._digest, size, checked, found = 0, self._source.size.batch_size, self._to_check, 0
         for start in range(0, stop, size):
             samples = [*take_items(self._samples, min(size, stop - start))]
+            if not samples:
+                break
             self._note_read(samples)
             if checked is not None and checked[:2] == (epoch, start + len(samples)):
                 found = self._digest
