@@ -647,7 +647,8 @@ class LoaderTrack:
         if not this.used:
             return SavedPass(this.number, 0)
         state: Any = this.states.get(this.used)
-        return SavedPass(this.number, this.used, this.order, state)
+        own = None if state is None or state.own is None else state
+        return SavedPass(this.number, this.used, this.order, own)
 
     def end_epoch(self) -> None:
         """Forget the passes of an epoch that is done."""
