@@ -100,6 +100,7 @@ def held_in(precision: Precision, parts: ModelParts) -> dict[str, torch.Tensor]:
     }
 
 
+_PER_SAMPLE = ("GradSampleModule", "DPOptimizer")
 _MAY_BE_SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
@@ -120,6 +121,7 @@ def check_model(model: object) -> None:
             f"the model is wrapped in {type(model).__name__}; expected the plain module. Pass "
             f"model.module: onefold does the rest"
         )
+    _refuse_per_sample(*model.modules())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(
@@ -151,6 +153,22 @@ def check_model(model: object) -> None:
             raise ValueError(
                 f"layer {name} ({type(module).__name__}) gives sparse gradients: expected dense "
                 f"ones. Make it with sparse=False. {load('shard.advice').DENSE}"
+            )
+
+
+def _refuse_per_sample(*parts: object) -> None:
+    """Refuse what keeps the gradient of each sample, by the names of Opacus.
+
+    Raises:
+        TypeError: one of them does.
+    """
+    for part in parts:
+        if any(kind.__name__.endswith(_PER_SAMPLE) for kind in type(part).__mro__):
+            raise TypeError(
+                f"{type(part).__name__} keeps the gradient of each sample, and a device has those "
+                f"of its own shards alone, so that noise and clipping would depend on the number "
+                f"of devices and the privacy accounting would not hold: expected a plain module "
+                f"and optimizer. onefold cannot train with differential privacy"
             )
 
 
@@ -294,6 +312,7 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    _refuse_per_sample(optimizer)
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

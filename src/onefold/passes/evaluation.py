@@ -143,7 +143,10 @@ def compute_shards(
             # One shard may write, as in a plain loop; but not to gathered parameters.
             free = engine.placement.may_write(batch.shares.shards)
             guarded = nullcontext() if free else engine.context.guard.refusing_writing(values=first)
-            with engine.noting(f"the first batch of {what}", wanted=first), guarded:
+            noted = engine.external.watched(
+                f"the first batch of {what}", wanted=first, function=function
+            )
+            with noted, guarded:
                 for replica in engine.context.replicas:
                     with engine.context.attached(replica):
                         for shard in batch.shares.shards_of(replica.number):

@@ -23,14 +23,19 @@ divided, and nothing of this is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from onefold.core.call_digest import Call, CallDigest
 from onefold.core.flat import storage_order
+from onefold.core.late import load
+from onefold.core.structure import tensors_of
+from onefold.errors import StateError
 from onefold.passes.collectives import broadcast, written
 from onefold.shard.gradients import keeping_gradients
 from onefold.step.engine import Engine
@@ -44,6 +49,7 @@ __all__ = ["Modifying"]
 
 
 _KNOWN = frozenset(dir(torch.optim.Optimizer))
+_NO_READS = ("__deepcopy__", "__repr__", "dim", "size")
 
 
 class FullOptimizerState:
@@ -134,6 +140,27 @@ def _has_methods(optimizer: torch.optim.Optimizer) -> bool:
     return any(name not in _KNOWN and not name.startswith("_") for name in names)
 
 
+class _Reads(TorchFunctionMode):
+    """Refuses to compute with tensors that shards have left on modules.
+
+    Args:
+        left: the tensors, and where they are.
+    """
+
+    def __init__(self, left: Iterable[tuple[weakref.ref[torch.Tensor], str]]) -> None:
+        super().__init__()
+        self._left = {id(tensor()): (tensor, place) for tensor, place in left}
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if getattr(function, "__name__", "") not in _NO_READS:
+            for tensor in tensors_of([*args, *given.values()]):
+                left, place = self._left.get(id(tensor), (None, ""))
+                if left is not None and left() is tensor:
+                    raise StateError(f"{place} {load('shard.advice').LEFT_READ}")
+        return function(*args, **given)
+
+
 class Modifying:
     """Lets the lead's process change parameters, buffers and settings for everybody.
 
@@ -142,7 +169,7 @@ class Modifying:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._held = engine, ExitStack()
+        self._engine, self._held, self._reading = engine, ExitStack(), ExitStack()
         self._state = FullOptimizerState(engine)
         self._with_state = False
         self.blocks = 0
@@ -216,9 +243,12 @@ class Modifying:
         if self._private:
             for parameter, copy in zip(named, copies, strict=True):
                 parameter.data = copy
+        if left := self._engine.external.left.tensors:
+            self._reading.enter_context(_Reads(left))
 
     def _leave(self) -> None:
         """Drop what this process has written to copies."""
+        self._reading.close()
         self._engine.agreement.modifying = False
         self._state.hide()
         if self._private:

@@ -24,6 +24,7 @@ from onefold.system.words import listed, message_of
 __all__ = [
     "DENSE",
     "FINDINGS",
+    "LEFT_READ",
     "ONE_SAMPLE",
     "advice_on",
     "inspect_totals",
@@ -31,6 +32,7 @@ __all__ = [
     "is_shortage",
     "say_few",
     "unknown_name",
+    "words_of_left",
 ]
 
 _log = logging.getLogger("onefold")
@@ -323,3 +325,35 @@ def inspect_totals(result: object) -> LossFinding | None:
             if function and saved(places[0].node, "reduction") == 1:
                 return finding_of("mean-total", function)
     return None
+
+
+_RETURN = (
+    "return it beside the loss (`return loss, {'accuracy': ...}`), so that Step.values has it for "
+    "the whole batch; or score by trainer.evaluate or trainer.predict"
+)
+_LEFT = {
+    "parameter": "A device has there what its own shards have left, such as the gradients of "
+    "single samples, so that an update by it would depend on the number of devices. onefold has "
+    "one gradient of all samples, in .grad, and cannot train with differential privacy (Opacus). "
+    "Compute in the loss what you need of each sample, and return it as a value",
+    "metric": "Nothing adds it up over the devices: it counts this device's shards alone, and a "
+    f"resumed run begins anew. Instead {_RETURN}",
+}
+_LEFT["module"] = _LEFT["metric"]
+LEFT_READ = (
+    "is read in `with trainer.modifying():`, and is what the last shard of this device left there: "
+    "every device has another. Use .grad, which is of the whole batch; for anything else of the "
+    f"forward pass, {_RETURN}"
+)
+"""The end of a sentence that begins with the place of a tensor."""
+
+
+def words_of_left(where: str, place: str, kind: str) -> str:
+    """Say what is wrong with state that shards leave on an object.
+
+    Args:
+        where: step or batch.
+        place: the attribute, and what it is of.
+        kind: of the object, as in `onefold.shard.left_state`.
+    """
+    return f"{where}: the shards have changed {place}. {_LEFT[kind]}"

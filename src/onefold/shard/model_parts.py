@@ -13,7 +13,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,9 @@ from onefold.core.flat import bits_of, names_with_nan, own_name, same_bits
 from onefold.core.stages import ROOT
 from onefold.deferred.access import ResidentError
 from onefold.errors import StateError
+from onefold.shard.left_state import HeldState, Kind, LeftState, Owner, is_metric
 from onefold.system.compat import version_of
-from onefold.system.internals import buffers_of, children_of, parameters_of
+from onefold.system.internals import buffers_of, children_of, hook_owners, parameters_of
 
 if TYPE_CHECKING:
     from onefold.shard.stage_modules import StageModules
@@ -239,11 +240,66 @@ class ExternalModules:
     Args:
         module: the model.
         functions: its losses, which may close over other modules.
+        context: says how many shards there are, and whether anything is compiled.
     """
 
-    def __init__(self, module: torch.nn.Module, *functions: object) -> None:
+    def __init__(self, module: torch.nn.Module, *functions: object, context: Any) -> None:
         self._module = module
         self._functions = functions
+        self._context = context
+        self.left = LeftState()
+        """What shards have left on modules."""
+
+    def watched(
+        self, where: str, *, wanted: bool, function: object = None
+    ) -> AbstractContextManager[object]:
+        """Refuse changes that shards make to outside modules, and state that they leave on any.
+
+        Args:
+            where: step or batch, for errors.
+            wanted: whether to look.
+            function: what is computed, if it is not a loss.
+        """
+        looking = ExitStack()
+        if wanted and self._context.settings.shards > 1:
+            looking.enter_context(self.refusing_left(where, function))
+        # Hooks would make it compile anew.
+        if wanted and not self._context.compilers.compiled:
+            looking.enter_context(self.refusing_changes(where))
+        return looking
+
+    @contextmanager
+    def refusing_left(self, where: str, function: object = None) -> Iterator[None]:
+        """Refuse state that shards leave on the model, or on what a function can reach.
+
+        Args:
+            where: step or batch, for errors.
+            function: the function, if it is not a loss.
+
+        Raises:
+            StateError: they have left some that each device would have of its own.
+        """
+        held = HeldState(self._owners(self._functions if function is None else (function,)))
+        yield
+        self.left.judge(held, where)
+
+    def _owners(self, functions: Sequence[object]) -> Iterator[Owner]:
+        for name, parameter in self._module.named_parameters():
+            yield "parameter", f"parameter {name}", parameter
+        reached = [module for function in functions for module in modules_of(function)]
+        each = [pair for model in (*reached, self._module) for pair in model.named_modules()]
+        parts = {id(part): (name, part) for name, part in each}  # some have a hash of their own
+        values = {id(v): v for function in functions for v in _values_of(function)}
+        for name, part in parts.values():
+            kind: Kind = "metric" if is_metric(part) else "module"
+            own = type(part).__name__
+            yield kind, f"module {name} ({own})" if name else f"the {own}", part
+            values |= {id(value): value for value in (*vars(part).values(), *hook_owners(part))}
+        for value in values.values():
+            # What an optimizer has of forward and backward passes is for its update.
+            kind = "parameter" if isinstance(value, torch.optim.Optimizer) else "metric"
+            if (is_metric(value) or kind != "metric") and not isinstance(value, torch.nn.Module):
+                yield kind, f"the {type(value).__name__}", value
 
     @contextmanager
     def refusing_changes(self, where: str) -> Iterator[None]:

@@ -84,7 +84,7 @@ class Engine:
         """What steps are made of, by the name of the loss."""
         self.objective = next(iter(self.objectives.values()))
         """What the step is made of, or the last one was."""
-        self.external = ExternalModules(context.module, *losses.values())
+        self.external = ExternalModules(context.module, *losses.values(), context=context)
         """Modules that the losses use beside the model."""
         self.agreement = Agreement(context, placement, self.external)
         """Meets the other devices."""
@@ -305,7 +305,7 @@ class Engine:
             self._finite.computing(),
             context.computing(run_checks=task.run_checks),
             context.keeping_generators(),
-            self.noting(f"step {number}, the loss", wanted=watched),
+            self.external.watched(f"step {number}, the loss", wanted=watched),
         ):
             if self._cuts_shards:
                 with self._gathered_if_needed():
@@ -513,12 +513,6 @@ class Engine:
             torch.no_grad(),
         ):
             yield ctrl_c
-
-    def noting(self, where: str, *, wanted: bool) -> AbstractContextManager[None]:
-        """Refuse changes to modules other than the model inside this context, if ``wanted``."""
-        # Hooks would make it compile anew.
-        watched = wanted and not self.context.compilers.compiled
-        return self.external.refusing_changes(where) if watched else nullcontext()
 
     def model_loaded(self) -> None:
         """Take over what a checkpoint has just put into the first device's model."""

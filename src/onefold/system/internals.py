@@ -33,6 +33,7 @@ __all__ = [
     "has_backward_hooks",
     "has_own_step",
     "hide_backward_hooks",
+    "hook_owners",
     "hooked",
     "is_compiled",
     "keep_code_in",
@@ -155,6 +156,14 @@ def hooked(parameters: Iterable[torch.Tensor]) -> list[int]:
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether a module has hooks that backward calls."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def hook_owners(module: torch.nn.Module) -> list[Any]:
+    """The objects of which methods are hooks of a module."""
+    forward = (module._forward_hooks, module._forward_pre_hooks)
+    backward = (module._backward_hooks, module._backward_pre_hooks)
+    hooks = [hook for table in (*forward, *backward) for hook in table.values()]
+    return [owner for hook in hooks if (owner := getattr(hook, "__self__", None)) is not None]
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from onefold.core.options import LaunchContext
 from onefold.core.randomness import GENERATORS, comparable_state, state_of
 from onefold.core.structure import parts_of
 from onefold.session.run import RunSetup, RunView
+from onefold.shard.left_state import OF_TORCH
 from onefold.step.hook import Hook, ScriptCall, Spans
 from onefold.step.result import Step
 from onefold.system.safe_files import append_line
@@ -165,7 +166,6 @@ _DEEPEST = 4
 """How many containers inside each other are searched."""
 _MOST = 2000
 """How many values are looked at in one search."""
-_OF_TORCH = {*vars(torch.nn.Module()), "_is_full_backward_hook", "_compiled_call_impl"}
 
 _Seen = dict[tuple[str, str], tuple[str, str]]
 """For each place where something was found, and the path to it inside of that, its kind and a
@@ -259,7 +259,7 @@ def place_of(function: Callable[..., object]) -> str:
 
 def _search_attributes(values: Mapping[str, object], place: str, found: _Seen) -> None:
     for key, value in values.items():
-        if key not in _OF_TORCH:
+        if key not in OF_TORCH:
             _search(value, f"attribute {key} of {place}", found, 0)
 
 
@@ -280,7 +280,7 @@ def _search(value: object, place: str, found: _Seen, depth: int, path: str = "")
             found[where] = ("value", str(len(value)))
     elif hasattr(value, "__dict__") and not isinstance(value, _NOT_SEARCHED):
         for key, each in vars(value).items():
-            if key not in _OF_TORCH:
+            if key not in OF_TORCH:
                 _search(each, place, found, depth + 1, f"{path}.{key}")
 
 

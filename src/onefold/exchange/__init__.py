@@ -1,3 +1,0 @@
-"""How devices trade gradients and parameters: one interface with three implementations."""
-
-__all__: list[str] = []
