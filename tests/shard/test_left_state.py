@@ -163,11 +163,15 @@ def sized(net: Net, x: torch.Tensor, out: torch.Tensor) -> None:
     net.kept = out.detach()
 
 
+def zeroed(net: Net, x: torch.Tensor, out: torch.Tensor) -> None:
+    net.seen.zero_()
+
+
 def drawn(net: Net, x: torch.Tensor, out: torch.Tensor) -> None:
     net.many = torch.full((3,), float("nan"))
 
 
-@for_each("leave", [lazy, sized, drawn, lambda *_: None])
+@for_each("leave", [lazy, sized, zeroed, drawn, lambda *_: None])
 def test_what_each_shard_overwrites_stays_allowed(
     leave: Leave, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -251,6 +255,33 @@ def test_what_the_last_shard_left_is_not_read_by_an_update(read: Callable[[Net],
     with pytest.raises(StateError, match=r"kept of the Net is read in .*modifying"):
         modified(read)
     torch.ones(2).sum()  # nothing is watched any more
+
+
+class Tabled(nn.Module):
+    """Keeps a table that its first call makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(4, 2), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0)
+        out: torch.Tensor = self.layer(x + self.table)
+        return out
+
+
+def test_a_module_may_read_its_own_table_in_an_update() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean(dim=1)  # type: ignore[no-any-return]
+
+    model = Tabled()
+    trainer = onefold.Trainer(model, None, loss, shards=4, threads=1)
+    trainer.gradient(X)
+    with trainer.modifying():
+        model(X)
+    with pytest.raises(StateError, match="table of the Tabled"), trainer.modifying():
+        model.table.sum()  # type: ignore[union-attr]
 
 
 @for_each("read", [copy.deepcopy, lambda net: net.layer.weight.grad.sum(), lambda net: net.size])

@@ -23,6 +23,7 @@ divided, and nothing of this is done.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -156,9 +157,17 @@ class _Reads(TorchFunctionMode):
         if getattr(function, "__name__", "") not in _NO_READS:
             for tensor in tensors_of([*args, *given.values()]):
                 left, place = self._left.get(id(tensor), (None, ""))
-                if left is not None and left() is tensor:
+                if left is not None and left() is tensor and not _is_in_forward():
                     raise StateError(f"{place} {load('shard.advice').LEFT_READ}")
         return function(*args, **given)
+
+
+def _is_in_forward() -> bool:
+    """Whether a module is called: what it has kept for itself (a table, a mask) it may read."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_name != "_call_impl":
+        frame = frame.f_back
+    return frame.f_back is not None
 
 
 class Modifying:

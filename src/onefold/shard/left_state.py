@@ -122,7 +122,9 @@ def _change(before: Any, now: Any) -> tuple[bool, tuple[torch.Tensor, ...]] | No
             return None
         if not isinstance(before, tuple) or before[0]() is not now:
             return False, (now,)
-        same = before[1:] == (version_of(now), _bytes(now))
+        _, version, was = before
+        # A value that was written again is no change; of large ones and on a GPU none is known.
+        same = version == version_of(now) if was is None else was == _bytes(now)
         return None if same else (True, (now,))
     now = len(now) if isinstance(now, list | dict) else now
     known = _is_number(now) and _is_number(before)

@@ -24,7 +24,7 @@ from onefold.core.flat import bits_of, names_with_nan, own_name, same_bits
 from onefold.core.stages import ROOT
 from onefold.deferred.access import ResidentError
 from onefold.errors import StateError
-from onefold.shard.left_state import HeldState, Kind, LeftState, Owner, is_metric
+from onefold.shard.left_state import OF_TORCH, HeldState, Kind, LeftState, Owner, is_metric
 from onefold.system.compat import version_of
 from onefold.system.internals import buffers_of, children_of, hook_owners, parameters_of
 
@@ -294,7 +294,8 @@ class ExternalModules:
             kind: Kind = "metric" if is_metric(part) else "module"
             own = type(part).__name__
             yield kind, f"module {name} ({own})" if name else f"the {own}", part
-            values |= {id(value): value for value in (*vars(part).values(), *hook_owners(part))}
+            own_values = [v for name, v in vars(part).items() if name not in OF_TORCH]
+            values |= {id(value): value for value in (*own_values, *hook_owners(part))}
         for value in values.values():
             # What an optimizer has of forward and backward passes is for its update.
             kind = "parameter" if isinstance(value, torch.optim.Optimizer) else "metric"
