@@ -21,6 +21,7 @@ REFUSED: tuple[str, ...] = (
     *("placement.stage_buffers", "session.build", "session.data_calls"),
     *("session.script_updates", "shard.advice", "shard.compiling", "shard.gather"),
     *(
+        "shard.left_state",
         "shard.operations",
         "shard.stage_modules",
         "step.joint",

@@ -8,6 +8,7 @@ check. `sorted_values` finds what a checkpoint holds of a model, as a run begins
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
@@ -100,7 +101,6 @@ def held_in(precision: Precision, parts: ModelParts) -> dict[str, torch.Tensor]:
     }
 
 
-_PER_SAMPLE = ("GradSampleModule", "DPOptimizer")
 _MAY_BE_SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
@@ -121,7 +121,7 @@ def check_model(model: object) -> None:
             f"the model is wrapped in {type(model).__name__}; expected the plain module. Pass "
             f"model.module: onefold does the rest"
         )
-    _refuse_per_sample(*model.modules())
+    _check_kinds(*model.modules())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(
@@ -156,20 +156,10 @@ def check_model(model: object) -> None:
             )
 
 
-def _refuse_per_sample(*parts: object) -> None:
-    """Refuse what keeps the gradient of each sample, by the names of Opacus.
-
-    Raises:
-        TypeError: one of them does.
-    """
+def _check_kinds(*parts: object) -> None:
     for part in parts:
-        if any(kind.__name__.endswith(_PER_SAMPLE) for kind in type(part).__mro__):
-            raise TypeError(
-                f"{type(part).__name__} keeps the gradient of each sample, and a device has those "
-                f"of its own shards alone, so that noise and clipping would depend on the number "
-                f"of devices and the privacy accounting would not hold: expected a plain module "
-                f"and optimizer. onefold cannot train with differential privacy"
-            )
+        if re.search("(GradSampleModule|DPOptimizer)'", str(type(part).__mro__)):
+            load("shard.advice").refuse_per_sample(part)
 
 
 def _check_memory(model: torch.nn.Module) -> None:
@@ -291,7 +281,6 @@ BY_ELEMENT: set[type[torch.optim.Optimizer]] = {
     torch.optim.Rprop,
 }
 """Classes that update each element from that element alone. Other modules may add theirs."""
-_LOW = {torch.bfloat16, torch.float16}
 
 
 def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
@@ -312,7 +301,7 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    _refuse_per_sample(optimizer)
+    _check_kinds(optimizer)
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -326,9 +315,9 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
         dense = load("shard.advice").DENSE
         raise TypeError(f"SparseAdam takes sparse gradients, which are refused. {dense}")
     if isinstance(optimizer, torch.optim.Adafactor):
-        _check_adafactor(optimizer)
+        load("shard.advice").check_adafactor(optimizer)
     if isinstance(optimizer, torch.optim.SGD):
-        _check_lists(optimizer)
+        load("shard.advice").check_lists(optimizer)
     if optimizer in TAKEN:
         gone = TAKEN[optimizer]() is None
         raise ValueError(
@@ -349,33 +338,3 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
                     f"Trainer({{'model': model, 'criterion': criterion}}, ...); the loss gets a "
                     f"dict of them, too"
                 )
-
-
-def _check_lists(optimizer: torch.optim.SGD) -> None:
-    """Refuse kernels for lists of low-precision parameters on a processor."""
-    # They round otherwise than those for single tensors, which SGD takes as long as a parameter of
-    # a call of step has no momentum yet: and that is any of the segments of its device.
-    for number, group in enumerate(optimizer.param_groups):
-        low = {p.dtype for p in group["params"] if p.device.type == "cpu"} & _LOW
-        if group["foreach"] and group["momentum"] and low:
-            raise ValueError(
-                f"SGD: group {number} has foreach=True, momentum and parameters of "
-                f"{', '.join(sorted(map(str, low)))} on a processor, where PyTorch rounds lists of "
-                f"them in another way than single ones, and chooses by what else a device updates. "
-                f"Leave foreach out, which costs nothing there"
-            )
-
-
-def _check_adafactor(optimizer: torch.optim.Adafactor) -> None:
-    """Refuse groups of mixed precision, whose default eps depends on the order of parameters."""
-    # PyTorch derives eps from the first parameter of a call of step, and uses it for all that
-    # follow. Which parameter is the first would depend on which partition a device has.
-    for number, group in enumerate(optimizer.param_groups):
-        dtypes = {parameter.dtype for parameter in group["params"]}
-        if group["eps"][0] is None and len(dtypes) > 1:
-            listed = ", ".join(sorted(map(str, dtypes)))
-            raise ValueError(
-                f"Adafactor: group {number} has parameters of {listed} and the default eps, which "
-                f"then depends on the parameter that is updated first, and so on the device. Give "
-                f"eps=(1e-7, 1e-3) or the like, or a group for each dtype"
-            )

@@ -33,6 +33,7 @@ LATE = {
     "session.data_calls": "the script evaluates, predicts or shows the averages",
     "shard.advice": "a step fails, its first batch is small, or something may be a mistake",
     "shard.compiling": "the loss is compiled",
+    "shard.left_state": "shards may leave something on modules of the script",
     "shard.stage_modules": "a model is cut into stages, as devices share no memory",
     "step.joint": "the loss gathers, has several divisors, or returns values in addition",
     "step.microbatch": "shards run in microbatches",

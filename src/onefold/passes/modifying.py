@@ -252,8 +252,8 @@ class Modifying:
         if self._private:
             for parameter, copy in zip(named, copies, strict=True):
                 parameter.data = copy
-        if left := self._engine.external.left.tensors:
-            self._reading.enter_context(_Reads(left))
+        if (left := self._engine.external.left) is not None and left.tensors:
+            self._reading.enter_context(_Reads(left.tensors))
 
     def _leave(self) -> None:
         """Drop what this process has written to copies."""

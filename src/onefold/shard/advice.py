@@ -22,15 +22,20 @@ from onefold.shard.loss_watch import LOSSES, LossFinding, finding_of, places_in,
 from onefold.system.words import listed, message_of
 
 __all__ = [
+    "COUNTED",
     "DENSE",
     "FINDINGS",
     "LEFT_READ",
     "ONE_SAMPLE",
     "advice_on",
+    "check_adafactor",
+    "check_lists",
     "inspect_totals",
     "is_about_hooks",
     "is_shortage",
+    "refuse_per_sample",
     "say_few",
+    "uneven",
     "unknown_name",
     "words_of_left",
 ]
@@ -357,3 +362,69 @@ def words_of_left(where: str, place: str, kind: str) -> str:
         kind: of the object, as in `onefold.shard.left_state`.
     """
     return f"{where}: the shards have changed {place}. {_LEFT[kind]}"
+
+
+_LOW = {torch.bfloat16, torch.float16}
+
+
+def check_lists(optimizer: torch.optim.SGD) -> None:
+    """Refuse kernels for lists of low-precision parameters on a processor."""
+    # They round otherwise than those for single tensors, which SGD takes as long as a parameter of
+    # a call of step has no momentum yet: and that is any of the segments of its device.
+    for number, group in enumerate(optimizer.param_groups):
+        low = {p.dtype for p in group["params"] if p.device.type == "cpu"} & _LOW
+        if group["foreach"] and group["momentum"] and low:
+            raise ValueError(
+                f"SGD: group {number} has foreach=True, momentum and parameters of "
+                f"{', '.join(sorted(map(str, low)))} on a processor, where PyTorch rounds lists of "
+                f"them in another way than single ones, and chooses by what else a device updates. "
+                f"Leave foreach out, which costs nothing there"
+            )
+
+
+def check_adafactor(optimizer: torch.optim.Adafactor) -> None:
+    """Refuse groups of mixed precision, whose default eps depends on the order of parameters."""
+    # PyTorch derives eps from the first parameter of a call of step, and uses it for all that
+    # follow. Which parameter is the first would depend on which partition a device has.
+    for number, group in enumerate(optimizer.param_groups):
+        dtypes = {parameter.dtype for parameter in group["params"]}
+        if group["eps"][0] is None and len(dtypes) > 1:
+            listed = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(
+                f"Adafactor: group {number} has parameters of {listed} and the default eps, which "
+                f"then depends on the parameter that is updated first, and so on the device. Give "
+                f"eps=(1e-7, 1e-3) or the like, or a group for each dtype"
+            )
+
+
+def refuse_per_sample(part: object) -> None:
+    """Refuse what keeps the gradient of each sample, by the names of Opacus.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError(
+        f"{type(part).__name__} keeps the gradient of each sample, and a device has those of its "
+        f"own shards alone, so that noise and clipping would depend on the number of devices and "
+        f"the privacy accounting would not hold: expected a plain module and optimizer. onefold "
+        f"cannot train with differential privacy"
+    )
+
+
+COUNTED = (
+    "the loss of %s is a scalar and counts as the mean of %d samples, and nothing in what "
+    "collate returned has so many rows. If collate leaves out samples, return one loss a "
+    "sample as onefold.Mean(losses.sum(), len(losses)); if rows are no samples there, all "
+    "is well"
+)
+"""A warning of step and shard, and of the number of samples."""
+
+
+def uneven(batch: Any, length: int, where: str) -> str:
+    """Say why a scalar is no mean of a batch whose parts are cut unevenly."""
+    return (
+        f"the loss of {where} is a scalar, read as the mean of the shard, in a batch "
+        f"of {batch.samples} and {length} samples, of which {batch.shares.shards} "
+        "shards have no equal shares: expected onefold.Mean(total, weight) for each "
+        f"term, or sizes that are multiples of {batch.shares.shards}"
+    )

@@ -20,6 +20,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ import torch
 from onefold.core.late import load
 from onefold.errors import StateError
 from onefold.system.compat import version_of
+from onefold.system.internals import hook_owners
 
-__all__ = ["OF_TORCH", "HeldState", "Kind", "LeftState", "Owner", "is_metric"]
+__all__ = ["OF_TORCH", "HeldState", "LeftState", "is_metric", "refuse_parameters"]
 
 _log = logging.getLogger("onefold")
 
@@ -139,6 +141,26 @@ class LeftState:
         self.tensors: list[tuple[weakref.ref[torch.Tensor], str]] = []
         """Those that shards have put on modules in the last check, and where."""
 
+    @contextmanager
+    def judging(
+        self,
+        parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        models: Iterable[torch.nn.Module],
+        values: Iterable[Any],
+        where: str,
+    ) -> Iterator[None]:
+        """Judge what shards leave inside this context.
+
+        Args:
+            parameters: of the model, with their names.
+            models: the model, and modules that a loss or score can reach.
+            values: what else it can reach.
+            where: step or batch, for errors.
+        """
+        held = HeldState([*_owners(parameters, models, values)])
+        yield
+        self.judge(held, where)
+
     def judge(self, held: HeldState, where: str) -> None:
         """Refuse or report what was changed since ``held``.
 
@@ -159,3 +181,40 @@ class LeftState:
         self._grown = Counter({place: self._grown[place] + 1 for place in grown})
         for place in sorted(p for p, times in self._grown.items() if times == _CERTAIN):
             _log.warning("%s", load("shard.advice").words_of_left(where, place, "module"))
+
+
+def _owners(
+    parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    models: Iterable[torch.nn.Module],
+    values: Iterable[Any],
+) -> Iterator[Owner]:
+    for name, parameter in parameters:
+        yield "parameter", f"parameter {name}", parameter
+    found = {id(value): value for value in values}
+    # By identity: some have a hash of their own.
+    parts = {
+        id(part): pair for model in models for pair in model.named_modules() for part in pair[1:]
+    }
+    for name, part in parts.values():
+        kind: Kind = "metric" if is_metric(part) else "module"
+        own = type(part).__name__
+        yield kind, f"module {name} ({own})" if name else f"the {own}", part
+        kept = [value for name, value in vars(part).items() if name not in OF_TORCH]
+        found |= {id(value): value for value in (*kept, *hook_owners(part))}
+    for value in found.values():
+        # What an optimizer has of forward and backward passes is for its update.
+        kind = "parameter" if isinstance(value, torch.optim.Optimizer) else "metric"
+        if (is_metric(value) or kind != "metric") and not isinstance(value, torch.nn.Module):
+            yield kind, f"the {type(value).__name__}", value
+
+
+def refuse_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], where: str) -> None:
+    """Refuse parameters on which shards have left something, where there was nothing before.
+
+    Raises:
+        StateError: a parameter has an attribute.
+    """
+    for name, parameter in named:
+        for attribute in vars(parameter):
+            place = f"{attribute} of parameter {name}"
+            raise StateError(load("shard.advice").words_of_left(where, place, "parameter"))

@@ -443,14 +443,7 @@ class LossWatch:
         if count.sure or self._doubted or not is_scalar:
             return
         self._doubted = True
-        _log.warning(
-            "the loss of %s is a scalar and counts as the mean of %d samples, and nothing in what "
-            "collate returned has so many rows. If collate leaves out samples, return one loss a "
-            "sample as onefold.Mean(losses.sum(), len(losses)); if rows are no samples there, all "
-            "is well",
-            where,
-            count.samples,
-        )
+        _log.warning(load("shard.advice").COUNTED, where, count.samples)
 
 
 def refuse_uneven(batch: ShardedBatch, found: Iterable[object], where: str) -> None:
@@ -463,9 +456,4 @@ def refuse_uneven(batch: ShardedBatch, found: Iterable[object], where: str) -> N
     if batch.others and (length := batch.uneven) is not None:
         for value in found:
             if isinstance(value, torch.Tensor) and not value.dim():
-                raise LossError(
-                    f"the loss of {where} is a scalar, read as the mean of the shard, in a batch "
-                    f"of {batch.samples} and {length} samples, of which {batch.shares.shards} "
-                    "shards have no equal shares: expected onefold.Mean(total, weight) for each "
-                    f"term, or sizes that are multiples of {batch.shares.shards}"
-                )
+                raise LossError(load("shard.advice").uneven(batch, length, where))

@@ -21,10 +21,10 @@ import torch
 
 from onefold.core.call_digest import checksum
 from onefold.core.flat import bits_of, names_with_nan, own_name, same_bits
+from onefold.core.late import load
 from onefold.core.stages import ROOT
 from onefold.deferred.access import ResidentError
 from onefold.errors import StateError
-from onefold.shard.left_state import OF_TORCH, HeldState, Kind, LeftState, Owner, is_metric
 from onefold.system.compat import version_of
 from onefold.system.internals import buffers_of, children_of, hook_owners, parameters_of
 
@@ -247,8 +247,8 @@ class ExternalModules:
         self._module = module
         self._functions = functions
         self._context = context
-        self.left = LeftState()
-        """What shards have left on modules."""
+        self.left: Any = None
+        """What shards have left on modules: `onefold.shard.left_state`, once there may be any."""
 
     def watched(
         self, where: str, *, wanted: bool, function: object = None
@@ -279,28 +279,25 @@ class ExternalModules:
         Raises:
             StateError: they have left some that each device would have of its own.
         """
-        held = HeldState(self._owners(self._functions if function is None else (function,)))
+        functions = self._functions if function is None else (function,)
+        values = [value for each in functions for value in _values_of(each)]
+        models = [self._module, *(m for each in functions for m in modules_of(each))]
+        parts = [part for model in models for part in model.modules()]
+        named = list(self._module.named_parameters())
+        # PyTorch's own layers keep nothing, and many models are of these alone.
+        if (
+            any(not type(part).__module__.startswith("torch.nn.") for part in parts)
+            or any(hasattr(type(value), "reset") for value in values)
+            or any(map(hook_owners, parts))
+            or any(vars(parameter) for _, parameter in named)
+        ):
+            self.left = self.left or load("shard.left_state").LeftState()
+            with self.left.judging(named, models, values, where):
+                yield
+            return
         yield
-        self.left.judge(held, where)
-
-    def _owners(self, functions: Sequence[object]) -> Iterator[Owner]:
-        for name, parameter in self._module.named_parameters():
-            yield "parameter", f"parameter {name}", parameter
-        reached = [module for function in functions for module in modules_of(function)]
-        each = [pair for model in (*reached, self._module) for pair in model.named_modules()]
-        parts = {id(part): (name, part) for name, part in each}  # some have a hash of their own
-        values = {id(v): v for function in functions for v in _values_of(function)}
-        for name, part in parts.values():
-            kind: Kind = "metric" if is_metric(part) else "module"
-            own = type(part).__name__
-            yield kind, f"module {name} ({own})" if name else f"the {own}", part
-            own_values = [v for name, v in vars(part).items() if name not in OF_TORCH]
-            values |= {id(value): value for value in (*own_values, *hook_owners(part))}
-        for value in values.values():
-            # What an optimizer has of forward and backward passes is for its update.
-            kind = "parameter" if isinstance(value, torch.optim.Optimizer) else "metric"
-            if (is_metric(value) or kind != "metric") and not isinstance(value, torch.nn.Module):
-                yield kind, f"the {type(value).__name__}", value
+        if any(vars(parameter) for _, parameter in named):
+            load("shard.left_state").refuse_parameters(named, where)
 
     @contextmanager
     def refusing_changes(self, where: str) -> Iterator[None]:
