@@ -131,8 +131,7 @@ def check_model(model: object) -> None:
             raise ValueError(f"{name} is on the meta device: give the model values first")
         if tensor.layout is not torch.strided:
             raise ValueError(
-                f"{name} has the layout {tensor.layout}: expected a dense tensor (.to_dense()). Of "
-                f"a sparse one keep indices and values as two buffers, and join them in forward"
+                f"{name} has the layout {tensor.layout}: expected a dense one, as .to_dense() makes"
             )
     for name, parameter in model.named_parameters():
         if parameter.is_complex():

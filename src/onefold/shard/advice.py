@@ -35,6 +35,7 @@ __all__ = [
     "is_shortage",
     "refuse_per_sample",
     "say_few",
+    "say_partitioned",
     "uneven",
     "unknown_name",
     "words_of_left",
@@ -330,6 +331,21 @@ def inspect_totals(result: object) -> LossFinding | None:
             if function and saved(places[0].node, "reduction") == 1:
                 return finding_of("mean-total", function)
     return None
+
+
+def say_partitioned(nbytes: int, *, small: bool) -> None:
+    """Say that ``replicate:state`` does as ``replicate`` with a model, and why.
+
+    Args:
+        nbytes: of its trained parameters.
+        small: whether it is too small.
+    """
+    _log.warning(
+        "replicate:state does as replicate with this model, and each device updates a part: %s",
+        f"its trained parameters have {nbytes / 2**20:.2g} MiB, and 4 are needed"
+        if small
+        else "its optimizer may look at all parameters together, or updates float32 copies",
+    )
 
 
 _RETURN = (

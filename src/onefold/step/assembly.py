@@ -15,7 +15,6 @@ they differ now, the script has changed them on one device alone, and that is re
 from __future__ import annotations
 
 import json
-import logging
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
@@ -47,8 +46,6 @@ from onefold.update.optimizer import PartitionedOptimizer
 from onefold.update.optimizers import optimizers_in, steps_by_parameter
 
 __all__ = ["LEAST_SENT_EARLY_BYTES", "assemble", "check_moves", "hold", "take_from_holders"]
-
-_log = logging.getLogger("onefold")
 
 LEAST_SENT_EARLY_BYTES = 4 << 20
 """Parameters of a model whose partial sums are sent stage by stage.
@@ -222,13 +219,7 @@ def _storage(
     each = optimizers_in(optimizer).values()
     mirrors = placed.mirrors and early is not None and not updated_in and steps_by_parameter(each)
     if placed.mirrors and not mirrors and devices.has_lead:
-        small = f"its trained parameters have {layout.nbytes / 2**20:.2g} MiB, and 4 are needed"
-        _log.warning(
-            "replicate:state does as replicate with this model, and each device updates a part: %s",
-            small
-            if early is None
-            else "its optimizer may look at all parameters together, or updates float32 copies",
-        )
+        load("shard.advice").say_partitioned(layout.nbytes, small=early is None)
     if (
         early is not None
         and not mirrors

@@ -185,6 +185,7 @@ class Engine:
             else:
                 context.update.drop()
                 self.placement.publish()
+        self.end_step()
         if not context.alone:
             context.guard.note()
         return outcome
