@@ -22,6 +22,7 @@ from torch import nn
 import onefold
 from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import StateError
+from onefold.update.optimizer import PartitionedOptimizer
 
 SOURCE = str(Path(onefold.__file__).parent)
 SAMPLE = 15
@@ -113,7 +114,8 @@ class Interrupts:
 
     def __init__(self, at: int, interrupt: Callable[[], object]) -> None:
         self._at, self._interrupt = at, interrupt
-        self.lines = 0
+        self.lines = self.update = 0
+        """Lines in all, and up to the optimizer's step."""
         self.where = ""
 
     @contextmanager
@@ -131,6 +133,8 @@ class Interrupts:
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "line":
             self.lines += 1
+            if frame.f_code is PartitionedOptimizer.step.__code__:
+                self.update = self.update or self.lines
             if self.lines == self._at:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 sys.settrace(None)
@@ -151,12 +155,12 @@ def raise_at_once() -> None:
     raise KeyboardInterrupt
 
 
-def lines_of(run: Run) -> int:
+def counted(run: Run) -> Interrupts:
     run.go_back()
     counting = Interrupts(0, press)
     with counting.watching():
         run.trainer.step(BATCH)
-    return counting.lines
+    return counting
 
 
 def left_by(run: Run, at: int, interrupt: Callable[[], object], folder: Path) -> str:
@@ -201,9 +205,12 @@ def interrupt_all(
 
 def sample_of(run: Run) -> list[int]:
     """Some lines from all of a step, and more from the part in which the model changes."""
-    every, draw = lines_of(run), Random(0)
-    late = range(every - 500, every + 1)
-    return sorted({*draw.sample(range(1, every + 1), SAMPLE), *draw.sample(late, SAMPLE)})
+    found, draw = counted(run), Random(0)
+    late = range(found.update, min(found.update + 200, found.lines))
+    lines = {*draw.sample(range(1, found.lines + 1), SAMPLE), *draw.sample(late, SAMPLE)}
+    # The last ones first: an interrupt inside the end of a block may leave hooks, and so more lines
+    # before the update.
+    return sorted(lines, reverse=True)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -277,7 +284,7 @@ def test_every_line_of_a_step_may_be_interrupted(
     place: str, interrupt: Callable[[], object], make: Callable[[str], Run], tmp_path: Path
 ) -> None:
     run = make(place)
-    every = lines_of(run)
+    every = counted(run).lines
     # Most of a pipeline's lines are the same ones for each shard.
     lines = range(1, every + 1, max(1, every // 5000))
     found = interrupt_all(run, [*lines], interrupt, tmp_path)

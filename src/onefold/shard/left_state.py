@@ -36,6 +36,8 @@ _log = logging.getLogger("onefold")
 
 OF_TORCH = {*vars(torch.nn.Module()), "_is_full_backward_hook", "_compiled_call_impl"}
 """Attributes of every module."""
+_COMPILER = "_dynamo_"
+"""How attributes begin that PyTorch's compiler sets."""
 _RESULTS = ("compute", "value", "avg", "average", "global_avg")
 _MOST = 64
 """Parts of a container, and elements of a tensor, that are looked at."""
@@ -88,7 +90,7 @@ class HeldState:
 def _values(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield attributes, and what is in those that are containers, by their paths."""
     for name, value in list(attributes.items()):
-        if name in OF_TORCH:
+        if name in OF_TORCH or name.startswith(_COMPILER):
             continue
         yield name, value
         if isinstance(value, list | tuple | dict) and len(value) <= _MOST:
@@ -216,5 +218,7 @@ def refuse_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], where: st
     """
     for name, parameter in named:
         for attribute in vars(parameter):
+            if attribute.startswith(_COMPILER):
+                continue
             place = f"{attribute} of parameter {name}"
             raise StateError(load("shard.advice").words_of_left(where, place, "parameter"))

@@ -72,7 +72,7 @@ class JoinedState:
     """Of the tensors with several dimensions that do not lie as their parameters do."""
 
 
-def check_kinds(state: Mapping[Any, Mapping[str, Any]], optimizer: str) -> None:
+def check_kinds(state: Mapping[Any, Any], optimizer: str) -> None:
     """Refuse state that no file can hold, as a class of its own says what its bytes mean.
 
     Args:
@@ -83,6 +83,8 @@ def check_kinds(state: Mapping[Any, Mapping[str, Any]], optimizer: str) -> None:
         TypeError: a value is of a subclass of tensors.
     """
     for values in state.values():
+        if not isinstance(values, Mapping):
+            continue  # under no parameter, and refused with its key
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
                 raise TypeError(

@@ -285,20 +285,16 @@ class PlainPass:
     """
 
     def __init__(self, loader: Loader, collate: KeepingCollate) -> None:
-        self.dataset, self.track, self._loader, self._collate = (
-            loader.dataset,
-            loader.track,
-            loader,
-            collate,
-        )
-        self.first: tuple[ShardedBatch, WholeBatch] | None = None
+        self.dataset, self.track = loader.dataset, loader.track
+        self._loader, self._collate = loader, collate
+        self.first_batch: tuple[ShardedBatch, WholeBatch] | None = None
         """The first batch, and what makes all of its samples one payload."""
 
     def __iter__(self) -> Iterator[ShardedBatch]:
         for batch in self._loader:
             whole, payloads = whole_of(batch.shards, {batch.loader: self._collate}, batch.loader)
             plain = replace(batch, shards=payloads)
-            self.first = self.first or (plain, whole)
+            self.first_batch = self.first_batch or (plain, whole)
             yield plain
 
 
@@ -443,10 +439,15 @@ class Verifying(Hook):
         given, self._pass = self._pass, None
         found, key = make(), asked.key
         assert isinstance(key, tuple)
-        if given is None or given.first is None or key[0] is not Call.EVALUATE or key in self._seen:
+        if (
+            given is None
+            or given.first_batch is None
+            or key[0] is not Call.EVALUATE
+            or key in self._seen
+        ):
             return found
         self._seen.append(key)
-        batch, whole = given.first
+        batch, whole = given.first_batch
         if batch.shares.shards > 1:
             differ = compare_score(self._engine, asked.given, batch, whole)
             line = {"function": place_of(key[1]), "shards": batch.shares.shards, "differ": differ}
