@@ -123,7 +123,7 @@ def compute_shards(
         call: what all devices must have been given alike.
         what: the pass, for errors.
         compute: called for each shard.
-        ctrl_c: comes between two batches.
+        ctrl_c: delivers Ctrl-C between two batches.
 
     Returns:
         The number of samples in each batch; and the last batch, if there was one.
@@ -133,7 +133,7 @@ def compute_shards(
     with ExitStack() as during:
         for number, batch in enumerate(batches):
             first = number == 0
-            ctrl_c.come()
+            ctrl_c.deliver()
             # Only now: the data's digest is known once the first batch has been read.
             if first:
                 call.agree(engine, call.samples, batch)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -431,7 +431,7 @@ class StepContext:
             yield
 
     def undo(self, task: ShardTask) -> None:
-        """Have the model be as it was before a step that broke off; may be called at any time."""
+        """Restore the model as it was before a step that broke off; may be called at any time."""
         if self._others:
             self.first.attach()
         self.first.buffers.restore()
@@ -439,30 +439,27 @@ class StepContext:
 
     def find_generators(self, *functions: object) -> None:
         """Find the generators that functions and the model reach; each shard seeds them."""
-        for replica in self.replicas:
-            replica.own_generators = OwnGenerators(generators_in(*functions, replica.module))
+        self._seed_by_shard(OwnGenerators(generators_in(*functions, self.module)))
 
-    def keeping_generators(self) -> AbstractContextManager[object]:
-        """A block after which these generators are where they were."""
-        held = [r.own_generators for r in self.replicas if r.own_generators.all]
-        if not held:
-            return nullcontext()
-        kept = ExitStack()
-        for own in held:
-            kept.enter_context(own.kept())
-        return kept
+    def _seed_by_shard(self, own: OwnGenerators) -> None:
+        for replica in self.replicas:
+            replica.own_generators = own
+
+    def keeping_generators(self) -> AbstractContextManager[None]:
+        """Put these generators back after a block."""
+        own = self.first.own_generators
+        return own.kept() if own.all else nullcontext()
 
     @contextmanager
     def with_generators_of(self, *functions: object) -> Iterator[None]:
-        """Have other functions than the losses take their place inside."""
-        before = [replica.own_generators for replica in self.replicas]
+        """Seed the generators of other functions than the losses in a block."""
+        before = self.first.own_generators
         self.find_generators(*functions)
         try:
             with self.keeping_generators():
                 yield
         finally:
-            for replica, own in zip(self.replicas, before, strict=True):
-                replica.own_generators = own
+            self._seed_by_shard(before)
 
     def timed(self, phase: Phase, label: str) -> AbstractContextManager[None]:
         """A block of which the first device of this process notes how long it takes."""

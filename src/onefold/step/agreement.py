@@ -79,7 +79,7 @@ class Agreement:
         self.note_call: Callable[[int], None] = lambda call: None
         """Called with each of `Call` that this process begins."""
         self.torn = ""
-        """What left the model in a state that no run has, where it broke off; mostly nothing."""
+        """The call that broke off while it changed the model; empty if none did."""
         self.left = ""
         """Why the trainer makes no calls any more; empty as long as it does."""
 

@@ -273,7 +273,7 @@ class Engine:
                 self._has_looked = True
                 self._refuse_new_generators(f"step {number}")
         except BaseException:
-            # Once more, as the interrupt may have come where this was being done.
+            # The interrupt may have hit the code that undoes it, so undo it again.
             context.undo(task)
             self.agreement.torn = ""
             raise
@@ -286,10 +286,10 @@ class Engine:
         Raises:
             StateError: they have.
         """
-        replicas = self.context.replicas
-        known = {id(each) for replica in replicas for each in replica.own_generators.all}
-        self.context.find_generators(*self.losses.values())
-        if any(id(each) not in known for r in replicas for each in r.own_generators.all):
+        context = self.context
+        known = {id(each) for each in context.first.own_generators.all}
+        context.find_generators(*self.losses.values())
+        if any(id(each) not in known for each in context.first.own_generators.all):
             raise StateError(
                 f"{where}: the loss or the model made a random generator in its shards and keeps "
                 f"it: every device would draw from one of its own. Make it before the first step, "

@@ -73,7 +73,7 @@ another device has. A ``loader`` is for steps, a ``pass`` goes once through othe
 are those of all shards of a loader's batch, ``statistics`` those of the averages."""
 
 _ENDS_FIRST = ("step", "gradient", "load")
-"""Calls that change the model: Ctrl-C comes when they are done, or it would be neither."""
+"""Calls that change the model. Ctrl-C waits for their end, so that it leaves no mixed state."""
 
 
 @dataclass(slots=True, eq=False)
