@@ -113,7 +113,7 @@ def test_unfreezing_as_advised_is_unfreezing_in_a_plain_loop(tmp_path: Path) -> 
     ("in_the_optimizer", "words"),
     [
         (False, "give it to the optimizer, make Trainer, and then freeze"),
-        (True, "require a gradient until Trainer is made, and freeze it"),
+        (True, "require a gradient until Trainer is created, then freeze it"),
     ],
 )
 def test_what_is_unfrozen_otherwise_is_told_what_works(in_the_optimizer: bool, words: str) -> None:

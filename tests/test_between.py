@@ -182,7 +182,7 @@ def test_what_is_changed_has_one_result(exchange: Any, lead_alone: bool) -> None
 def test_calls_of_the_trainer_are_refused_where_devices_may_differ(call: str) -> None:
     trainer = make_trainer()
     given = {"barrier": (), "step": (points(8),)}.get(call, (1,))
-    words = rf"trainer.{call} was called inside .* the block to end"
+    words = rf"trainer.{call} was called inside .* End the block first"
     with pytest.raises(RuntimeError, match=words), trainer.modifying():
         getattr(trainer, call)(*given)
 

@@ -197,15 +197,15 @@ def checkpointed(model: nn.Module, batch: Batch, *, reentrant: bool = False) -> 
     return (checkpoint(scores, one, use_reentrant=reentrant) @ other.T).sum()
 
 
-UNLIKE = "step 1 does not gather alike in all .*shard"
+UNLIKE = "step 1 does not gather the same in all .*shard"
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @for_each(
     ("loss", "options", "words"),
     [
-        (other_shape, {}, rf"{UNLIKE} 0 .*float32 \(3, 8\), and shard 2 .*float32 \(2, 7\)"),
-        (other_calls, {"devices": 2}, rf"{UNLIKE} 0 .*\(3, 8\), and shard 2 has come to its end"),
+        (other_shape, {}, rf"{UNLIKE} 0 .*float32 \(3, 8\), but shard 2 .*float32 \(2, 7\)"),
+        (other_calls, {"devices": 2}, rf"{UNLIKE} 0 .*\(3, 8\), but shard 2 has finished"),
         (without_gradient, {"devices": 2}, rf"{UNLIKE}.* 2 .*float32 \(2, 8\), without a gradient"),
         (of_own_rows, {"microbatch": 2}, "as microbatch has cut it: expected a whole shard"),
         (of_own_rows, {"microbatch": 2, "shards": 1}, "as microbatch has cut it"),
@@ -281,7 +281,7 @@ def test_ctrl_c_ends_all_shards() -> None:
 @for_each(
     ("after", "words"),
     [
-        (True, r"shard 2 \(samples 5 to 6 .*gradient of what call 1 of onefold.gather"),
+        (True, r"shard 2 \(samples 5 to 6 .*gradient of the tensor that call 1 of onefold.gather"),
         (False, r"shard 2 \(samples 5 to 6 of the batch\): the gradient of one.0.weight"),
     ],
 )

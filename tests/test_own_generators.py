@@ -93,7 +93,7 @@ def test_a_generator_that_a_shard_makes_is_refused() -> None:
         trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1)
         trainer.step(points(10))
 
-    with pytest.raises(StateError, match=r"step 1: the loss or the model made a random generator"):
+    with pytest.raises(StateError, match=r"step 1: the loss or the model created a random gen"):
         simulate(script, 2)
 
 

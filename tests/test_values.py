@@ -224,14 +224,14 @@ def rows_of(rows: Any) -> LossOf:
 
 
 JOINED: dict[str, LossOf] = {
-    r"shard 1: the loss returned the values \['few'\] .* and \['a', 'many'\] for": (
+    r"shard 1: the loss returned the metrics \['few'\], but \['a', 'many'\] for": (
         when_small(lambda x: (x, {"few": x}), lambda x: (x, {"a": x, "many": x}))
     ),
-    r"shard 0: .* the values \[\] beside": when_small(lambda x: (x, {"a": x}), lambda x: x),
+    r"shard 0: .* the metrics \[\], but": when_small(lambda x: (x, {"a": x}), lambda x: x),
     "terms of the same kind, for every shard": (
         when_small(lambda x: (x, {"a": onefold.Sum(x.sum())}), lambda x: (x, {"a": x}))
     ),
-    "the same dtype and shape of rows.*list of one": (
+    "the same dtype and row shape.*list with one": (
         when_small(lambda x: (x, {}, {"a": x}), lambda x: (x, {}, {"a": x[:, None]}))
     ),
     r"\['two'\] .* and \['one'\] for another": of_microbatches,

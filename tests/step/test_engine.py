@@ -116,7 +116,7 @@ def test_a_model_whose_update_broke_off_is_not_saved_until_it_is_loaded(tmp_path
         trainer.step(points(8))
     optimizer.fails = False
     for call in (lambda: trainer.step(points(8)), lambda: trainer.save(tmp_path)):
-        with pytest.raises(StateError, match="was called after step 1 broke off in the middle"):
+        with pytest.raises(StateError, match="was called after step 1 was interrupted, so"):
             call()
     trainer.load(tmp_path)
     trainer.step(points(8))
@@ -203,7 +203,7 @@ def late(loss: Spoils, devices: int = 1) -> onefold.Trainer:
     ("change", "kind", "words"),
     [
         (to_nan, LossError, "loss of step 2, shard 0 is nan"),
-        (infinite_slope, GradientError, "gradient of step 2 is not finite, and has been used"),
+        (infinite_slope, GradientError, "gradient of step 2 is not finite, and its update was"),
     ],
 )
 def test_the_error_comes_one_step_late(change: Change, kind: Any, words: str, devices: int) -> None:

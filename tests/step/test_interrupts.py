@@ -176,14 +176,14 @@ def left_by(run: Run, at: int, interrupt: Callable[[], object], folder: Path) ->
         trainer.evaluate(lambda m, b: {"mean": m(b[0]).mean(1)}, DATA, batch_size=16)
     except StateError as error:
         refused = str(error)
-        assert "trainer.evaluate was called after step 3 broke off" in refused, interrupts.where
+        assert "evaluate was called after step 3 was interrupted" in refused, interrupts.where
         for call in (
             lambda: trainer.step(BATCH),
             lambda: trainer.save(folder),
             lambda: trainer.predict(lambda m, b: {"out": m(b[0])}, DATA, batch_size=16),
             trainer.fingerprint,
         ):
-            with pytest.raises(StateError, match=r"step 3 broke off .* trainer\.load"):
+            with pytest.raises(StateError, match=r"step 3 was interrupted, .* trainer\.load"):
                 call()
         run.go_back()
         left, found = "torn", 0

@@ -1,18 +1,14 @@
-"""Opens every call: all devices must begin the same one, in a state that is alike and valid.
+"""Opens every call: all devices must start the same call, in the same valid state.
 
-`digest_of` describes what a step begins with, which devices compare. `refuse_unfrozen` refuses a
-model before the step.
+`digest_of` describes what a step starts with, and devices compare these descriptions.
+`refuse_unfrozen` rejects a model before the step.
 
 Note: what is compared, and when
 --------------------------------
-A head (`onefold.core.call_digest.CallDigest`) travels in every call. Settings, modes and sampled
-values of parameters and buffers are compared each time; what costs more (all values, the parts of
-the model, modules beside it) only when it is due, see `onefold.checks.values.CheckInterval`. One
-device alone compares
-nothing: what its user changes between two steps is the user's affair.
-
-A process looks at its own state before it meets the others, and never between: with memory in
-common, a device that was let go first may already be writing.
+Every call sends a head (`onefold.core.call_digest.CallDigest`). Settings, modes and sampled values
+of parameters and buffers are compared each time. More expensive checks (all values, the parts of
+the model, modules outside of it) run at the interval of `onefold.checks.values.CheckInterval`. A
+single device compares nothing: its user may change anything between two steps.
 """
 
 from __future__ import annotations
@@ -52,17 +48,17 @@ _WITH_AVERAGES = (
     Call.UPDATE_BN,
     Call.AVERAGED_END,
 )
-"""The calls that are allowed while the model holds its averages."""
+"""Calls that are allowed while the model holds its averages."""
 _OF_ALL = " (if it sums over all parameters, use Trainer(model, None, ...) and trainer.gradient)"
 
 
 class Agreement:
-    """Compares this process's state with that of all others at the beginning of each call.
+    """Compares this process's state with all other processes at the start of each call.
 
     Args:
         context: this process's part of the run.
-        placement: where the model lies.
-        external: modules that the loss uses beside the model.
+        placement: where the model is stored.
+        external: modules that the loss uses in addition to the model.
     """
 
     def __init__(
@@ -75,36 +71,36 @@ class Agreement:
         self.modifying = False
         """Whether the script is inside `with trainer.modifying():`."""
         self.averaged = False
-        """Whether it is inside `with trainer.averaged():`."""
+        """Whether the script is inside `with trainer.averaged():`."""
         self.note_call: Callable[[int], None] = lambda call: None
-        """Called with each of `Call` that this process begins."""
+        """Called with each `Call` that this process starts."""
         self.torn = ""
-        """The call that broke off while it changed the model; empty if none did."""
+        """The call that was interrupted while it changed the model; empty if none was."""
         self.left = ""
-        """Why the trainer makes no calls any more; empty as long as it does."""
+        """Why the trainer accepts no more calls; empty while it does."""
 
     def start_call(
         self, head: CallDigest, *, function: object = None, stop: bool = False
     ) -> Agreed:
-        """Wait for all devices to have begun the same call, in the same state.
+        """Wait until all devices have started the same call, in the same state.
 
         Args:
-            head: the call's; what this process knows of its own state is added here.
-            function: what is to be computed, if it is not the loss.
-            stop: whether this process has been asked to stop.
+            head: the head of the call; this process's own state is added here.
+            function: the function to compute, if it is not the loss.
+            stop: whether this process was asked to stop.
 
         Returns:
-            What all devices reported, which is the same everywhere.
+            What all devices reported; the same on every device.
 
         Raises:
-            DisagreementError: a device has begun another call or is in another state, or its
-                parameters were changed since the last call.
-            RuntimeError: the script is inside a block that the call is not allowed in.
+            DisagreementError: a device started another call or is in another state, or its
+                parameters changed since the last call.
+            RuntimeError: the script is inside a block that does not allow the call.
         """
         call = Call(head.call)
         self.refuse_inside(call)
-        # Local checks come before devices meet: a process that fails here reports that, and nobody
-        # waits for its word.
+        # Local checks run before devices meet: a process that fails here raises its own error, and
+        # does so before others wait for its head.
         self._context.update.check_groups()
         run_checks = call not in (Call.STEP, Call.GRADIENT) or self._context.checks.run_checks
         if run_checks:
@@ -113,24 +109,29 @@ class Agreement:
             self._context.parts.modes.refresh()
         if not self._context.with_others:
             return Agreed((0,), stop)
-        # These make devices alike, so that they may differ before.
+        # These two calls synchronize devices, which may differ before.
         settles = call in (Call.LOAD, Call.CHANGED)
-        # Buffers that were replaced lie elsewhere than where the samples are read.
+        # Samples are read from flat memory, and buffers that the script replaced are stored
+        # elsewhere.
         self._context.first.buffers.absorb()
+        # Read local state before `exchange.agree`, never after: in shared memory, a device that has
+        # passed it may already be writing.
         changed, values = (0, 0) if settles else self._look_at_values(run_checks=run_checks)
         head = head._replace(
             settings=0 if settles else self.settings.checksum(run_checks=run_checks),
             modes=self._modes_checksum(),
             values=values,
+            # Walking foreign modules is expensive, so only when checks are due.
             outside=self._external.checksum(function) if run_checks else 0,
         )
         self.note_call(call)
-        # What was changed is compared by nobody but reported to all: every device raises alike, and
-        # each can name the one on which it happened.
+        # A change is not compared but reported to all devices: then all raise the same error, and
+        # each can name the device that changed something.
         try:
             words = self._context.exchange.agree(head.step, head.word(changed=changed, stop=stop))
         except (PeerLost, PeerTimeout) as error:
             if call is Call.STEP:
+                # The step is the one call that no script puts under `if trainer.is_lead`.
                 raise
             raise self._with_advice(error, call) from error
         agreed = read_agreed(words, self._differing_settings)
@@ -139,16 +140,17 @@ class Agreement:
         return agreed
 
     def end(self, step: int) -> None:
-        """Wait for all devices to leave the run; called on all of them, of which some may be gone.
+        """Wait until all devices leave the run. Call it on all of them; some may be gone already.
 
-        The model may have other parts by now.
+        The model's parts may have changed by now, so they are not compared.
 
         Args:
-            step: number of the next step.
+            step: the number of the next step.
 
         Raises:
             DisagreementError: a device is in another call, or parameters were changed since the
-                last one.
+            last
+                call.
         """
         if not self._context.with_others:
             return
@@ -157,7 +159,8 @@ class Agreement:
         try:
             agreed = read_agreed(self._context.exchange.agree(step, head.word(changed=changed)))
         except PeerLost:
-            return  # its script has ended without this call, or its failure is reported there
+            # Its script ended without this call, or its failure is reported there.
+            return
         if any(agreed.changed):
             raise DisagreementError(
                 f"{self._words_of_change(agreed, head)}; after trainer.close(), the model is the "
@@ -165,7 +168,7 @@ class Agreement:
             )
 
     def _with_advice(self, error: PeerError, call: Call) -> PeerError:
-        """Say for which call a device did not come: the script may make it on the lead alone."""
+        """Name the call in the error: the script may make it on the lead only."""
         advice = (
             f"{error}. Device {self._context.first.number} is in {call.words}, which must be "
             f"called on every device, and so not under `if trainer.is_lead:`"
@@ -173,39 +176,38 @@ class Agreement:
         return type(error)(advice, device=error.device, step=error.step)
 
     def refuse_inside(self, call: Call) -> None:
-        """Refuse a call that is not allowed inside the block that the script has opened.
+        """Refuse a call that is not allowed inside the block that the script opened.
 
         Raises:
             RuntimeError: the script is inside `with trainer.modifying():`, or inside `with
-                trainer.averaged():` and the call is for the training values; or the trainer has
-                left the run.
-            StateError: the model is in a state that no run has.
+                trainer.averaged():` and the call needs the training values; or the trainer left the
+                run.
+            StateError: an interrupted call left the model in an inconsistent state.
         """
         self.refuse_torn(call)
         if self.modifying and call is not Call.CHANGED:
             raise RuntimeError(
                 f"{call.words} was called inside `with trainer.modifying():`, where devices may "
-                f"differ: expected the block to end first"
+                f"differ. End the block first"
             )
         if self.left and call not in (Call.WHOLE, Call.FINGERPRINT):
             raise RuntimeError(f"{call.words} was called after {self.left}")
         if self.averaged and call not in _WITH_AVERAGES:
             raise RuntimeError(
                 f"{call.words} was called inside `with trainer.averaged():`, where the model holds "
-                f"its averages and not the values that are trained: expected the block to end first"
+                f"its averages instead of the training values. End the block first"
             )
 
     def refuse_torn(self, call: Call) -> None:
-        """Refuse a call where a step or a load broke off while it changed the model.
+        """Refuse a call after a step or a load was interrupted while it changed the model.
 
         Raises:
-            StateError: the model is in a state that no run has.
+            StateError: the model is in an inconsistent state.
         """
         if self.torn and call not in (Call.LOAD, Call.CLOSE):
             raise StateError(
-                f"{call.words} was called after {self.torn} broke off in the middle, so the model "
-                f"may be neither what it was before nor what it would be afterwards: go on from a "
-                f"checkpoint with trainer.load, or build the model anew"
+                f"{call.words} was called after {self.torn} was interrupted, so the model may be "
+                f"inconsistent. Restore a checkpoint with trainer.load, or rebuild the model"
             )
 
     def _modes_checksum(self) -> int:
@@ -216,18 +218,20 @@ class Agreement:
 
     def _look_at_values(self, *, run_checks: bool) -> tuple[int, int]:
         """Find a parameter changed since the last call; compute a checksum of sampled values."""
-        # In common memory all processes read the very same values, and cannot drift apart.
+        # Processes that share memory read the same values, which therefore cannot differ.
         of_all = not self._context.exchange.memory.is_common
         changed, values = self._context.guard.inspect(
             also=self._buffers, run_checks=run_checks, of_all=of_all
         )
         if not (changed or self.averaged) and self._placement.written():
-            # A change that nobody counts, where all parameters are here for a while.
+            # The version counters of PyTorch miss this write: the parameters were gathered, and
+            # models and owners have separate memory. The number after the last one names no
+            # parameter.
             changed = len(self._context.parts.named) + 1
         return changed, values
 
     def _differing_settings(self) -> str:
-        """Compare the settings one by one; every device calls this once their checksums differ."""
+        """Compare the settings one by one; called on every device if their checksums differ."""
         own = {f"{key} of group {n}": repr(value) for (n, key), value in self.settings.last.items()}
         given = dict.fromkeys(self._context.own, own)
         first, *others = self._context.exchange.transport.all_gather_values(given)
@@ -237,39 +241,39 @@ class Agreement:
         return f"{listed(sorted(names))} of {name_of(optimizer)}" + ("" if alone else _OF_ALL)
 
     def _words_of_change(self, said: Agreed, head: CallDigest) -> str:
-        """Say which parameter was changed, and by whom."""
+        """Describe which parameter was changed, and on which device."""
         device, changed = next((n, c) for n, c in enumerate(said.changed) if c)
         who = f"device {device}"
-        # PyTorch's counts are each process's own. Values in common memory change for all processes
-        # at once, and which of them wrote there cannot be seen.
+        # PyTorch's version counters are per process. Values in shared memory change for all
+        # processes at once, so it is not known which process wrote there.
         if self._context.exchange.memory.is_common and changed > len(self._context.parts.named):
             who = "a device"
         return (
             f"step {head.step}, {Call(head.call).words}: {self._context.guard.name_of(changed)} "
             f"changed since the call before, on {who}, outside of `with trainer.modifying():`. "
-            f"With several devices the order of such changes is left to chance; inside that block, "
-            f"what the lead changes becomes everybody's"
+            f"With several devices the order of such changes is random. Make the change inside "
+            f"that block, which broadcasts the lead's values"
         )
 
 
 class GroupSettings:
-    """Reads the settings of an optimizer's groups; quick where they have not changed.
+    """Reads the settings of an optimizer's groups; fast if they have not changed.
 
     Args:
-        optimizer: made by the user.
+        optimizer: the user's optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.last: dict[tuple[int, str], Any] = {}
-        """The values by group and name, as of the last call."""
+        """Values by group and name, as of the last call."""
         self._checksum = 0
 
     def checksum(self, *, run_checks: bool = True) -> int:
-        """Compute a checksum of all settings but the parameters.
+        """Compute a checksum of all settings except the parameters.
 
         Args:
-            run_checks: whether to read numbers that lie on a GPU as well, which waits for it.
+            run_checks: whether to read numbers on a GPU too, which blocks on it.
         """
         # Comparing the values costs far less in every step than writing them out as text.
         now = {
@@ -284,7 +288,7 @@ class GroupSettings:
         return self._checksum
 
     def adopt(self, settings: list[dict[str, Any]]) -> None:
-        """Adopt the `settings_of` another device; tensors keep their identity."""
+        """Adopt the `settings_of` another device. Tensors keep their identity."""
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):
             for key, value in values.items():
                 came, here = from_json(value), group.get(key)
@@ -300,7 +304,7 @@ def _number(value: torch.Tensor, *, run_checks: bool) -> object:
 
 
 def digest_of(batch: ShardedBatch, step: int, call: Call, *, loss: int) -> CallDigest:
-    """Describe a step by its batch, as far as this process knows it, and its loss's number."""
+    """Describe a step by its batch, as far as this process knows it, and by its loss's number."""
     return CallDigest(
         call=call,
         step=step,
@@ -317,15 +321,15 @@ def digest_of(batch: ShardedBatch, step: int, call: Call, *, loss: int) -> CallD
 
 
 def refuse_unfrozen(frozen: Mapping[str, torch.nn.Parameter]) -> None:
-    """Refuse parameters that were frozen when Trainer was made, and are not any more.
+    """Refuse parameters that were frozen when Trainer was created, and no longer are.
 
     Raises:
-        ValueError: there is one.
+        ValueError: there is such a parameter.
     """
     for name, parameter in frozen.items():
         if parameter.requires_grad:
             raise ValueError(
-                f"parameter {name} was frozen when Trainer was made, so it has no place in the "
-                f"gradient buffers. If it is to be trained later, let it require a gradient "
-                f"until Trainer is made, and freeze it then, before the first step"
+                f"parameter {name} was frozen when Trainer was created, so it has no place in the "
+                f"gradient buffers. To train it later, let it require a gradient until Trainer is "
+                f"created, then freeze it before the first step"
             )

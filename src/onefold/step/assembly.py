@@ -1,15 +1,15 @@
-"""Puts an engine together from model, optimizer and devices, and records whose the model is.
+"""Assembles an engine from model, optimizer and devices, and records which Trainer holds a model.
 
-`assemble` makes the engine of the user's model and optimizer and of who takes part. `hold` records
-which Trainer a model belongs to: the last one that was made of it. Another Trainer may take the
-model, or a part of it. The one before leaves the run first, as by `Trainer.close`: its memory may
-be that of several processes, and its optimizer has the state.
+`assemble` makes the engine. `hold` records which Trainer holds a model: the last one created for
+it. Another Trainer may take the model, or a part of it. The previous Trainer then leaves the run
+first, as with `Trainer.close`, because its memory may be shared by several processes and its
+optimizer has the state.
 
 Note: values after a Trainer
 ----------------------------
-Of a model that no Trainer has held, the lead's values become everybody's, so that it may be drawn
-from unseeded random numbers. One that comes from a Trainer had the same values on every device. If
-they differ now, the script has changed them on one device alone, and that is refused.
+If no Trainer has held a model, the lead's values are broadcast, so that the model may be
+initialized from unseeded random numbers. If a Trainer has held it, its values were the same on
+every device. If they differ now, the script changed them on one device only, and that is refused.
 """
 
 from __future__ import annotations
@@ -48,40 +48,41 @@ from onefold.update.optimizers import optimizers_in, steps_by_parameter
 __all__ = ["LEAST_SENT_EARLY_BYTES", "assemble", "check_moves", "hold", "take_from_holders"]
 
 LEAST_SENT_EARLY_BYTES = 4 << 20
-"""Parameters of a model whose partial sums are sent stage by stage.
+"""Parameter bytes from which the partial sums of a model are sent stage by stage.
 
 Smaller models are not mirrored either: with ``replicate:state`` each device then updates its own
-partition, as with ``replicate``, and no device has the state of another.
+partition, as with ``replicate``, and keeps optimizer state for this partition only.
 """
 
 
-# By identity, as tensors compare by element, and weakly on both sides: nothing here keeps a model
-# or a Trainer. An entry stays when its Trainer is gone.
+# Keyed by identity, because tensors compare elementwise. Weak on both sides, so that nothing here
+# keeps a model or a Trainer alive. An entry may outlive its Trainer.
 _holders = WeakTensorKeyDictionary()
 
 
 def take_from_holders(module: torch.nn.Module) -> None:
-    """Have every Trainer that holds a part of a model leave the run; called on all devices."""
-    # By its parameters alone: Trainers may share buffers, which each has in memory of its own.
+    """Make every Trainer that holds a part of a model leave the run. Call it on all devices."""
+    # Look at parameters only: Trainers may share buffers, of which each has its own copy.
     found = [_holders[tensor]() for tensor in module.parameters() if tensor in _holders]
     for close in dict.fromkeys(filter(None, found)):
         close()
 
 
 def hold(module: torch.nn.Module, close: Callable[[], None]) -> None:
-    """Note that a model now belongs to a Trainer, of which this method leaves the run."""
+    """Record that a model now belongs to a Trainer, whose method ``close`` leaves the run."""
+    # Weak: a strong reference to the bound method would keep the Trainer alive.
     reference = weakref.WeakMethod(close)
     for tensor in chain(module.parameters(), module.buffers()):
         _holders[tensor] = reference
 
 
 def check_moves(module: torch.nn.Module, device: torch.device) -> None:
-    """Refuse a model that cannot get memory of a device while it is the same objects.
+    """Refuse a model that cannot be moved to a device in place, as the same parameter objects.
 
-    PyTorch allows that for the kinds of accelerators that it has itself.
+    PyTorch can do so for the accelerators that are built into it.
 
     Raises:
-        ValueError: a part of it is on a device of another kind.
+        ValueError: a part of the model is on a device of another type.
     """
     found = {tensor.device for tensor in chain(module.parameters(), module.buffers())}
     try:
@@ -90,7 +91,8 @@ def check_moves(module: torch.nn.Module, device: torch.device) -> None:
     except RuntimeError as error:
         raise ValueError(
             f"PyTorch cannot move the parameters of a model to {device} and keep them the same "
-            f"objects: move the model before its optimizer is made, by model.to({str(device)!r})"
+            f"objects. Move the model before you create its optimizer, with "
+            f"model.to({str(device)!r})"
         ) from error
 
 
@@ -106,26 +108,26 @@ def assemble(
     joined: Callable[[Exchange], None],
     stages: Sequence[torch.nn.Module] | None = None,
 ) -> Engine:
-    """Bring model and optimizer into a run; the lead's values become everybody's.
+    """Bring model and optimizer into a run, and broadcast the lead's values.
 
-    ``joined`` is called with the exchange as soon as there is one: from then on others wait for
-    this process, and must hear of its failures. ``stages`` are where the model may be cut; None to
-    find that out.
+    ``joined`` is called with the exchange as soon as it exists: from then on other devices wait for
+    this process, and must learn of its failures. ``stages`` are the modules at which the model may
+    be cut; None to find them.
 
     Raises:
         ValueError: the optimizer holds no parameter that can be trained; or see `check_moves`.
-        DisagreementError: another device brought another model, optimizer or setting.
+        DisagreementError: another device has another model, optimizer or setting.
         PeerError: another device did not join in time.
     """
     check_moves(module, devices.own_devices[devices.own[0]])
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parts = _parts(module, held)
-    # Before any device's memory takes the place of what the script has.
+    # Digest the values before the run's memory replaces what the script has.
     held_before = {n: t for n, t in named_tensors(module).items() if t in _holders}
     values = tensor_digests(held_before) if len(devices.own) < len(devices.all) else {}
     places = BufferPlaces(module, settings.buffers)
-    # Every set copies the module's buffers as the script left them, and so before one is attached:
-    # from then on they are views of that set's memory.
+    # Every set copies the module's buffers as the script left them. Build all sets before one is
+    # attached: from then on the module's buffers are views of that set's memory.
     buffers = {number: BufferSet(places, device) for number, device in devices.own_devices.items()}
     first = buffers[devices.own[0]]
     first.attach()
@@ -156,6 +158,7 @@ def assemble(
         timeout_s=settings.timeout_s,
         allocator=layout.allocator,
     )
+    # Before anything else can fail: the other devices wait for this process from here on.
     joined(exchange)
     memory = exchange.memory
     named = parts.named.values()
@@ -167,10 +170,10 @@ def assemble(
             Replica(n, device, parts, trained[n], other[n], buffers[n], precision, cut)
             for n, device in devices.own_devices.items()
         ]
-        # From here on the model's values lie in the run's memory: the lead's, everywhere.
+        # From here on the model's parameters are views of the run's memory, with the lead's values.
         replicas[0].attach()
         refuse_clipping(parts.trained.values())
-        # After attach: state that the optimizer already has moves to where its parameters now lie.
+        # Only after attach: existing optimizer state moves to the device of its parameters.
         parameters = list(parts.trained.values())
         update = PartitionedOptimizer(
             optimizer, parameters, storage, trained, assignment, memory.allocator
@@ -184,7 +187,7 @@ def assemble(
 
 
 def _parts(module: torch.nn.Module, held: Container[int]) -> ModelParts:
-    """Divide the model into what the optimizer, which has what is held, trains, and the rest."""
+    """Split the model into the parameters that the optimizer holds and trains, and the rest."""
     trained = [n for n, p in module.named_parameters() if id(p) in held and p.requires_grad]
     if not trained:
         raise ValueError("the optimizer holds no parameter that requires a gradient")
@@ -208,18 +211,21 @@ def _storage(
     placed: PlacementLayout,
 ) -> Storage:
     modules, devices_in_all = placed.modules, len(devices.all)
-    # By the names that the model has when it is not compiled, so that a checkpoint fits both.
+    # Use the names of the uncompiled model, so that a checkpoint fits both.
     layout = lay_out({own_name(name): p for name, p in held_in(settings.precision, parts).items()})
     segments, early = cut_segments(layout, by_element=updates_by_element(optimizer)), placed.early
-    # Small models are sent as a whole: each message costs more than it saves.
+    # Send small models as a whole: each message costs more than overlapping it would save.
     if layout.nbytes < LEAST_SENT_EARLY_BYTES:
         early = None
     updated_in = torch.float32 if settings.precision.parameters else None
-    # What others' optimizers count or draw is known of one update of each segment alone.
+    # With mirrors every device updates every segment. Only PyTorch's own optimizers are known to
+    # give equal bits then; others may count calls or draw numbers.
     each = optimizers_in(optimizer).values()
     mirrors = placed.mirrors and early is not None and not updated_in and steps_by_parameter(each)
     if placed.mirrors and not mirrors and devices.has_lead:
         load("shard.advice").say_partitioned(layout.nbytes, small=early is None)
+    # Partitions with a part of every stage may differ in size, and the largest one would slow each
+    # update.
     if (
         early is not None
         and not mirrors

@@ -1,7 +1,7 @@
-"""Makes a step: agree, compute, judge, update, publish. Or leaves its gradient to the script.
+"""Runs a step: agree, compute, judge, update, publish. Or leaves its gradient to the script.
 
-The model's state is the replicas', where it lies is the placement's, and what travels is the
-exchange's.
+The replicas hold the model's state, the placement decides where it is stored, and the exchange
+moves it between devices.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ _log = logging.getLogger("onefold")
 
 
 class Engine:
-    """The devices of this process, at work together with all others.
+    """Runs the steps of this process's devices, together with all other devices.
 
     Args:
         context: this process's part of the run.
-        placement: where the model lies.
-        assignment: who takes part.
+        placement: where the model is stored.
+        assignment: which device runs which shards and owns which parameters.
         losses: the user's loss functions, by name; each computes one shard.
         frozen: parameters that must stay frozen, by name.
-        description: what all devices have in common.
+        description: what all devices must have in common, in words.
     """
 
     def __init__(
@@ -73,32 +73,33 @@ class Engine:
     ) -> None:
         self.context, self.placement = context, placement
         self.description = description
-        """What all devices have in common, in words: see `onefold.checks.description`."""
+        """Facts that all devices must share, in words: see `onefold.checks.description`."""
         self.assignment = assignment
-        """Who takes part; between two steps other shares may take the place of its own."""
+        """Which device runs which shards. Another assignment may replace it between two steps."""
         self.losses = losses
         """The user's loss functions, by name."""
         self._frozen, settings, update = frozen, context.settings, context.update
         trained = context.parts.trained.values()
         self.objectives = objectives_of(losses, update.optimizer, trained, settings)
-        """What steps are made of, by the name of the loss."""
+        """Each loss with its number and flags, by the name of the loss."""
         self.objective = next(iter(self.objectives.values()))
-        """What the step is made of, or the last one was."""
+        """Objective of the current step, or of the last one."""
         self.external = ExternalModules(context.module, *losses.values(), context=context)
-        """Modules that the losses use beside the model."""
+        """Modules that the losses use in addition to the model."""
         self.agreement = Agreement(context, placement, self.external)
-        """Meets the other devices."""
+        """Compares this process's state with the other devices at the start of each call."""
         self._comparison: EagerComparison | None = None
         if settings.compile:
             make = load("shard.compiling").EagerComparison
             by_user = context.compilers.by_user
             self._comparison = make(settings, self.external, notes=not by_user)
         self.rules = GradientRules(settings, update)
-        """What is done to each gradient."""
+        """Divides, scales and clips each gradient."""
         self._cuts_shards = settings.microbatch is not None
         self._finite = FiniteCheck(settings, self.rules, context.table)
         last = context.replicas[-1]
-        # Where a device waits for nothing else: it has all parameters, and no other process.
+        # Only then does the host do nothing but launch kernels: it gathers no parameters, and waits
+        # for no other process.
         watched = not context.with_others and context.table.storage.stages is None
         watched &= last.device.type != "cpu"
         self._launches: LaunchWatch | None = None
@@ -107,33 +108,33 @@ class Engine:
         self._has_warned = self._has_looked = False
         self._nan_before = buffers_with_nan(context.module)
         self.hooks = Hooks()
-        """The tools around the steps of the run."""
+        """The tools of the run, called around its steps."""
 
     @property
     def loss(self) -> LossFunction:
-        """The user's loss, where there is only one."""
+        """The user's loss, if there is only one."""
         return next(iter(self.losses.values()))
 
     def end_step(self) -> None:
-        """Note that all of the last step is done, its place in the data included."""
+        """Note that the last step is complete, including its position in the data."""
         self.agreement.torn = ""
 
     def step(
         self, batch: ShardedBatch, number: int, *, name: str = "", asked_to_stop: bool = False
     ) -> StepResult:
-        """Update the parameters once; the order is that of `onefold.exchange.exchange`.
+        """Update the parameters once. `onefold.exchange.exchange` gives the order of the exchange.
 
         Args:
             batch: the batch, with this process's shards of it.
             number: the number of the step.
-            name: of the loss.
-            asked_to_stop: whether this process has been asked to stop; all devices are informed.
+            name: name of the loss.
+            asked_to_stop: whether this process was asked to stop; all devices learn of it.
 
         Raises:
-            DisagreementError: another device is at another call, or was given another batch.
+            DisagreementError: another device made another call, or got another batch.
             LossError: a loss cannot be read, is not finite, or depends on no parameter.
-            StateError: a shard has changed what it must not.
-            PeerError: another device is lost or has failed.
+            StateError: a shard changed state that it must not change.
+            PeerError: another device is lost or failed.
         """
         context = self.context
         agreed = self._agree_on_step(batch, number, Call.STEP, name, asked_to_stop)
@@ -143,6 +144,7 @@ class Engine:
             with context.timed("update", "update"):
                 self.follow_parameters()
                 self.rules.clip(outcome.norm)
+                # From here until `end_step` the model is neither before the step nor after it.
                 self.agreement.torn = f"step {number}"
                 context.update.around = self._around_update if self.hooks.updates else None
                 context.update.step()
@@ -150,13 +152,14 @@ class Engine:
                 self.microbatches.note_update()
         else:
             context.update.drop()
-        # Shards' gradients go before the next step makes its own.
+        # Free this step's totals before the next step allocates its own.
         del totals
         self._end_shards(failure)
         if outcome.verdict.updates:
             self._follow_average(name)
         with context.timed("exchange", "publish parameters"):
-            self.placement.publish()  # from here on the table is no longer ours to read
+            # After this call other devices may write to the table, so it must not be read.
+            self.placement.publish()
         if not context.alone:
             context.guard.note()
         return outcome
@@ -166,15 +169,15 @@ class Engine:
     ) -> StepResult:
         """Leave the gradient of a batch in ``.grad`` of the user's parameters, on all devices.
 
-        Arguments and errors are those of `step`. Of a batch that would be skipped, all parameters
-        have None there.
+        Arguments and errors are those of `step`. If the batch is skipped, ``.grad`` of every
+        parameter is None.
         """
         context = self.context
         check_gradient(context.update)
         allow_clipping(context.parts.trained.values())
         agreed = self._agree_on_step(batch, number, Call.GRADIENT, name, asked_to_stop)
         totals, weight = self._compute(batch, number)
-        # What the script will use must be looked at before it does.
+        # The script reads the gradient as soon as this call returns, so check it now.
         outcome, failure = self._judge(totals, weight, agreed, now=True)
         del totals
         self._end_shards(failure)
@@ -193,13 +196,13 @@ class Engine:
     def inspect_step(
         self, batch: ShardedBatch, number: int, *, name: str = ""
     ) -> tuple[ShardTask, StepResult]:
-        """Compute a step that is not made; called on all devices.
+        """Compute a step without making its update. Call it on all devices.
 
-        The gradient is left in ``.grad`` of the user's parameters, neither clipped nor looked at,
-        where devices keep them.
+        Leaves the gradient in ``.grad`` of the user's parameters, neither clipped nor checked, on
+        devices that keep all parameters.
 
         Returns:
-            What its shards have in common, and the result.
+            The task that the step's shards share, and the result.
         """
         context = self.context
         agreed = self._agree_on_step(batch, number, Call.STEP, name, False)
@@ -220,7 +223,7 @@ class Engine:
     def _agree_on_step(
         self, batch: ShardedBatch, number: int, call: Call, name: str, asked_to_stop: bool
     ) -> Agreed:
-        """Wait for all devices to have begun the same step."""
+        """Wait until all devices have started the same step."""
         context = self.context
         context.checks.advance()
         refuse_unfrozen(self._frozen)
@@ -235,18 +238,19 @@ class Engine:
         return agreed
 
     def _warn_of_mode(self) -> None:
-        """Warn once, on the lead, where a model is trained in evaluation mode."""
+        """Warn once, on the lead, if the model is trained in evaluation mode."""
         if self._has_warned or self.context.module.training:
             return
         self._has_warned = True
         if self.context.leads:
             _log.warning(
-                "the model is in evaluation mode: dropout and batch norm do not train. Modes are "
-                "yours; call model.train() before the steps if that was not meant"
+                "the model is in evaluation mode: dropout and batch norm do not train. onefold "
+                "leaves modes to the script. If this is not intended, call model.train() before "
+                "the steps"
             )
 
     def _compute(self, batch: ShardedBatch, number: int) -> tuple[StepTotals, StepWeight]:
-        """Compute all shards' gradients and losses; once more where a loss turns out to need it."""
+        """Compute all shards' gradients and losses, a second time if a loss needs it."""
         context, parts, several = self.context, self.context.parts, batch.shares.shards > 1
         objective, run_checks = self.objective, context.checks.run_checks
         objective.trained = parts.trainable()
@@ -264,7 +268,8 @@ class Engine:
         for add in self.hooks.tasks:
             task = add(task)
         if context.alone and not self.placement.may_write(task.shards):
-            # What the user has changed since the last step is the user's affair.
+            # A single device has nothing to compare between two steps: what the user changed is the
+            # new reference, against which writes by shards are found.
             context.guard.note(values=run_checks)
         self.agreement.torn = f"step {number}"
         try:
@@ -273,7 +278,7 @@ class Engine:
                 self._has_looked = True
                 self._refuse_new_generators(f"step {number}")
         except BaseException:
-            # The interrupt may have hit the code that undoes it, so undo it again.
+            # The interrupt may have hit the code that restores the state, so restore it again.
             context.undo(task)
             self.agreement.torn = ""
             raise
@@ -281,24 +286,24 @@ class Engine:
         return computed
 
     def _refuse_new_generators(self, where: str) -> None:
-        """Refuse that shards have made a generator, which was not seeded for them.
+        """Refuse a random generator that a shard created: nothing seeded it for the shard.
 
         Raises:
-            StateError: they have.
+            StateError: a shard created one and keeps it.
         """
         context = self.context
         known = {id(each) for each in context.first.own_generators.all}
         context.find_generators(*self.losses.values())
         if any(id(each) not in known for each in context.first.own_generators.all):
             raise StateError(
-                f"{where}: the loss or the model made a random generator in its shards and keeps "
-                f"it: every device would draw from one of its own. Make it before the first step, "
-                f"so that onefold seeds it for each shard"
+                f"{where}: the loss or the model created a random generator inside a shard and "
+                f"keeps it, so each device would draw different numbers. Create it before the "
+                f"first step, so that onefold seeds it for each shard"
             )
 
     def _compute_task(self, task: ShardTask) -> tuple[StepTotals, StepWeight]:
         context, objective, number, batch = self.context, self.objective, task.step, task.batch
-        # One shard may do what a plain loop may.
+        # A single shard may change outside state, as a plain loop may.
         watched = task.run_checks and task.shards > 1
         if task.run_checks:
             context.find_generators(*self.losses.values())
@@ -332,51 +337,57 @@ class Engine:
                     self._gradient_taken = attempt.gradient_taken
                     return totals, weight
                 if attempt.whole:
-                    self.placement.publish()  # computed again, as a result was wrong
+                    # A hook rejected the result (an SDC check, for instance). Nothing was updated
+                    # yet.
+                    self.placement.publish()
                     continue
+                # The attempt showed that the loss gathers or has several terms. Remember it, and
+                # start again by the path for such losses.
                 objective.several_terms |= weight.terms > 1
                 objective.gathers |= weight.gathers
                 if self._comparison is not None:
                     self._comparison.check_gathering(gathers=weight.gathers)
-                self.placement.publish()  # nothing was updated; the table is free again
+                # Nothing was updated; the exchange gets its table back.
+                self.placement.publish()
 
     def _before(self, task: ShardTask) -> Before:
-        """What surrounds all shards of a device."""
+        """Return the context manager that surrounds all shards of a device."""
         if self._comparison is None:
             return lambda replica: nullcontext()
         return partial(self._comparison.before, task=task, table=self.context.table)
 
     @cached_property
     def microbatches(self) -> MicrobatchSearch:
-        """Into microbatches of how many samples shards are run."""
+        """The microbatch size, and the search for it."""
         made: MicrobatchSearch = load("step.microbatch").MicrobatchSearch(self.context)
         return made
 
     @cached_property
     def _joint(self) -> JointShards:
-        """Computes shards that see each other, or that need several divisors."""
+        """Computes shards that gather from each other, or that need several denominators."""
         made: JointShards = load("step.joint").JointShards(self.context)
         return made
 
     @cached_property
     def _values(self) -> ValueExchange:
-        """Knows what losses return beside themselves."""
+        """Exchanges the metrics and outputs that losses return."""
         made: ValueExchange = load("step.joint").ValueExchange(self.context)
         return made
 
     def _around_update(
         self, optimizer: torch.optim.Optimizer, segments: Sequence[torch.Tensor]
     ) -> None:
-        """Have hooks surround the update of some segments."""
+        """Run the optimizer's step inside the hooks that surround an update."""
+        # Wrap from the innermost outward, so that the first hook is outermost.
         update: Callable[[], object] = optimizer.step
         for hook in reversed(self.hooks.updates):
             update = partial(hook, self._task, optimizer, segments, update)
         update()
 
     def _gathered_if_needed(self) -> AbstractContextManager[None]:
-        """Have all parameters here in a step that cannot do with those of one stage."""
-        # Gathering and several terms run shards outside of the rounds in which devices bring each
-        # other something; compiled code takes all of its parameters as arguments.
+        """Gather all parameters for a step that cannot run with one stage at a time."""
+        # Joint shards and weighing run shards outside of the rounds in which devices gather each
+        # other's stages. Compiled code takes all of its parameters as arguments.
         known = self.objective
         tries = self._cuts_shards and self.microbatches.trials
         all_of_it = tries or self.context.compilers.compiled or known.gathers or known.several_terms
@@ -385,13 +396,13 @@ class Engine:
     def _judge(
         self, totals: StepTotals, weight: StepWeight, agreed: Agreed, *, now: bool
     ) -> tuple[StepResult, str]:
-        """Decide what becomes of a step; return that, and what is not finite in it.
+        """Decide whether a step is made; return its result, and what is not finite in it.
 
         Args:
-            totals: of all shards.
-            weight: of the whole batch.
-            agreed: what all devices reported when the step began.
-            now: whether to look at loss and gradient at once, though that waits for a GPU.
+            totals: the totals of all shards.
+            weight: the weight of the whole batch.
+            agreed: what all devices reported at the start of the step.
+            now: whether to check loss and gradient at once, which blocks on a GPU.
         """
         context, task, seen = self.context, self._task, self._gradient_taken
         alone = weight.value <= 0 or seen is not None
@@ -400,6 +411,7 @@ class Engine:
         if weight.value > 0 and not failure:
             with context.timed("exchange", "norm"):
                 self.rules.load_totals(weight, totals, self._task)
+                # A hook took the gradient: it gets the denominator, and the norm is not checked.
                 if seen is not None:
                     seen(weight.value)
                 norm = self._norm(totals)
@@ -409,64 +421,69 @@ class Engine:
                 self.agreement.torn = f"step {task.step}"
                 self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
-        # A copy, as `Step.loss` may be asked for long after the table is written again.
-        beside = any(context.table.kinds.tolist())  # numpy takes far longer for a few numbers
+        # Calling any() on the tensor takes far longer than on a list, for so few numbers.
+        beside = any(context.table.kinds.tolist())
         values = self._values.of_step(task.batch, task.step) if beside else None
+        # Copies: the script may read `Step.loss` long after the table is overwritten.
         numbers, weights = context.table.numbers.clone(), context.table.weights.tolist()
         return StepResult(numbers, weights, weight.value, verdict, norm, values), failure
 
     def _norm(self, totals: StepTotals) -> torch.Tensor:
-        """The norm of the whole gradient that was taken."""
+        """Compute the norm of the whole gradient."""
         widened = self.context.update.storage.rounds or not self._task.is_plain
         share = self.context.exchange.transport.all_gather_rows
         return self.rules.norm(self._task.shards, totals, share, widened=widened)
 
     def _follow_average(self, name: str) -> None:
-        """Update the averages after a step of a loss that updated the model."""
+        """Update the EMA after a step whose loss it follows."""
         context, averages = self.context, self.context.update.averages
         if averages.rule is not None and averages.rule.after in ("", name):
             with context.timed("update", "average"):
                 averages.follow(context.update.exact_values(), context.first.buffers.flat)
 
     def _end_shards(self, failure: str) -> None:
-        """Have buffers follow the shards unless something is not finite."""
+        """Combine the shards' buffers, unless a value of the step is not finite."""
         table, batch, run_checks = self.context.table, self._task.batch, self._task.run_checks
-        # What is not finite would stay in running means for ever: they are as before the step.
+        # A value that is not finite would stay in running means forever, so buffers keep the values
+        # from before the step.
         for replica in self.context.replicas if not failure else ():
             replica.buffers.end_step(table, batch, run_checks=run_checks)
-        del self._task  # with the batch, which the script may have dropped already
+        # The task holds the batch, which the script may have released already.
+        del self._task
 
     def agree(self, head: CallDigest, *, function: object = None, stop: bool = False) -> Agreed:
-        """Wait for all devices to have begun the same call; see `Agreement.start_call`."""
+        """Wait until all devices have started the same call; see `Agreement.start_call`."""
         self.placement.parameters.refuse_call(Call(head.call))
         return self.agreement.start_call(head, function=function, stop=stop)
 
     def leave(self, step: int, why: str, *, together: bool) -> None:
-        """Have the model be the script's, with values of this process alone; once, at the end.
+        """Return the model to the script, in memory of this process alone; once, at the end.
 
         Args:
             step: the number of the next step.
-            why: for whoever calls the trainer later.
-            together: whether all devices call this, and may be waited for.
+            why: the reason that later calls of the trainer report.
+            together: whether all devices make this call, so that it may wait for them.
 
         Raises:
-            DisagreementError: the script has changed parameters since the last call.
-            RuntimeError: it is inside a block of the trainer.
+            DisagreementError: the script changed parameters since the last call.
+            RuntimeError: the script is inside a block of the trainer.
         """
         context, agreement = self.context, self.agreement
         agreement.refuse_inside(Call.CLOSE)
         if together:
             agreement.end(step)
         self.placement.leave(together=together)
+        # From here on the other processes may keep their view, and the script may write to this
+        # one.
         context.exchange.memory.make_own()
         context.update.end()
         allow_clipping(context.parts.trained.values())
         agreement.left = why
 
     def refuse_raced(self) -> None:
-        """Refuse what this process has written to parameters that lie in others' memory as well.
+        """Refuse changes of this process to parameters in memory that other processes share.
 
-        Where only the lead writes, there is no race.
+        If only the lead writes, there is no race.
 
         Raises:
             DisagreementError: a parameter was changed since the last call.
@@ -478,12 +495,12 @@ class Engine:
                 raise DisagreementError(
                     f"{context.guard.name_of(changed)} was changed on device "
                     f"{context.first.number} after the last call of its Trainer, in memory that "
-                    f"all devices have in common: its values are left to chance. Call "
-                    f"trainer.close() before, on every device"
+                    f"all devices share. The order of such writes is random. Call trainer.close() "
+                    f"first, on every device"
                 )
 
     def check_last_step(self) -> None:
-        """Wait for the last step's loss and gradient where nobody has looked at them yet.
+        """Wait for the last step's loss and gradient, and check them if this is still due.
 
         Raises:
             LossError, GradientError: the loss or the gradient is not finite.
@@ -491,21 +508,21 @@ class Engine:
         self._finite.check_last()
 
     def take_spans(self) -> dict[int, list[Span]]:
-        """Return what each device of this process has done since the last call, by its number."""
+        """Return and clear the time spans of each device of this process, by its number."""
         return {replica.number: replica.watch.drain() for replica in self.context.replicas}
 
     @contextmanager
     def evaluating(self, *, training: bool = False) -> Iterator[ctrl_c_later]:
-        """Set the state in which models are evaluated; everything is put back afterwards.
+        """Enter the state for evaluation, and restore the previous state afterwards.
 
         Args:
-            training: whether the modules are in training mode all the same.
+            training: whether to use training mode instead of evaluation mode.
 
         Yields:
-            What delays Ctrl-C meanwhile.
+            The context manager that delays Ctrl-C.
         """
         context = self.context
-        # Other devices of this process compute in turn, without what the first has in `.grad`.
+        # Devices of a process compute one after the other; each must find an empty `.grad`.
         with (
             ctrl_c_later() as ctrl_c,
             keeping_gradients(context.parts.trained.values()),
@@ -516,7 +533,7 @@ class Engine:
             yield ctrl_c
 
     def model_loaded(self) -> None:
-        """Take over what a checkpoint has just put into the first device's model."""
+        """Adopt the values that a checkpoint has just put into the first device's model."""
         context = self.context
         context.first.buffers.note_loaded()
         context.copy_first()
@@ -525,12 +542,12 @@ class Engine:
         self._nan_before = buffers_with_nan(context.module)
 
     def spoilt_buffers(self) -> set[str]:
-        """Buffers that have become NaN; those that were as the run began are the model's affair."""
+        """Names of buffers that became NaN during the run, without those that were NaN before."""
         return buffers_with_nan(self.context.module) - self._nan_before
 
     @contextmanager
     def gathered(self, step: int) -> Iterator[None]:
-        """A block before a step in which this process has all parameters; called on all devices."""
+        """Gather all parameters for a block between two steps. Call it on all devices."""
         if self.placement.partitioned:
             self.agree(CallDigest(Call.WHOLE, step))
         with self.placement.gathered(detect_writes=True), ExitStack() as leaving:
@@ -538,16 +555,17 @@ class Engine:
             yield
 
     def follow_parameters(self) -> None:
-        """Have what is kept follow what a process with all devices changed between steps."""
+        """Update masters and buffers after changes to the model between two steps."""
         context, update = self.context, self.context.update
-        # They are not to follow averages that the model shows, nor parameters that are not here.
+        # Masters must follow neither the averages that the model shows, nor parameters that are not
+        # resident.
         here = update.is_whole and not self.agreement.averaged
         if not context.with_others and here and update.has_masters:
             update.follow_parameters()
             context.exchange.memory.broadcast_from_lead(context.first.buffers.flat)
 
     def _name_bad_gradient(self) -> str:
-        """Compute the step's shards once more, to name the first gradient that is not finite."""
+        """Recompute the step's shards to name the first gradient that is not finite."""
         task, done = replace(self._task, scale=1.0), dict[int, ShardResult]()
         try:
             with self.context.computing(), self.placement.gathered():
@@ -558,10 +576,11 @@ class Engine:
                     task, done = self._joint.prepared(self.objective, task)
                 return bad_gradient(self.context, task, done)
         except torch.OutOfMemoryError:
-            # Others would wait for one that gives up.
+            # Other devices wait in the collectives below, so a device among several must not give
+            # up alone.
             if not self.context.alone:
                 raise
             return (
-                f"the gradient of step {task.step} is not finite (to name the shard takes room for "
-                f"all parameters on the device, which there is not)"
+                f"the gradient of step {task.step} is not finite (naming the shard needs memory "
+                f"for all parameters on the device, and there is not enough)"
             )

@@ -1,38 +1,37 @@
-"""What a tool does around the steps of a run: a `Hook`. `Hooks` are those of one run, in order.
+"""Defines what a tool may do around the steps of a run: `Hook`. `Hooks` is the list of one run.
 
-A session and an engine name no tool. They tell all hooks of the run what comes, by the methods of
-`Hook`, and `onefold.tools` makes the list of these from the options of the run. A run without
-tools has no hooks, and asks an empty list.
+A session and an engine name no tool. They call the methods of `Hook` on all hooks of the run, and
+`onefold.tools` builds this list from the options of the run. A run without tools has no hooks.
 
 Note: the order of a step
 -------------------------
 ::
 
-    call                   a hook may answer here, and then nothing of what follows is done
+    call                   a hook may answer here, and then the rest is skipped
       the batch is cut, the scheduler is checked
-      around               the call is legal, and nothing has begun
+      around               the call is legal, and nothing has started
         all devices agree on the step
         task               once
         around_compute     each time that all shards are computed
         the loss and the gradient are judged
-        around_update      for each part of the segments that is updated at once
+        around_update      for each group of segments that is updated at once
         the parameters are published
-      around is left       the step is done for everybody
+      around is left       all devices have made the step
       the scheduler and the position count it
       after_step
 
 Note: the order of hooks
 ------------------------
-They lie around a step like shells: the first in the list is outermost. So ``call``, ``around``,
-``task`` and ``around_compute`` reach the outermost first, and ``after_step`` the innermost: who
-comes last before a step comes first after it.
+Hooks surround a step like shells: the first in the list is outermost. ``call``, ``around``,
+``task`` and ``around_compute`` therefore reach the outermost hook first, and ``after_step`` the
+innermost.
 
 Note: who may wait
 ------------------
-``call``, ``around``, ``task``, ``around_compute`` and ``finish`` come on all devices alike, in one
-order. There a hook may make calls to the others, if it does so on all devices; and what it decides
-(to answer a call, to compute again, to stop) must follow from what all devices have in common. A
-hook may be there on one device alone if it decides nothing and waits for nobody.
+All devices run ``call``, ``around``, ``task``, ``around_compute`` and ``finish``, in the same
+order. In these methods a hook may make collective calls if it does so on all devices. Its decisions
+(to answer a call, to compute again, to stop) must follow from values that all devices share. A hook
+may exist on one device only if it decides nothing and waits for no other device.
 """
 
 from __future__ import annotations
@@ -68,61 +67,60 @@ Kind = Literal[
     "statistics",
     "replaying",
 ]
-"""What a script asks for. ``result`` is whatever returns a value: an evaluation, a prediction, what
-another device has. A ``loader`` is for steps, a ``pass`` goes once through other data. ``payloads``
-are those of all shards of a loader's batch, ``statistics`` those of the averages."""
+"""What a script calls. ``result`` is any call that returns a value, such as an evaluation, a
+prediction, or a value of another device. A ``loader`` provides steps; a ``pass`` reads other data
+once. ``payloads`` are those of all shards of a loader's batch, ``statistics`` those of the EMA."""
 
 _ENDS_FIRST = ("step", "gradient", "load")
-"""Calls that change the model. Ctrl-C waits for their end, so that it leaves no mixed state."""
+"""Calls that change the model. Ctrl-C is delayed until they end, to keep the model consistent."""
 
 
 @dataclass(slots=True, eq=False)
 class ScriptCall:
-    """A call of the script, as hooks see it: made anew for each, and theirs to write to."""
+    """A call of the script, as hooks see it. Each call has a new object, which hooks may change."""
 
     kind: Kind
     words: str = ""
-    """What users call it, as the record has it."""
+    """The call in the user's words, as the record stores it."""
     given: Any = None
-    """What is acted on: a batch, a folder, the choices of a loader. A hook may put another value
-    in its place."""
+    """The argument: a batch, a folder, the options of a loader. A hook may replace it."""
     name: str = ""
-    """Of the loss."""
+    """Name of the loss."""
     dim: int = 0
     number: int = 0
-    """Of the step."""
+    """Number of the step."""
     begins: bool = True
-    """Whether it is the first call of its step: there may be several gradients in one."""
+    """Whether this is the first call of its step; a step may have several gradients."""
     cut: ShardedBatch | None = None
-    """The batch of a step, as it was given."""
+    """The batch of a step, as the script passed it."""
     batch: ShardedBatch | None = None
-    """The batch that is computed: another one if a hook has put it there."""
+    """The batch to compute: another one if a hook replaced it."""
     computed: bool = True
-    """Whether a step is computed; a hook that answers a call makes it False."""
+    """Whether a step is computed; a hook that answers a call sets this to False."""
     asked_to_stop: bool = False
-    """Whether this process was asked to stop; a hook makes it True. All devices are told."""
+    """Whether this process was asked to stop. A hook may set it; all devices learn of it."""
     choices: Mapping[str, Any] = field(default_factory=dict)
-    """How a run is saved or loaded."""
+    """Options of a save or a load."""
     key: object = None
-    """Equal for calls that give the same, as long as the model does."""
+    """Equal for calls that return the same value as long as the model is the same."""
     data: object = None
-    """The object that it goes through."""
+    """The data set that the call reads."""
     inside: list[Callable[[], None]] = field(default_factory=list)
-    """Called at the end of a block, while the model is there."""
+    """Called at the end of a block, while the model is still available."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One computation of all shards of a step. There may be several, until it is whole."""
+    """One computation of all shards of a step. A step may need several."""
 
     task: ShardTask
     whole: bool = False
-    """Whether its result is one that a step can be made of; known once it is computed."""
+    """Whether a step can be made of the result; known after the computation."""
     again: bool = False
-    """Whether to discard the result and compute all shards again; set by hooks."""
+    """Whether to discard the result and compute all shards again. Hooks may set it."""
     gradient_taken: Callable[[float], None] | None = None
-    """Called with the divisor once the gradient is taken, instead of the check that loss and
-    gradient are finite; set by hooks."""
+    """Called with the denominator after the gradient is loaded, instead of the check that loss and
+    gradient are finite. Hooks may set it."""
 
 
 Make = Callable[[], Any]
@@ -132,46 +130,49 @@ Surrounds = AbstractContextManager[object] | None
 
 
 class Hook:
-    """A tool around the steps of a run; each method does nothing, and is overridden at will.
+    """A tool around the steps of a run. Every method does nothing by default.
 
-    In the order in which they are called. Where an exception comes out of one, the step fails.
+    Methods are listed in the order of calls. If one raises an exception, the step fails.
     """
 
     saves_run = False
-    """Whether it saves the run, and ends it where it is asked to stop: the script is not asked."""
+    """Whether the hook saves the run and ends it on a stop request, instead of the script."""
 
     def call(self, asked: ScriptCall, make: Make) -> Any:
-        """Surround any call of the script; return what it gives.
+        """Surround any call of the script; return its result.
 
-        On all devices alike, but for loaders and ``replaying``, before anything is agreed on. May
-        answer it without ``make``, change what is given, and look at what comes.
+        Runs on all devices, before they agree on anything; only loaders and ``replaying`` may
+        differ between devices. The hook may answer without ``make``, change the argument, and
+        inspect the result.
 
         Args:
             asked: the call.
-            make: goes on with the next hook, and in the end makes the call.
+            make: calls the next hook, or makes the call if there is none.
         """
         return make()
 
     def around(self, asked: ScriptCall) -> Surrounds:
         """Surround a step or a block in which the model may change.
 
-        On all devices, the batch cut, the call legal and nothing begun; left when the step is done
-        for everybody and not counted yet. May wait for the others, put another batch into
-        ``asked.batch``, and raise `RunStopped`.
+        Entered on all devices, when the batch is cut, the call is legal and nothing has started.
+        Left when all devices have made the step, before it is counted. The hook may wait for other
+        devices, replace ``asked.batch``, and raise `RunStopped`.
 
         Returns:
-            What is left then, also by an exception; None where nothing is to be done afterwards.
+            The context manager to leave then, also on an exception; None if nothing remains to be
+            done.
         """
         return None
 
     def task(self, task: ShardTask) -> ShardTask:
-        """Say what shards do beside computing; on all devices alike, once the step has begun."""
+        """Extend the task of a step. Runs on all devices, after the step has started."""
         return task
 
     def around_compute(self, attempt: Attempt) -> Surrounds:
-        """Surround the computing of all shards, each time; on all devices.
+        """Surround each computation of all shards; on all devices.
 
-        May wait, look at what shards have noted, and set ``attempt.again`` if ``attempt.whole``.
+        The hook may wait, inspect what shards noted, and set ``attempt.again`` if
+        ``attempt.whole``.
         """
         return None
 
@@ -182,52 +183,56 @@ class Hook:
         segments: Sequence[torch.Tensor],
         update: Update,
     ) -> None:
-        """Surround an update of segments; on each device of them alone, so it waits for nobody.
+        """Surround an update of segments.
+
+        Runs only on the device that updates them, so it must not wait for other devices.
 
         Args:
-            task: that of the step.
-            optimizer: has the gradients.
+            task: the task of the step.
+            optimizer: holds the gradients.
             segments: the values that it updates.
-            update: makes it; to be called at least once.
+            update: makes the update; call it at least once.
         """
         update()
 
     def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
-        """Look at a step that is done and counted, or answered (`ScriptCall.computed` says which).
+        """Inspect a step that is finished and counted, or answered (see `ScriptCall.computed`).
 
-        On all devices; of several gradients of one step after the first one. What raises here
-        fails on this device alone, unless it tells the others.
+        Runs on all devices. If a step has several gradients, it runs after the first. An exception
+        here is raised on this device only, unless the hook reports it to the others.
         """
 
     def finish(self) -> None:
-        """Write what is still to be saved, at the good end of the script, or as the run is left.
+        """Write what is not saved yet, at the normal end of the script or when the run is left.
 
-        On all devices, which are still there: may wait for them.
+        Runs on all devices, so the hook may wait for them.
         """
 
     def close(self) -> None:
-        """Let go of everything; waits for nobody, and may be called more than once."""
+        """Release all resources. Must not wait, and may be called more than once."""
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Hooks:
-    """The hooks of one run, outermost first; empty to begin with.
+    """The hooks of one run, outermost first; initially empty.
 
-    What no hook overrides costs nothing: for each method there is a list of those that do.
+    A method that no hook overrides costs nothing: each method has a list of the hooks that override
+    it.
     """
 
     def __init__(self) -> None:
         self.every: Sequence[Hook] = ()
-        """All of them."""
+        """All hooks."""
         self.replace(())
 
     def replace(self, hooks: Sequence[Hook]) -> None:
-        """Have these hooks from here on, outermost first; between two steps."""
+        """Replace the hooks, between two steps; outermost first."""
         self.every = tuple(hooks)
 
         def of(name: str) -> list[Any]:
+            # Compare functions of the classes: bound methods are created anew by every access.
             own = [h for h in hooks if getattr(type(h), name) is not getattr(Hook, name)]
             return [getattr(hook, name) for hook in own]
 
@@ -235,14 +240,17 @@ class Hooks:
         self._around, self._computes = of("around"), of("around_compute")
         self.tasks: list[Callable[[ShardTask], ShardTask]] = of("task")
         self.updates: list[Callable[..., None]] = of("around_update")
+        # Reversed: the innermost hook sees a finished step first.
         self.after_step: list[Callable[[ScriptCall, Step, Spans], None]] = of("after_step")[::-1]
         self._finishes, self._closes = of("finish"), of("close")
         self.saves_run = any(hook.saves_run for hook in hooks)
 
     def call(self, asked: ScriptCall, make: Make) -> Any:
-        """Make a call of the script; see `Hook.call`."""
+        """Make a call of the script through all hooks; see `Hook.call`."""
+        # Wrap from the innermost outward, so that the first hook runs first.
         for hook in reversed(self._calls):
             make = partial(hook, asked, make)
+        # Outside of all hooks: Ctrl-C must not hit a hook that has saved half of its state either.
         with ctrl_c_later() if asked.kind in _ENDS_FIRST else _NOTHING:
             return make()
 
@@ -251,22 +259,22 @@ class Hooks:
         return _Shells(self._around, asked) if self._around else _NOTHING
 
     def around_compute(self, attempt: Attempt) -> AbstractContextManager[object]:
-        """Surround the computing of shards; see `Hook.around_compute`."""
+        """Surround a computation of shards; see `Hook.around_compute`."""
         return _Shells(self._computes, attempt) if self._computes else _NOTHING
 
     def finish(self) -> None:
-        """Write what is still to be saved; see `Hook.finish`."""
+        """Write what is not saved yet; see `Hook.finish`."""
         for finish in self._finishes:
             finish()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources; see `Hook.close`."""
         for close in self._closes:
             close()
 
 
 class _Shells(AbstractContextManager[None]):
-    """What some hooks surround, the first outermost; cheap where they have nothing to do later."""
+    """The context managers of some hooks, the first outermost; cheap if the hooks return none."""
 
     __slots__ = ("_hooks", "_of", "_stack")
 
@@ -278,9 +286,12 @@ class _Shells(AbstractContextManager[None]):
         try:
             for hook in self._hooks:
                 if (context := hook(self._of)) is not None:
+                    # Most hooks return None, so the stack is created only when one does not.
                     self._stack = self._stack or ExitStack()
                     self._stack.enter_context(context)
         except BaseException as error:
+            # Python calls no `__exit__` after a failed `__enter__`, so leave the entered hooks
+            # here.
             self.__exit__(type(error), error, error.__traceback__)
             raise
 

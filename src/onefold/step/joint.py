@@ -1,29 +1,23 @@
-"""Runs the shards of a step together, where the loss needs the tensors of all of them.
+"""Runs the shards of a step together if the loss needs the tensors of all of them.
 
-`JointShards` finds what the shards must know of each other beforehand. `RowExchange` brings what
-shards gather to all devices, and the gradients of it back, added up. Its tensors travel as bits in
-rows of float64, the only thing that `Transport.all_gather_rows` moves. Rows of one trade have one
-length, so shorter ones are filled up. `ValueExchange` brings together what the losses returned in
-addition to the loss.
+`JointShards` finds what shards must know of each other beforehand. `RowExchange` sends gathered
+tensors to all devices, and returns their summed gradients. `ValueExchange` gathers the metrics and
+outputs that losses return in addition to the loss.
 
 Note: two runs
 --------------
-A loss that gathers cannot come to its end in one shard before it has begun in all others. To keep
-what backward needs of every shard until then would take the memory of the whole batch. So shards
-run twice (Gao et al., 2021). The first run computes what is gathered, and the gradient of the whole
-batch's loss in it. Parameters are frozen for it, so that nothing is kept of a model but what comes
-after a gather and depends on it. The second is the ordinary one, shard by shard: `gather` returns
-what is known, and backward starts from the loss and from the tensors that were gathered, with their
-gradients. That is the chain rule and nothing else.
+A loss that gathers cannot finish in one shard before it has started in all others. Keeping what
+backward needs of every shard until then would take the memory of the whole batch. So shards run
+twice (Gao et al., 2021). The first run computes the gathered tensors, and the gradient of the whole
+batch's loss with respect to them. The second run is the usual one, shard by shard: `gather` returns
+the known tensors, and backward starts from the loss and from the tensors that were gathered, with
+their gradients. This is the chain rule.
 
 Note: one run
 -------------
-With batch norm over the whole batch nearly all of a model comes after the first gather, and the
-first run would keep all of it. So such models run once, and what is kept is that of all shards of
-a device: the memory of a plain loop with the whole batch.
-
-Which of the two it is depends on the model alone. Neither depends on how many shards a device has,
-or its bits would depend on the shares.
+With batch norm over the whole batch, nearly all of a model follows the first gather, and the first
+run would keep all of it. Such models run once and keep the activations of all shards of a device,
+as a plain loop with the whole batch does.
 """
 
 from __future__ import annotations
@@ -64,19 +58,21 @@ class JointShards:
     def __init__(self, context: StepContext) -> None:
         self._context = context
         modules = context.module.modules()
+        # One run or two depends on the model alone. If it depended on how many shards a device has,
+        # the bits would depend on the shares.
         self._once = any(isinstance(module, SyncBatchNorm) for module in modules)
 
     def prepared(
         self, objective: Objective, task: ShardTask
     ) -> tuple[ShardTask, dict[int, ShardResult]]:
-        """Complete the task of a step; called on all devices.
+        """Complete the task of a step. Call it on all devices.
 
         Returns:
-            The task with which shards can run one by one; and the results of those that have
-            run already.
+            The task with which shards can run one by one, and the results of those that have
+            already run.
 
         Raises:
-            LossError: shards do not gather alike, or have different numbers of terms.
+            LossError: shards gather differently, or have different numbers of terms.
         """
         if task.is_plain:
             return task, {}
@@ -87,6 +83,8 @@ class JointShards:
         if objective.gathers:
             return self._first_run(task).known(task), {}
         if objective.several_terms:
+            # Forward passes alone: the denominators of a sum of terms must be known before any
+            # backward.
             found: dict[int, Sequence[tuple[str, float]]] = {}
             for replica in self._context.replicas:
                 with self._context.attached(replica):
@@ -95,16 +93,17 @@ class JointShards:
         return task, {}
 
     def spoilt(self, task: ShardTask) -> str:
-        """Describe the first gradient of what was gathered that is not finite, by a new run.
+        """Run again to describe the first gradient of a gathered tensor that is not finite.
 
-        What is gathered carries such a gradient to all shards, so that it cannot be seen in theirs
-        where it comes from.
+        `gather` spreads such a gradient to all shards, so that their own gradients do not show
+        where it started.
 
         Returns:
-            Which shard gave it; empty if there is none.
+            Which shard produced it; empty if there is none.
         """
         found = self._first_run(task, looks=True).spoilt
-        # Backward begins with the last call, and goes from it to those before.
+        # Backward starts with the last call and proceeds to earlier ones, so the last call comes
+        # first.
         own = min(((-call, shard) for shard, call in found), default=None)
         transport = self._context.exchange.transport
         rows = transport.all_gather_values(dict.fromkeys(self._context.own, own))
@@ -113,12 +112,15 @@ class JointShards:
             return ""
         call, shard = -first[0] + 1, first[1]
         return (
-            f"step {task.step}, shard {shard} ({task.batch.describe(shard)}): the gradient of what "
-            f"call {call} of onefold.gather (or onefold.SyncBatchNorm) returned is not finite"
+            f"step {task.step}, shard {shard} ({task.batch.describe(shard)}): the gradient of the "
+            f"tensor that call {call} of onefold.gather (or onefold.SyncBatchNorm) returned is not "
+            f"finite"
         )
 
     def _first_run(self, task: ShardTask, *, looks: bool = False) -> _JointRun:
         parts = self._context.parts
+        # With frozen parameters autograd keeps nothing of the model but what follows a gather and
+        # depends on it: that is what saves the memory.
         parts.restore_frozen([False] * len(parts.named))
         try:
             frozen = replace(task, trainable=parts.trainable())
@@ -130,11 +132,11 @@ class JointShards:
 
 
 class _JointRun:
-    """One run of all shards of this process, in turns, from one stop to the next.
+    """One run of all shards of this process, in turns, each from one stop to the next.
 
     Args:
         context: this process's part of the run.
-        task: what all shards of the step have in common.
+        task: the task that all shards of the step share.
         looks: whether to look for gradients that are not finite.
     """
 
@@ -148,11 +150,11 @@ class _JointRun:
         self._calls: list[tuple[Gathered, dict[int, GatheredRows]]] = []
         self._gradients: dict[tuple[int, int], torch.Tensor] = {}
         self.divisors: Sequence[float] | None = None
-        """Of a loss of several terms."""
+        """Denominators of a loss with several terms."""
         self.results: dict[int, ShardResult] = {}
-        """For each shard."""
+        """Result of each shard."""
         self.spoilt: list[tuple[int, int]] = []
-        """Shard and call of each gradient that is not finite, if they were looked for."""
+        """Shard and call of each gradient that is not finite, if ``looks``."""
 
     def drive(self) -> None:
         """Run all shards to their end."""
@@ -161,13 +163,14 @@ class _JointRun:
         try:
             self._backward(self._forward())
         finally:
-            # However it went: no thread outlives this, and none of them is left a borrowed module.
+            # On errors too: end all threads, or one could still be using the module that it
+            # borrowed.
             for turn in self._turns.values():
                 turn.end()
             self._put_back()
 
     def known(self, task: ShardTask) -> ShardTask:
-        """Have the shards run a second time, with all that this run has found."""
+        """Return the task of the second run, with all that this run found."""
 
         def gatherer(shard: int) -> GatherReplay:
             return GatherReplay(
@@ -191,15 +194,17 @@ class _JointRun:
         task = replace(self._task, gatherers=turns.__getitem__)
         for shard, replica in homes.items():
             compute = partial(replica.compute, shard, task)
+            # Alone in its process, a shard finds everything as it left it, and saves no state.
             turns[shard] = JointShard(replica, shard, compute, alone=len(homes) == 1)
         return turns
 
     def _forward(self) -> dict[int, GatherPosition]:
-        """Run all shards to where backward needs the others; return where that is."""
+        """Run all shards until backward needs other shards; return their positions."""
         stops = self._resume(dict.fromkeys(self._turns))
         while True:
             standings = self._trade.agree({shard: _standing(stop) for shard, stop in stops.items()})
             if standings[0].at == "end":
+                # All shards are at the same call, so the first one decides for all devices.
                 break
             stops = self._resume(self._join(standings, stops))
         if max(standing.terms for standing in standings.values()) > 1:
@@ -209,17 +214,19 @@ class _JointRun:
         return self._resume(dict.fromkeys(stops, self.divisors))
 
     def _backward(self, stops: dict[int, GatherPosition]) -> None:
+        # Autograd reaches the calls in reverse order.
         for call, _ in reversed(self._calls):
             if call.differentiable:
                 stops = self._resume(self._add_up(call, stops))
         for shard, stop in stops.items():
-            assert stop.result is not None  # autograd comes to every call once, the last one first
+            # Autograd has visited every call once, the last one first, so every shard is over.
+            assert stop.result is not None
             self.results[shard] = stop.result
 
     def _join(
         self, standings: Mapping[int, ShardPosition], stops: Mapping[int, GatherPosition]
     ) -> dict[int, GatheredRows]:
-        """Bring what is gathered to all shards."""
+        """Gather one call's tensors of all shards."""
         first = standings[0]
         call = Gathered(
             number=len(self._calls),
@@ -230,6 +237,7 @@ class _JointRun:
         tensors = {s: stop.tensor for s, stop in stops.items() if stop.tensor is not None}
         with self._context.timed("exchange", "gather"):
             whole = self._trade.join(call, tensors)
+        # One copy per device; shards clone it before a loss may write to it.
         on = {tensor.device: whole.to(tensor.device) for tensor in tensors.values()}
         joined = {s: GatheredRows(on[t.device], call.own(s)) for s, t in tensors.items()}
         self._calls.append((call, joined))
@@ -238,9 +246,10 @@ class _JointRun:
     def _add_up(
         self, call: Gathered, stops: Mapping[int, GatherPosition]
     ) -> dict[int, torch.Tensor]:
-        """Bring each shard the gradient of all losses in what it has gathered."""
+        """Sum the gradients of one call over all shards; return each shard its rows."""
         given = {s: stop.tensor for s, stop in stops.items() if stop.tensor is not None}
         if self._looks:
+            # Check before summing: afterwards every shard has the bad gradient.
             self.spoilt += [(s, call.number) for s, g in given.items() if not all_finite(g)]
         with self._context.timed("exchange", "gather gradients"):
             whole = self._trade.add_up(call, given)
@@ -249,8 +258,9 @@ class _JointRun:
         return rows
 
     def _resume(self, answers: Mapping[int, Any]) -> dict[int, GatherPosition]:
-        """Let each shard go on to its next stop, one after the other."""
+        """Let each shard run to its next stop, one after the other."""
         stops = {}
+        # One at a time and by number: threads never compute concurrently, so the order is fixed.
         for shard, answer in answers.items():
             turn = self._turns[shard]
             self._attach(turn.replica)
@@ -259,15 +269,17 @@ class _JointRun:
         return stops
 
     def _attach(self, replica: Replica) -> None:
+        # Attaching rebinds parameters and buffers, so skip it between shards of the same replica.
         if replica is not self._current:
             self._current = replica
             replica.attach()
 
     def _put_back(self) -> None:
-        """Leave everything as a step finds it, however far the shards have come."""
+        """Restore the state that a step expects, however far the shards got."""
         for replica in self._replicas:
             self._attach(replica)
-            replica.start_step(self._task)  # drops gradients
+            # Frees the gradients that shards left in `.grad`.
+            replica.start_step(self._task)
             replica.buffers.restore()
             replica.end()
         self._attach(self._replicas[0])
@@ -285,33 +297,33 @@ def _standing(stop: GatherPosition) -> ShardPosition:
 def trade_divisors(
     context: StepContext, task: ShardTask, found: Weighed
 ) -> tuple[float, ...] | None:
-    """Add up the weight of each term of the loss over the whole batch; None if it has one term.
+    """Sum the weight of each loss term over the whole batch; None if the loss has one term.
 
-    Called on all devices; each gets the same numbers.
+    Call it on all devices; each gets the same numbers.
 
     Args:
         context: this process's part of the run.
-        task: what all shards of the step have in common.
+        task: the task that all shards of the step share.
         found: for each shard of this process, the kind and weight of each term.
 
     Raises:
         LossError: shards have different numbers of terms.
     """
     given, size_of = context.of_all_shards(found), task.batch.size_of
-    # A shard without samples never ran, and has no terms.
+    # A shard without samples does not run, and so has no terms.
     rows: list[Sequence[tuple[str, float]]] = [given.get(s, ()) for s in range(task.shards)]
     terms = max(map(len, rows))
     wrong = next((s for s, row in enumerate(rows) if size_of(s) and len(row) != terms), None)
     if wrong is not None:
         raise LossError(
-            f"the loss of step {task.step}, shard {wrong} has {len(rows[wrong])} terms and that of "
-            f"another shard {terms}: expected the same terms for every shard; one in which there "
-            f"is nothing to count has the weight 0"
+            f"the loss of step {task.step}, shard {wrong} has {len(rows[wrong])} terms, but "
+            f"another shard has {terms}. Return the same terms for every shard; a term with "
+            f"nothing to count has the weight 0"
         )
     if terms == 1:
         return None
     columns = zip(*(row or [("mean", 0.0)] * terms for row in rows), strict=True)
-    # In the fold's order: the divisors are part of the result, as the gradients are.
+    # In the order of the fold: denominators affect the bits of the result, as gradients do.
     return tuple(
         1.0
         if any(kind == "sum" for kind, _ in column)
@@ -321,13 +333,13 @@ def trade_divisors(
 
 
 _Names = tuple[tuple[str, ...], tuple[Column, ...]]
-"""Of a shard's values and of its outputs."""
+"""Names of a shard's metrics, and of its outputs."""
 
 
 class ValueExchange:
-    """Knows which values a run has seen, and so what is in their room on the table.
+    """Keeps the names of metrics that a run has seen, and so the layout of their part of the table.
 
-    See the note on how they travel in `onefold.core.values`.
+    `onefold.core.values` describes how they are sent.
 
     Args:
         context: this process's part of the run.
@@ -335,39 +347,40 @@ class ValueExchange:
 
     def __init__(self, context: StepContext) -> None:
         self._context = context
-        # Filled from what all devices see, and so the same on all of them.
+        # Filled only from values that all devices see, so it is the same on all devices.
         self._known: dict[int, _Names] = {}
 
     def of_step(self, batch: ShardedBatch, step: int) -> StepValues:
-        """Return the values of a step that has some; called by all, before ``publish_parameters``.
+        """Return the metrics of a step. Call it on all devices, before ``publish_parameters``.
 
         Raises:
-            DisagreementError: shards have other names than others.
+            DisagreementError: shards returned different names.
         """
         shards = self._context.table
-        # Empty shards never ran, so they have no names.
+        # Empty shards do not run, so they have no names.
         kinds = {kind for kind, n in zip(shards.kinds.tolist(), batch.sizes, strict=True) if n}
         known = self._known.get(kinds.pop()) if len(kinds) == 1 else None
         if known is None:
             (lines, columns), table = self._first_of(batch, step)
         else:
-            # A copy, as they may be asked for long after the table is written again.
+            # A copy: the script may read them long after the table is overwritten.
             (lines, columns), table = known, shards.values[:, : len(known[0])].clone()
         return StepValues(lines, table, self._outputs(batch, columns) if columns else {})
 
     def _given(self, batch: ShardedBatch) -> dict[int, ShardValues]:
-        """The values of this process's shards that have any."""
+        """Metrics of this process's shards that returned any."""
         given, shares = self._context.table.given, batch.shares
         own = (shard for number in self._context.own for shard in shares.shards_of(number))
         return {shard: given[shard] for shard in own if shard in given}
 
     def _outputs(self, batch: ShardedBatch, columns: Sequence[Column]) -> dict[str, Any]:
-        """Bring the rows of all shards, in their order."""
+        """Gather the outputs of all shards, in the order of shards."""
         own = {shard: values.rows for shard, values in self._given(batch).items()}
         return values_by_name([*self._context.of_all_shards(own).values()], columns)
 
     def _first_of(self, batch: ShardedBatch, step: int) -> tuple[_Names, torch.Tensor]:
-        """Agree on names that are new, and bring their values by a message of their own."""
+        """Agree on new names, and gather their values in a separate message."""
+        # New names may have no room on the table yet, so this message brings their values too.
         shards = self._context.table
         own = {s: ((v.lines, tuple(v.rows)), v.numbers) for s, v in self._given(batch).items()}
         given = self._context.of_all_shards(own)
@@ -376,70 +389,71 @@ class ValueExchange:
         table = torch.zeros(batch.shares.shards, len(known[0]), 2, dtype=torch.float64)
         for shard, (_, numbers) in given.items():
             table[shard] = numbers
+        # From the next step on the values fit into the table, and need no message.
         shards.widen(max(shards.width, len(known[0])))
         self._known[next(kind for kind in shards.kinds.tolist() if kind)] = known
         return known, table.to(self._context.first.device)
 
 
 def _agreed(found: Mapping[int, _Names], batch: ShardedBatch, step: int) -> _Names:
-    """Return the names that all shards with samples have."""
+    """Return the names that all shards with samples share."""
     first = found[min(found)]
     for shard in range(batch.shares.shards):
         lines, columns = names = found.get(shard, ((), ()))
         if batch.size_of(shard) and names != first:
-            these, those = f"the values {names_of(lines)} beside itself", f"{names_of(first[0])}"
+            these, those = f"the metrics {names_of(lines)}", f"{names_of(first[0])}"
             if lines == first[0]:
                 these, those = f"the outputs {list(columns)}", f"{list(first[1])}"
             raise DisagreementError(
-                f"step {step}, shard {shard}: the loss returned {these}, and {those} for shard "
-                f"{min(found)}; expected the same names, and terms of the same kind, for every "
-                f"shard, and outputs with the same dtype and shape of rows. Where there is nothing "
-                f"to count, return onefold.Mean(total, 0); rows of any sizes are a list of one "
-                f"tensor a sample"
+                f"step {step}, shard {shard}: the loss returned {these}, but {those} for shard "
+                f"{min(found)}. Return the same names, with terms of the same kind, for every "
+                f"shard, and outputs with the same dtype and row shape. If there is nothing to "
+                f"count, return onefold.Mean(total, 0); for rows of different sizes, return a list "
+                f"with one tensor per sample"
             )
     return first
 
 
 _Sum = tuple[torch.Tensor | None]
-"""In a tuple, as in a fold None stands for what is not at hand."""
+"""A tuple, because None in a fold means that a block is not available."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPosition:
-    """Where a shard has stopped, as all devices are told."""
+    """Where a shard stopped, as all devices see it."""
 
     at: str
     terms: int = 0
-    """At the end of the loss: how many terms it has."""
+    """Number of terms of the loss; set at its end."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
     differentiable: bool = False
 
     @property
     def must_agree(self) -> tuple[object, ...]:
-        """What must be alike in all shards."""
+        """Properties that must be equal in all shards."""
         return self.at, self.dtype, self.shape[1:], len(self.shape), self.differentiable
 
     def __str__(self) -> str:
         if self.at != "gather":
-            return "has come to its end"
+            return "has finished"
         plain = "" if self.differentiable else ", without a gradient"
         return f"gathers {self.dtype.removeprefix('torch.')} {self.shape}{plain}"
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What all shards put into one call of `gather`."""
+    """The tensors that all shards pass to one call of `gather`."""
 
     number: int
     dtype: torch.dtype
     shapes: Mapping[int, tuple[int, ...]]
-    """For each shard with samples."""
+    """Shape for each shard with samples."""
     differentiable: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all shards together, (N, ...)."""
+        """Shape of the concatenated tensor, (N, ...)."""
         return (sum(shape[0] for shape in self.shapes.values()), *self.shapes[0][1:])
 
     def own(self, shard: int) -> slice:
@@ -449,11 +463,14 @@ class Gathered:
 
 
 class RowExchange:
-    """Trades for one batch; every process makes the same calls in the same order.
+    """Gathers tensors for one batch. Every process makes the same calls in the same order.
+
+    Tensors are sent as bits in rows of float64, the only format that `Transport.all_gather_rows`
+    sends.
 
     Args:
         context: this process's part of the run.
-        task: what all shards of the step have in common.
+        task: the task that all shards of the step share.
     """
 
     def __init__(self, context: StepContext, task: ShardTask) -> None:
@@ -463,13 +480,13 @@ class RowExchange:
         self._sizes = task.batch.sizes
 
     def agree(self, own: Mapping[int, ShardPosition]) -> dict[int, ShardPosition]:
-        """Learn where all shards with samples have stopped.
+        """Gather the positions of all shards with samples.
 
         Args:
-            own: for each of this process's shards with samples.
+            own: the position of each of this process's shards with samples.
 
         Raises:
-            LossError: they are not at the same call with tensors of the same kind.
+            LossError: shards are at different calls, or pass tensors of different types.
         """
         given = self._context.of_all_shards({shard: astuple(each) for shard, each in own.items()})
         found = {shard: ShardPosition(*fields) for shard, fields in given.items()}
@@ -477,25 +494,26 @@ class RowExchange:
         for shard, standing in found.items():
             if standing.must_agree != first.must_agree:
                 raise LossError(
-                    f"the loss of step {self._step} does not gather alike in all shards: shard 0 "
-                    f"{first}, and shard {shard} {standing}. Expected the same calls of "
+                    f"the loss of step {self._step} does not gather the same in all shards: shard "
+                    f"0 {first}, but shard {shard} {standing}. Make the same calls of "
                     f"onefold.gather (and onefold.SyncBatchNorm) in the same order, with tensors "
-                    f"alike but for their first dimension; a shard with nothing to give gathers "
-                    f"tensor[:0]"
+                    f"that differ only in their first dimension; a shard with nothing to gather "
+                    f"passes tensor[:0]"
                 )
         return found
 
     def join(self, call: Gathered, tensors: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return the tensors of all shards in one, (N, ...), on the first own device.
+        """Concatenate the tensors of all shards, (N, ...), on this process's first device.
 
         Args:
-            call: which one.
-            tensors: for each of this process's shards with samples.
+            call: the call of `gather`.
+            tensors: the tensor of each of this process's shards with samples.
         """
         shapes = {
             number: [call.shapes[shard] for shard in self._filled(number)]
             for number in range(self._shares.devices)
         }
+        # All rows of a message have one length, so shorter ones are padded.
         most = max(sum(torch.Size(s).numel() for s in each) for each in shapes.values())
         own = {n: [tensors[shard] for shard in self._filled(n)] for n in self._homes}
         table = self._share(own, most * call.dtype.itemsize)
@@ -507,16 +525,17 @@ class RowExchange:
                 self._filled(n), unpacked_bytes(table[n], call.dtype, each), strict=True
             )
         }
+        # By shard number, whichever device sent it.
         return torch.cat([parts[shard] for shard in sorted(parts)])
 
     def add_up(self, call: Gathered, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return the sum of all shards' gradients of a call, (N, ...), on the first own device.
+        """Sum all shards' gradients of a call, (N, ...), on this process's first device.
 
-        They are added in the order of the fold, in float32 or better.
+        The sum follows the order of the fold, in float32 or better.
 
         Args:
-            call: which one.
-            gradients: for each of this process's shards with samples, (N, ...).
+            call: the call of `gather`.
+            gradients: the gradient of each of this process's shards with samples, (N, ...).
         """
         dtype = added_up_in(call.dtype)
 
@@ -528,6 +547,8 @@ class RowExchange:
 
         own = {}
         for number in self._homes:
+            # Sum inside this device's whole blocks only; all devices sum the rest, in the same
+            # order.
             blocks = blocks_of(self._shares.shards_of(number), self._shares.shards)
             sums = [fold(leaf, block, _add)[0] for block in blocks]
             own[number] = [each for each in sums if each is not None]
@@ -539,7 +560,7 @@ class RowExchange:
         def part(node: Block) -> _Sum | None:
             if node not in placed:
                 return None
-            # Empty shards come last, so that a block that begins with one has no other.
+            # Empty shards come last: if the first shard of a block is empty, so are all others.
             if not self._sizes[node.start]:
                 return (None,)
             device, slot = placed[node]
@@ -551,13 +572,14 @@ class RowExchange:
         return total.to(call.dtype)
 
     def _filled(self, number: int) -> list[int]:
-        """List a device's shards with samples."""
+        """List the shards of a device that have samples."""
         return [shard for shard in self._shares.shards_of(number) if self._sizes[shard]]
 
     def _share(self, own: Mapping[int, Sequence[torch.Tensor]], nbytes: int) -> torch.Tensor:
-        """Share tensors of each device of this process: (D, k) float64 on the first of them."""
+        """Gather tensors of each device of this process as (D, k) float64, on its first device."""
         rows = {}
         for number, home in self._homes.items():
+            # A loss may gather tensors of another device than the replica's, such as CPU tensors.
             tensors = [tensor.to(home) for tensor in own[number]]
             empty = torch.empty(0, dtype=torch.uint8, device=home)
             rows[number] = packed_bytes(tensors or [empty], max(nbytes, 1))

@@ -1,13 +1,12 @@
-"""Into microbatches of how many samples shards are run, and how that number is found.
+"""The microbatch size, and the search for the largest one that fits.
 
 Note: the search
 ----------------
-With ``"auto"`` the first step is computed for trial, with smaller and smaller microbatches, until
-it fits on every device; nothing is handed over and nothing is updated. The optimizer makes its
-state in the first update, which leaves less room, so the step after it begins with a trial as well.
-From then on the number stays, also for a run that goes on from a checkpoint: another one would be
-another sum. A checkpoint holds how many trials are left, so that a run that goes on looks when this
-one would.
+With ``"auto"`` the first step is tried with smaller and smaller microbatches until it fits on every
+device; nothing is exchanged and nothing is updated. The optimizer creates its state in the first
+update, which leaves less memory, so the next step also starts with a trial. From then on the size
+stays fixed, also in a resumed run, because another size would be another sum. A checkpoint stores
+the number of trials left, so that a resumed run searches in the same steps.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ __all__ = ["MicrobatchSearch", "largest_fitting"]
 
 _log = logging.getLogger("onefold")
 _TRIALS = 2
-"""Steps that begin with a search: the first, and that after the first update."""
+"""Number of steps that start with a search: the first, and the one after the first update."""
 
 
 class MicrobatchSearch:
-    """Knows the most samples of a shard that run at once.
+    """Stores and finds the maximum number of samples of a shard that run at once.
 
     Args:
         context: this process's part of the run.
@@ -43,31 +42,32 @@ class MicrobatchSearch:
     def __init__(self, context: StepContext) -> None:
         self._context, chosen = context, context.settings.microbatch
         self.samples = chosen if isinstance(chosen, int) else None
-        """The most samples of a shard that run at once; None for all of them."""
+        """Maximum number of samples of a shard that run at once; None for all of them."""
         self.trials = _TRIALS if chosen == "auto" else None
-        """How many steps will begin with a search; None where the number is given."""
+        """Number of steps that will still start with a search; None if the size was chosen."""
         self._updated = False
         self._warned = False
 
     def adopt(self, samples: int | None, trials: int | None) -> None:
-        """Go on where a saved run was in its search, or with the number that it was given."""
+        """Continue the search of a saved run, or use the size that it was given."""
         self.samples, self.trials, self._updated = samples, trials or 0, trials == 1
 
     def search_anew(self) -> None:
-        """Forget what was found."""
+        """Reset the search."""
         self.samples, self.trials, self._updated = None, _TRIALS, False
 
     def note_update(self) -> None:
-        """Note that the optimizer has made an update, and with the first one its state."""
+        """Note that the optimizer made an update, and with the first one created its state."""
         self._updated = True
 
     def fitted(self, task: ShardTask) -> ShardTask:
-        """Have a step run its shards in microbatches that fit.
+        """Set a microbatch size that fits in the task of a step.
 
         Raises:
-            MemoryError: not even a single sample fits; raised alike on all devices.
+            MemoryError: not even a single sample fits; raised on all devices.
         """
         largest = task.batch.size_of(0)
+        # The first step, and the first one after an update: the optimizer's new state takes memory.
         if self.trials == _TRIALS or (self.trials and self._updated):
             self.trials -= 1
             self._find(task, largest)
@@ -78,33 +78,36 @@ class MicrobatchSearch:
         def fits(size: int) -> bool:
             return self._fits(replace(task, microbatch=size))
 
+        # The size of the first search usually still fits; a smaller one would change the sum.
         before = self.samples
         if before is not None and fits(before):
             return
         found = largest_fitting(largest, fits, too_large=before)
         if not found:
             raise MemoryError(
-                f"not even a single sample of step {task.step} fits into the memory of every "
-                f"device: expected room for a forward and a backward pass. Use a smaller model, or "
+                f"not even one sample of step {task.step} fits into the memory of every device, "
+                f"which must hold a forward and a backward pass. Use a smaller model, or "
                 f"checkpoint its layers (torch.utils.checkpoint)"
             )
+        # A size that holds every shard whole means that shards need no cutting.
         self.samples = None if found == largest else found
         if self.samples is not None and self._context.leads:
             _log.warning(
                 'microbatch="auto": shards of up to %d samples run in microbatches of %d, the '
-                "largest that fit into the memory of every device. The number is part of the "
-                "result: to have the same elsewhere, write microbatch=%d",
+                "largest that fit into the memory of every device. The size affects the result: to "
+                "reproduce it elsewhere, pass microbatch=%d",
                 largest,
                 self.samples,
                 self.samples,
             )
 
     def _fits(self, task: ShardTask) -> bool:
-        """Whether a step can be computed everywhere; called on all devices."""
+        """Whether every device can compute a step with this task. Call it on all devices."""
         fits = {}
         for replica in self._context.replicas:
             with self._context.attached(replica):
                 fits[replica.number] = _fits_here(replica, task)
+        # All devices must use one size: gather every answer before deciding.
         return all(self._context.exchange.transport.all_gather_values(fits))
 
     def _warn_of_batch_norm(self, largest: int) -> None:
@@ -120,9 +123,9 @@ class MicrobatchSearch:
             for module in modules
         ):
             _log.warning(
-                "batch norm normalizes by the samples that run at once: with microbatch=%d by %d "
-                "of a shard's %d. If that is too few: model.eval() for these layers, group norm, "
-                "or, with more shards in place of microbatch, onefold.SyncBatchNorm",
+                "batch norm uses the samples that run at once: with microbatch=%d, %d of a "
+                "shard's %d. If that is too few, call model.eval() on these layers, or use group "
+                "norm, or use more shards instead of microbatch with onefold.SyncBatchNorm",
                 size,
                 size,
                 largest,
@@ -130,32 +133,34 @@ class MicrobatchSearch:
 
 
 def _fits_here(replica: Replica, task: ShardTask) -> bool:
-    """Compute a device's share and drop what comes out."""
+    """Compute a device's shards, and discard the result."""
     fits, sums = True, list[Gradients]()
     replica.start_step(task)
     try:
-        # All of them are kept, as a step would keep them.
+        # Keep all partial sums, as a step does: they count towards the memory.
         sums, terms = _share(replica, task)
         if terms > 1 and task.divisors is None:
-            # Without divisors backward has not run; any others do, as nothing is used.
+            # Without denominators backward did not run. Any denominators will do, as the result is
+            # discarded.
             sums, _ = _share(replica, replace(task, divisors=(1.0,) * terms))
     except Exception as error:
         if not is_shortage(error):
             raise
         fits = False
     del sums
-    # Drops the gradients of a pass that broke off.
+    # Free the gradients of a pass that ran out of memory.
     replica.start_step(task)
     replica.end()
     if not fits:
-        # What broke off may be held by cycles, and blocks of the wrong size by the allocator.
+        # Cycles may keep tensors of the failed pass alive, and the allocator may cache blocks of a
+        # size that the next trial cannot use.
         gc.collect()
         release_cached_memory(replica.device)
     return fits
 
 
 def _share(replica: Replica, task: ShardTask) -> tuple[list[Gradients], int]:
-    """Compute a device's partial sums, and find how many terms the loss has."""
+    """Compute a device's partial sums, and count the terms of the loss."""
     weights: list[float] = []
     sums = list(partial_sums(replica, task, lambda _, result: weights.append(result.known_weight)))
     terms = total_weight(weights, [1] * len(weights), task.step).terms if weights else 1
@@ -165,14 +170,14 @@ def _share(replica: Replica, task: ShardTask) -> tuple[list[Gradients], int]:
 def largest_fitting(
     samples: int, fits: Callable[[int], bool], *, too_large: int | None = None
 ) -> int:
-    """Find the largest microbatches that fit; 0 if none do.
+    """Find the largest microbatch size that fits; 0 if none does.
 
-    Sizes are halved until one fits. Then those are tried that would make fewer microbatches.
+    Halve the size until one fits, then try larger sizes that make fewer microbatches.
 
     Args:
-        samples: how many samples the largest shard has.
+        samples: number of samples in the largest shard.
         fits: tries a size.
-        too_large: the smallest size that is known not to fit.
+        too_large: the smallest size known not to fit.
 
     >>> largest_fitting(8, lambda size: size <= 3)
     3
@@ -188,12 +193,12 @@ def largest_fitting(
 
 
 def _open_sizes(samples: int, found: int, too_large: int | None) -> list[int]:
-    """The sizes that might be tried, from the smallest."""
+    """Sizes still worth trying, in ascending order."""
     if too_large is None:
         return [] if found else [samples]
     if not found:
         return [(too_large + 1) // 2] if too_large > 1 else []
-    # Two sizes that make the same number of microbatches cost the same time.
+    # Sizes with the same number of microbatches take the same time, so try one of each number.
     fewest, most = (-(-samples // size) for size in (too_large, found))
     sizes = {-(-samples // microbatches) for microbatches in range(fewest, most)}
     return sorted(size for size in sizes if found < size < too_large)

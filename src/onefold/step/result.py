@@ -1,6 +1,7 @@
-"""A loss that steps are made of, and the result of a step, as the user gets it.
+"""Defines a loss that steps use (`Objective`), and the result of a step as the user gets it
+(`Step`).
 
-`StepResult` is what the engine knows of an update, and `verdict_of` decides whether it is made.
+`StepResult` is the engine's result of a step, and `verdict_of` decides whether to update.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ __all__ = ["Objective", "Step", "StepResult", "objectives_of", "verdict_of"]
 class Step:
     """The result of one update, as `Trainer.step` returns it.
 
-    The same on every device. Tensors lie on this process's first device, and are computed when they
-    are asked for.
+    It is the same on every device. Tensors are on this process's first device, and are computed
+    when they are read.
 
     >>> trainer = onefold.Trainer(model, optimizer, lambda m, x: m(x).square().mean(1), shards=2)
     >>> step = trainer.step(torch.ones(6, 2))
@@ -43,44 +44,45 @@ class Step:
     """
 
     number: int
-    """The number of the step in the run, counted from 1."""
+    """Number of the step in the run, counted from 1."""
     samples: int
     """Number of samples in the whole batch."""
     epoch: int
-    """Which pass over the data the batch belongs to."""
+    """Number of the pass over the data that the batch belongs to."""
     outcome: StepResult = field(repr=False)
-    """What the engine knows of the step."""
+    """The engine's result of the step."""
     _spans: Sequence[Span] = field(repr=False)
     name: str = field(default="", repr=False)
-    """Which loss was computed, where the Trainer has several by name; else empty."""
+    """Name of the loss, if the Trainer has several; else empty."""
 
     @property
     def loss(self) -> torch.Tensor:
         """The loss of the whole batch before the update: () float64.
 
-        The sum of the shards' totals over the sum of their weights. Computed when it is asked for;
-        on a GPU nothing waits for it until then.
+        This is the sum of the shards' totals over the sum of their weights. It is computed when it
+        is read; on a GPU, nothing blocks on it until then.
         """
         return self.outcome.loss
 
     @property
     def values(self) -> dict[str, torch.Tensor]:
-        """What the loss returned beside itself, over the whole batch: () float64 for each name.
+        """Metrics that the loss returned, over the whole batch: () float64 for each name.
 
-        Read as losses are: the sum of the shards' totals over the sum of their weights, NaN where
-        these are 0. Empty where the loss returned itself alone. Computed when it is asked for; on a
-        GPU nothing waits for it until then.
+        They are reduced as losses are: the sum of the shards' totals over the sum of their weights,
+        NaN if these are 0. Empty if the loss returned no metrics. Computed when they are read; on a
+        GPU, nothing blocks on them until then.
         """
         beside = self.outcome.values
         return {} if beside is None else beside.finished()
 
     @property
     def outputs(self) -> dict[str, Any]:
-        """What the loss returned for each sample: for each name the rows of the whole batch.
+        """Outputs of the loss for each sample: for each name, the rows of the whole batch.
 
-        That is a tensor (samples, ...) on the host, or a list with one tensor, or dict of tensors,
-        a sample; on every device, in the order of the batch. Empty where the loss returned none.
-        They are gathered in the step, so that any device may read them or leave it.
+        An output is a tensor (samples, ...) on the host, or a list with one tensor or dict of
+        tensors per sample, in the order of the batch. It is the same on every device. Empty if the
+        loss returned no outputs. The step itself gathers them, so that a single device may read
+        them.
 
         >>> def loss(model, batch):
         ...     errors = model(batch)[:, 0]
@@ -94,44 +96,44 @@ class Step:
 
     @property
     def skipped(self) -> str:
-        """Why nothing was updated, in words; empty, and so false, where the step was made."""
+        """Why nothing was updated; empty, and so false, if the step made its update."""
         return self.outcome.verdict.skipped
 
     @property
     def grad_norm(self) -> float:
-        """The norm of the whole gradient before clipping; NaN if the batch had no weight.
+        """Norm of the whole gradient before clipping; NaN if the batch had no weight.
 
-        Read when it is asked for; on a GPU nothing waits for it until then.
+        On a GPU, reading it blocks until it is computed.
         """
         return math.nan if self.outcome.norm is None else float(self.outcome.norm)
 
     @property
     def seconds(self) -> PhaseTime:
-        """Where the time went: data, forward, backward, exchange, update.
+        """Time spent in each phase: data, forward, backward, exchange, update.
 
-        Measured on this process's first device, by its own clock. Added up when asked for, which
-        on a GPU waits for the step to be done.
+        Measured by the clock of this process's first device, and added up when it is read. On a
+        GPU, reading it blocks until the step is finished.
         """
         return PhaseTime.of(self._spans)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step."""
+    """The engine's result of a step."""
 
     numbers: torch.Tensor
-    """(V, 2) float64, where the lead computes: each shard's part of the loss, and the bits of the
-    digest of its gradient."""
+    """(V, 2) float64, on the device where the lead computes: each shard's part of the loss, and the
+    bits of the digest of its gradient."""
     weights: Sequence[float]
-    """(V,): each shard's part of the divisor, or a code below 0; see `onefold.core.values`."""
+    """(V,): each shard's part of the denominator, or a code below 0; see `onefold.core.values`."""
     weight: float
-    """What the sum of totals is divided by."""
+    """Denominator of the whole batch."""
     verdict: Verdict
-    """Whether the parameters were updated and the run goes on; the same on all devices."""
+    """Whether the parameters are updated and the run continues; the same on all devices."""
     norm: torch.Tensor | None
-    """The norm of the whole gradient before clipping, (); None if the step has none."""
+    """Norm of the whole gradient before clipping, (); None if the step has no gradient."""
     values: StepValues | None = None
-    """What the loss returned beside itself; None if that was nothing."""
+    """Metrics and outputs that the loss returned; None if there are none."""
 
     @property
     def totals(self) -> torch.Tensor:
@@ -141,22 +143,23 @@ class StepResult:
     @property
     def loss(self) -> torch.Tensor:
         """See `Step.loss`."""
-        # In the fold's order, as the gradients are: the loss has the same bits on any number of
-        # devices too.
+        # In the order of the fold, as gradients are added, so that the loss has the same bits on
+        # any number of devices.
         total = fold_rows(self.totals)
-        # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds otherwise.
+        # Divide by a tensor: for a Python number, a GPU multiplies by its reciprocal, which rounds
+        # differently.
         weight = total.new_full((), self.weight)
         return total / weight if self.weight else total * math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a step."""
+    """The decision about a step."""
 
     skipped: str
-    """Why the parameters are left alone; empty where they are updated."""
+    """Why the parameters are left alone; empty if they are updated."""
     stops: bool
-    """Whether a device was asked to stop: the run then ends after this step, once it is saved."""
+    """Whether a device was asked to stop: the run then saves and ends after this step."""
 
     @property
     def updates(self) -> bool:
@@ -165,36 +168,36 @@ class Verdict:
 
 
 def verdict_of(weight: StepWeight, said: Agreed, failure: str = "") -> Verdict:
-    """Reach the verdict on a step.
+    """Decide about a step.
 
     Args:
         weight: the whole batch's, the same on all devices.
-        said: what all devices reported when the step began.
-        failure: what is not finite in it, if the step is to be skipped for it.
+        said: what all devices reported at the start of the step.
+        failure: what is not finite in the step, if the step is skipped for it.
     """
-    # From what all devices have in common, and so without another exchange.
+    # All inputs are the same on all devices, so every device decides the same without a message.
     nothing = "" if weight.value > 0 or failure else "the batch's weights add up to 0"
     return Verdict(skipped=failure or nothing, stops=said.stop)
 
 
 @dataclass(slots=True, kw_only=True)
 class Objective:
-    """A loss that steps can be made of."""
+    """A loss that steps can use, with its flags."""
 
     name: str
-    """What the script calls it; empty where it is the only one."""
+    """Name of the loss; empty if there is only one."""
     number: int
-    """Its place among all losses of the run."""
+    """Index among all losses of the run."""
     run: LossFunction
     """The user's loss as steps compute it."""
     left_out: tuple[int, ...]
-    """Numbers of the trained parameters that its optimizer does not update."""
+    """Numbers of the trained parameters that the loss's optimizer does not update."""
     several_terms: bool = False
-    """Whether it has returned a sum of several terms."""
+    """Whether it returned a sum of several terms in an earlier step."""
     gathers: bool = False
-    """Whether it has called `onefold.gather`."""
+    """Whether it called `onefold.gather` in an earlier step."""
     trained: Sequence[bool] | None = None
-    """Whether each parameter required a gradient as its last step began; None before that."""
+    """Whether each parameter required a gradient when the last step started; None before that."""
 
 
 def objectives_of(
@@ -203,16 +206,17 @@ def objectives_of(
     trained: Iterable[torch.nn.Parameter],
     settings: Settings,
 ) -> dict[str, Objective]:
-    """Put losses and optimizers together.
+    """Combine losses with the optimizers that they update.
 
     Args:
         losses: the user's loss functions, by name.
-        optimizer: the run's; several have the names of the losses, or there is one.
+        optimizer: the optimizer of the run. If there are several, they have the names of losses.
         trained: the parameters that any optimizer updates.
         settings: the settings of the run.
     """
     found = {}
     if settings.compile:
+        # Compiled once here: every step of this loss then reuses the same graph.
         made, repeats = load("shard.compiling").CompiledLoss, settings.deterministic
         losses = {name: made(loss, deterministic=repeats) for name, loss in losses.items()}
     for number, (name, loss) in enumerate(losses.items()):
@@ -220,6 +224,8 @@ def objectives_of(
         if isinstance(optimizer, Optimizers):
             used = [optimizer.given[each].param_groups for each in optimizer.of_loss(name)]
             held = {id(p) for groups in used for group in groups for p in group["params"]}
+            # Shards need no gradient of these parameters, as the optimizers of this loss leave them
+            # alone.
             left_out = tuple(n for n, p in enumerate(trained) if id(p) not in held)
         found[name] = Objective(name=name, number=number, run=loss, left_out=left_out)
     return found

@@ -1,34 +1,23 @@
-"""From a step's totals to the gradient that the optimizer gets, if all of it is finite.
+"""Turns the totals of a step into the gradient for the optimizer, if all of it is finite.
 
 `GradientRules` divides, scales and clips. `FiniteCheck` decides whether a step may be used, and
-`bad_gradient` names the shard, its samples and the parameter. A gradient that is not finite is seen
-in the sum of all shards, which does not show the shard that it came from. The shards are then
-computed once more: they are pure functions of what the step began with, and nothing is updated yet.
-`write_gradient` leaves the gradient of a batch in ``.grad`` of the user's parameters, on every
-device.
+`bad_gradient` names the shard, its samples and the parameter. `write_gradient` writes the gradient
+of a batch to ``.grad`` of the user's parameters, on every device.
 
 Note: the order
 ---------------
-Totals are first divided by what backward could not know yet, and by the scale of the loss. Then the
-norm of the whole gradient is added up, segment by segment in float64, and every device has it: a
-single value that is not finite makes the norm not finite, so one number decides for all devices
-whether anything is updated (`onefold.step.finite`). Only then is the gradient clipped, first by
-norm and then by value.
+Totals are divided by what backward did not know yet, and by the scale of the loss. Then the norm of
+the whole gradient is computed on every device, segment by segment in float64. One value that is not
+finite makes the norm not finite, so this number decides for all devices whether to update. Clipping
+comes last, first by norm and then by value.
 
-Note: when a GPU is asked
--------------------------
-To read a number of a GPU is to wait for everything that it has been given to do, and while the host
-waits, the GPU runs out of work. So loss and norm are copied to the host behind the step's own
-kernels, and looked at when the shards of the next step have been handed to the GPU. The error then
-comes one step late, but still before another update, and no GPU has waited for it. Where they
-decide whether the step is skipped, the host waits once for both, when the norm has been queued.
-
-Note: whose memory it is
-------------------------
-What shards and fold have made belongs to the exchange, which writes to it again in the next step.
-So each call makes new memory for the whole gradient, and ``.grad`` are views of it: it is the
-script's, lives as long as one of them does, and no later call overwrites it. A later call replaces
-``.grad`` by other tensors, as ``zero_grad`` and ``backward`` do.
+Note: when the host blocks on a GPU
+-----------------------------------
+Reading a number from a GPU blocks until all work queued on it is finished, and the GPU then runs
+out of work. So loss and norm are copied to the host behind the kernels of the step, and checked
+when the shards of the next step are queued. The error is raised one step late, but before another
+update, and no GPU becomes idle for it. If these numbers decide whether the step is skipped, the
+host blocks once for both, after the norm is queued.
 """
 
 from __future__ import annotations
@@ -56,7 +45,7 @@ __all__ = ["FiniteCheck", "GradientRules", "bad_gradient", "check_gradient", "wr
 
 
 class GradientRules:
-    """What is done to every gradient before the update.
+    """Divides, scales and clips every gradient before the update.
 
     Args:
         settings: the settings of the run.
@@ -65,34 +54,37 @@ class GradientRules:
 
     def __init__(self, settings: Settings, update: PartitionedOptimizer) -> None:
         self.scale = LossScale() if settings.precision.is_scaled else None
-        """The factor of the losses; None where they are not scaled."""
+        """Loss scale; None if losses are not scaled."""
         self._clip_norm = settings.clip_norm
         self._clip_value = settings.clip_value
         self._update = update
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by before backward."""
+        """Factor of losses in backward."""
         return 1.0 if self.scale is None else self.scale.value
 
     def load_totals(self, weight: StepWeight, totals: StepTotals, task: ShardTask) -> None:
-        """Take the totals of a step, divided as the loss is.
+        """Load the totals of a step as gradients, divided as the loss is.
 
         Args:
             weight: the weight of the whole batch.
-            totals: of all shards.
-            task: what all shards of the step have in common.
+            totals: the totals of all shards.
+            task: the task that all shards of the step share.
 
         Raises:
-            LossError: no shard gave any parameter a gradient.
+            LossError: no shard produced a gradient for any parameter.
         """
         update = self._update
         if not any(totals.gave):
             raise LossError(
                 f"the loss of step {task.step} does not depend on any parameter that requires a "
-                f"gradient, in any shard: was it computed under no_grad, or detached?"
+                f"gradient, in any shard. Check that it is not computed under no_grad or from "
+                f"detached tensors"
             )
         update.load_gradients(totals.segments, totals.gave, shards=task.shards)
+        # Backward divided by the number of samples, because the batch's weight was not known yet:
+        # correct for it here.
         divisor = task.divisor(weight.value) if weight.divided else 1.0
         factor = divisor / weight.value / self.loss_scale
         if factor != 1.0:
@@ -102,97 +94,101 @@ class GradientRules:
         """Compute the norm of the whole gradient, (), the same on every device.
 
         Args:
-            shards: how many shards every batch is cut into.
-            totals: of all shards.
-            share: brings rows of numbers to all devices.
-            widened: whether gradients are in the dtype in which sums are.
+            shards: number of shards of every batch.
+            totals: the totals of all shards.
+            share: gathers rows of numbers from all devices.
+            widened: whether gradients have the dtype of sums.
         """
         update = self._update
         if shards > 1:
             return update.norms.squared(update.owned_gradients, share).sqrt()
-        # As torch.nn.utils.clip_grad_norm_ does, to the last bit.
+        # The same bits as torch.nn.utils.clip_grad_norm_, because one shard equals a plain loop.
         if totals.whole is None:
             return update.norms.of_one_shard(update.gradients, totals.gave, share, widened=widened)
         given = [gradient for gradient in totals.whole if gradient is not None]
         norm = plain_norm(given)
-        # Of large gradients in low precision the norm itself overflows: then it is exact.
+        # The norm of large gradients in low precision may itself overflow. Compute it exactly then.
         if given and norm.device.type == "cpu" and not math.isfinite(norm.item()):
             return exact_total(exact_norms(given, norm.device))
         return norm
 
     def clip(self, norm: torch.Tensor) -> None:
-        """Limit the gradient, whose norm is given, in norm and then in the size of its elements."""
+        """Clip the gradient by its norm, which is given, and then by value."""
+        # On the device: reading the norm to skip a factor of 1 would block on a GPU.
         if self._clip_norm is not None:
             self._update.scale((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if self._clip_value is not None:
             self._update.limit(self._clip_value)
 
     def overflows(self, norm: float) -> bool:
-        """Whether a step is skipped for its gradient alone, as a smaller scale may mend it."""
+        """Whether to skip a step for this gradient alone, because a smaller loss scale may help."""
         return self.scale is not None and self.scale.can_shrink and not math.isfinite(norm)
 
     def end_step(self, *, overflow: bool) -> None:
-        """Note how a step of scaled losses ended that had a gradient."""
+        """Update the loss scale after a step that had a gradient."""
         assert self.scale is not None
         self.scale = self.scale.after(overflow=overflow)
 
 
 def write_gradient(context: StepContext) -> None:
-    """Set ``.grad`` from the gradients that were taken, in every process; called on all devices.
+    """Write the loaded gradients to ``.grad`` in every process. Call it on all devices.
 
-    Parameters to which no shard gave a gradient have None.
+    ``.grad`` of a parameter is None if no shard gave it a gradient.
     """
     update, first = context.update, context.first
+    # New memory for every call, which belongs to the script: ``.grad`` are views of it. The buffers
+    # of shards and fold belong to the exchange, which overwrites them in the next step.
     whole = FlatTensors(update.storage.gradients, device=first.device)
     for item, gradient in zip(update.updated, update.gradients, strict=True):
         if gradient is not None:
             whole.segment(item.segment).copy_(gradient)
-    # Read before the exchange is over: from then on the table is no longer ours to read.
+    # Read the table before the exchange ends: afterwards other devices may write to it.
     gave = context.table.times_given()
     context.exchange.all_gather_gradient(whole)
     update.drop()
     trained = first.parts.trained.values()
     for parameter, view, given in zip(trained, whole.views, gave, strict=True):
-        # Rounded only now, where the model is in low precision: sums are in float32.
+        # Sums are in float32; round only now to a model in low precision.
         parameter.grad = view.to(parameter.dtype) if given else None
 
 
 def check_gradient(update: PartitionedOptimizer) -> None:
-    """Refuse a gradient without an update where that would not be what it seems.
+    """Refuse `trainer.gradient` where the script's update would be wrong.
 
     Raises:
-        ValueError: the model holds rounded values of those that the optimizer updates, or an
-            average is kept.
+        ValueError: the model holds rounded copies of the values that the optimizer updates, or an
+            EMA is kept.
     """
     if update.storage.rounds:
         raise ValueError(
             "trainer.gradient was called in a precision in which Trainer's optimizer updates "
-            "float32 values, of which the model holds rounded ones: an update of the script's "
-            'would be lost in rounding. Expected precision="bf16", "fp16", "fp32" or None'
+            "float32 values and the model holds rounded copies, so rounding would discard the "
+            "script's updates. "
+            'Use precision="bf16", "fp16", "fp32" or None'
         )
     if update.averages.rule is not None:
         raise ValueError(
-            "trainer.gradient was called while trainer.average keeps an average, which follows the "
-            "updates that trainer.step makes and would not see the script's: keep it in the "
-            "script, by torch.optim.swa_utils.AveragedModel, or use trainer.step"
+            "trainer.gradient was called while trainer.average keeps an average, which follows "
+            "only the updates of trainer.step. Keep the average in the script, with "
+            "torch.optim.swa_utils.AveragedModel, or use trainer.step"
         )
 
 
 _ADVICE = (
-    "Look at these samples: a mean over nothing (targets that are all ignored, an empty mask) is "
-    "not a number, which onefold.losses and onefold.Mean get right. Else lower the learning rate, "
-    'set clip_norm, or leave such steps out with Trainer(on_nonfinite="skip")'
+    "Check these samples: a mean over nothing (all targets ignored, an empty mask) is NaN, which "
+    "onefold.losses and onefold.Mean avoid. Otherwise lower the learning rate, set clip_norm, or "
+    'skip such steps with Trainer(on_nonfinite="skip")'
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """What nobody has looked at yet, so as not to wait for a GPU."""
+    """Numbers that are still unread, so that the host does not block on a GPU."""
 
     task: ShardTask
     totals: HostCopy
     now: bool
-    """Whether they are read in the same step, with the norm."""
+    """Whether to read them in the same step, together with the norm."""
     norm: HostCopy | None = None
 
     def bad_loss(self) -> str:
@@ -200,14 +196,14 @@ class _Unread:
 
 
 class FiniteCheck:
-    """Looks at the loss and the gradient of each step before anything is updated.
+    """Checks the loss and the gradient of each step before the update.
 
-    On a GPU it looks once the shards of the next step are under way, unless what it finds decides
+    On a GPU it checks a step when the shards of the next one are queued, unless the result decides
     whether the step is skipped; see the note at the head of this file.
 
     Args:
-        settings: say whether a step is refused or skipped.
-        rules: know the scale of the losses.
+        settings: decide whether a bad step is refused or skipped.
+        rules: provide the loss scale.
         table: holds the losses of all shards.
     """
 
@@ -216,6 +212,7 @@ class FiniteCheck:
         self._rules = rules
         self._table = table
         on_host = self._table.totals.device.type == "cpu"
+        # To skip a step, its numbers must be known before its update, whatever that costs.
         self._is_late = not on_host and not self._skips and rules.scale is None
         self._unread: _Unread | None = None
 
@@ -223,12 +220,13 @@ class FiniteCheck:
         """Describe the first loss that is not finite, if the step is to be skipped for it.
 
         Args:
-            task: what all shards of the step have in common.
-            now: look in this step, at gradient as well, though that waits for a GPU.
-            alone: whether there will be no gradient, beside which a GPU's losses could be read.
+                task: the task that all shards of the step share.
+                now: whether to check in this step, together with the gradient, which blocks on a
+                    GPU.
+                alone: whether no gradient follows with which a GPU's losses could be read.
 
-        Raises:
-            LossError: there is one, and it is not to be skipped.
+            Raises:
+                LossError: a loss is not finite, and the step is not skipped.
         """
         totals = self._table.totals
         if totals.device.type == "cpu" and not self._is_late:
@@ -246,26 +244,27 @@ class FiniteCheck:
         """Describe what is not finite, if the step is to be skipped for it.
 
         Args:
-            norm: (), of the whole gradient.
-            step: number of the step.
-            name: computes which shard and parameter it is; called alike on all devices.
+            norm: (), norm of the whole gradient.
+            step: the number of the step.
+            name: names the shard and parameter; runs collectively, so it is called on all devices.
 
         Returns:
-            That, and the norm; None if a loss is not finite already.
+            The description, and the norm; None instead of the norm if a loss is not finite.
 
         Raises:
-            LossError, GradientError: the loss or the gradient is not finite, and is not to be
+            LossError, GradientError: the loss or the gradient is not finite, and the step is not
                 skipped.
         """
         unread = self._unread
         if unread is None:
             return self._checked_norm(float(norm), step, name), norm
+        # Queue the copy now; nothing waits for it here.
         copied = HostCopy(norm)
         if not unread.now:
             self._unread = replace(unread, norm=copied)
             return "", norm
         self._unread = None
-        # The norm first, which was copied last: for the losses nobody waits again.
+        # Read the norm first, which was copied last: the losses have then arrived, too.
         value = float(copied.read())
         if failure := self._checked(unread.bad_loss()):
             return failure, None
@@ -274,6 +273,7 @@ class FiniteCheck:
     def _checked_norm(self, value: float, step: int, name: Callable[[], str]) -> str:
         if math.isfinite(value):
             return ""
+        # Not recomputed: an overflow is expected, and the smaller scale is all that it needs.
         if self._rules.overflows(value):
             return f"a gradient overflowed with losses scaled by {self._rules.loss_scale:.0f}"
         if self._skips:
@@ -281,31 +281,34 @@ class FiniteCheck:
         raise GradientError(f"{name()}. {_ADVICE}")
 
     def check_last(self) -> None:
-        """Look at the last step's loss and gradient, if nobody has.
+        """Check the last step's loss and gradient, if they are still unread.
 
         Raises:
             LossError, GradientError: the loss or the gradient is not finite.
         """
         if self._unread is not None:
+            # Clear it before raising: the next call must not report this step again.
             last, self._unread = self._unread, None
             self._checked(last.bad_loss())
             if last.norm is not None and not math.isfinite(float(last.norm.read())):
                 raise GradientError(
-                    f"the gradient of step {last.task.step} is not finite, and has been used for "
-                    f"its update: go on from a checkpoint. {_ADVICE}"
+                    f"the gradient of step {last.task.step} is not finite, and its update was "
+                    f"already made. Resume from a checkpoint. {_ADVICE}"
                 )
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Surround a step's shards; look at the last step once they are under way.
+        """Surround a step's shards, and check the last step when they are queued.
 
         Raises:
-            LossError, GradientError: something in the last step is not finite; also in place of an
-                error of a shard, which then computed with what that step had left.
+            LossError, GradientError: a value of the last step is not finite; also if a shard raised
+                an error, because the shard computed with the results of that step.
         """
         try:
             yield
         except Exception:
+            # The shard computed with the last step's update. If that was not finite, it is the
+            # cause.
             self.check_last()
             raise
         self.check_last()
@@ -317,49 +320,53 @@ class FiniteCheck:
 
 
 def _bad_loss(totals: torch.Tensor, task: ShardTask) -> str:
-    """Describe the first loss that is not finite; empty if all are.
+    """Describe the first loss that is not finite; empty if all are finite.
 
     Args:
         totals: (V,) float64, the shards' parts of the loss.
-        task: what all shards of the step have in common.
+        task: the task that all shards of the step share.
     """
     batch = task.batch
     for shard, total in enumerate(totals.tolist()):
+        # Recovering samples and advice takes time, so only on a failure.
         if not math.isfinite(total):
             advice = load("shard.advice").ONE_SAMPLE
             alone = f". {advice}" if batch.size_of(shard) == 1 < batch.samples else ""
             return (
-                f"the loss of step {task.step}, shard {shard} is {total}: expected a finite number "
-                f"for {batch.describe(shard)}{alone}"
+                f"the loss of step {task.step}, shard {shard} is {total}, but must be finite, for "
+                f"{batch.describe(shard)}{alone}"
             )
     return ""
 
 
 def bad_gradient(context: StepContext, task: ShardTask, done: Done) -> str:
-    """Describe the first gradient that is not finite; called on every device.
+    """Describe the first gradient that is not finite. Call it on every device.
 
     Args:
         context: this process's part of the run.
-        task: what all shards of the step have in common.
-        done: the results of shards that have been computed again already.
+        task: the task that all shards of the step share.
+        done: results of shards that were already recomputed.
     """
+    # The sum does not show which shard the value came from, so compute the shards again: they are
+    # pure functions of the state before the step, and nothing is updated yet.
     found = {}
     for replica in context.replicas:
         with context.attached(replica):
             found[replica.number] = _of_shards(replica, task, done)
+    # All devices take part, also those whose shards are finite, and raise the same error.
     rows = context.exchange.transport.all_gather_values(found)
     first = min(filter(None, rows), default=None)
     if first is None:
         return (
-            f"the gradient of step {task.step} is not finite, though no shard's is when it is "
-            f"computed again: their sum overflows, or the loss does not repeat itself"
+            f"the gradient of step {task.step} is not finite, but every shard's gradient is finite "
+            f"when recomputed: their sum overflows, or the loss is not deterministic"
         )
     _, name, where = first
     return f"{where}: the gradient of {name} is not finite"
 
 
 def _of_shards(replica: Replica, task: ShardTask, done: Done) -> tuple[int, str, str] | None:
-    """Find the first of a device's shards with such a gradient, and name the parameter."""
+    """Find the first of a device's shards whose gradient is not finite, and name the parameter."""
     batch = task.batch
     replica.start_step(task)
     try:
