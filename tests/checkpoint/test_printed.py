@@ -75,5 +75,5 @@ def test_without_an_answer_of_the_record_nothing_is_lost(runs: Runs, tmp_path: P
     code, shown = runs.run("run", 1)
     assert code == 0
     assert re.match(
-        f"{begin}.* is not answered from it\\. .*\nhas a Trainer\nepoch 0, step 3", shown
+        f"{begin}.* so the script is not replayed\\. .*\nhas a Trainer\nepoch 0, step 3", shown
     )

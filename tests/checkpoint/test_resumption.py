@@ -285,7 +285,7 @@ def test_a_run_that_ended_with_a_change_does_not_go_on(runs: Runs) -> None:
         return script
 
     assert runs.start(changed(2), 1) == runs.start(changed(2), 2) == runs.whole(changed(2))
-    with pytest.raises(RecordError, match=r"by trainer\.modifying at .*test_resumption"):
+    with pytest.raises(RecordError, match=r"in trainer\.modifying \(.*test_resumption"):
         runs.start(changed(3), 1)
 
 

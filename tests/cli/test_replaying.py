@@ -99,12 +99,12 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     for words, said in (
         (
             ["replay", "run", "--step", "13"],
-            "has steps 1 to 12: expected one of these, got step 13",
+            "has steps 1 to 12, but not the requested step 13",
         ),
         (["replay", "run"], "has steps 1 to 12: expected one of these, got no --step N"),
         (["replay", "run", "--step", "1", "--call", "no.py:look"], "expected FILE:FUNCTION"),
         (["replay", "run", "--step", "1", "--bundle", "train.py"], "expected a new file"),
-        (["replay", "other", "--step", "1"], "other is missing: expected the folder of a run"),
+        (["replay", "other", "--step", "1"], "other does not exist. Pass the directory of a run"),
         (["compare", "run"], "expected two runs to compare, behind all options, got run"),
         (["compare", "--git", "HEAD", "--", "onefold", "run"], "expected GOOD..BAD"),
     ):

@@ -189,7 +189,7 @@ def test_bundles_that_are_none(
         for name, content in parts.items():
             bundle.writestr(name, content)
     said = typed(monkeypatch, capfd, "replay", str(path), "--yes")
-    assert f"{path}: expected a bundle of onefold replay" in said
+    assert f"{path} is not a bundle of onefold replay" in said
     assert words in said
     path.write_bytes(path.read_bytes().replace(b"about", b"ab\0ut"))
     assert "expected" in typed(monkeypatch, capfd, "replay", str(path), "--yes")

@@ -258,15 +258,15 @@ def steps(life: Life, *, between: Any = None) -> str:
         (lambda trainer, _: trainer.model[0](torch.ones(1, 3)), "calls the model itself, in the"),
         (
             lambda trainer, _: trainer.gather(1),
-            "asks for trainer.gather, where the run before had step 2",
+            "reaches trainer.gather, but the recorded run had step 2",
         ),
         (
             lambda trainer, _: trainer.save(tempfile.mkdtemp()),
-            "asks for trainer.save, where the run before had step 2",
+            "reaches trainer.save, but the recorded run had step 2",
         ),
         (
             lambda trainer, _: change(trainer),
-            "asks for a block of trainer.modifying, where the run before had step 2",
+            "reaches a block of trainer.modifying, but the recorded run had step 2",
         ),
     ],
 )
@@ -424,7 +424,10 @@ def test_another_batch_is_refused(runs: Runs) -> None:
         return trainer.fingerprint()
 
     refused(
-        runs, partial(own, 6), partial(own, 4), "has 4 samples, and had 6 before: .*--allow-changed"
+        runs,
+        partial(own, 6),
+        partial(own, 4),
+        "has 4 samples, but the recorded step has 6: .*--allow-changed",
     )
 
 
@@ -557,7 +560,7 @@ def test_what_no_record_keeps_is_refused_where_it_is_read(
     other = runs.below("other")
     monkeypatch.setattr("onefold.record.recorder.LARGEST_BYTES", 10)
     assert other.start(guarded) is not None
-    with pytest.raises(RecordError, match=r"what trainer\.predict returned after step 4 was too"):
+    with pytest.raises(RecordError, match=r"the result of trainer\.predict after step 4 was too"):
         other.start(guarded)
 
 
@@ -664,7 +667,7 @@ def test_a_full_disk_ends_no_run(runs: Runs, caplog: pytest.LogCaptureFixture) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FrameWriter, "append", full)
         assert runs.start(steps, dies=3) is None
-    assert "is written no further: No space left on device" in caplog.text
+    assert "recording stopped: No space left on device" in caplog.text
     assert runs.start(steps, devices=2) == runs.whole(steps)
 
 

@@ -150,7 +150,7 @@ def test_a_run_does_not_resume_with_another_record(
     }
     forged(path, new[case])
     before = path.read_bytes()
-    with pytest.raises(RecordError, match=f"{FILE} is not what the checkpoint has seen"):
+    with pytest.raises(RecordError, match=f"{FILE} does not match the checkpoint, which saw"):
         runs.start(script, every=2)
     assert path.read_bytes() == before
     path.write_bytes(own)

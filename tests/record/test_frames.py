@@ -101,7 +101,7 @@ def test_a_file_cut_at_any_byte_has_its_whole_frames(
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             writer = FrameWriter(path)
-        assert (f"{torn} bytes of a torn frame" in caplog.text) == bool(torn)
+        assert (f"truncated {torn} bytes of a partial frame" in caplog.text) == bool(torn)
         writer.append(b"next")
         writer.close()
         assert bodies_in(path) == [*bodies, b"next"]
@@ -115,9 +115,11 @@ def test_damage_before_the_end_is_refused_with_the_place(tmp_path: Path) -> None
         broken = data.copy()
         broken[byte] ^= 1
         path.write_bytes(broken)
-        with pytest.raises(RecordError, match=r"frame at byte \d+ does not check"):
+        with pytest.raises(
+            RecordError, match=r"the digest of the frame at byte \d+ does not match"
+        ):
             read_frames(path)
-        with pytest.raises(RecordError, match="does not check"):
+        with pytest.raises(RecordError, match="does not match its content and position"):
             FrameWriter(path)
         assert path.read_bytes() == broken
 
@@ -181,7 +183,7 @@ def test_frames_that_are_moved_are_refused(tmp_path: Path) -> None:
         if order == (0, 1, 2, 3):
             continue
         path.write_bytes(HEAD + b"".join(frames[n] for n in order) + frames[3])
-        with pytest.raises(RecordError, match="does not check, or was written for another place"):
+        with pytest.raises(RecordError, match="does not match its content and position"):
             read_frames(path)
     path.write_bytes(data[: ends[2]] + foreign + data[ends[2] :])
     assert [frame.body for frame in read_frames(path)[0] if frame.head] == BODIES

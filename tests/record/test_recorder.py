@@ -100,7 +100,7 @@ def test_it_has_every_step_shard_and_result(tmp_path: Path) -> None:
     assert record.blocks["step"].tolist() == [3, 6]
     (begun,) = record.begins
     assert begun["description"]["shards"] == str(SHARDS)
-    with pytest.raises(RecordError, match="has steps 1 to 6: expected one of these, got step 7"):
+    with pytest.raises(RecordError, match="has steps 1 to 6, but not the requested step 7"):
         record.step(7)
 
 
@@ -161,7 +161,7 @@ def test_a_record_that_was_cut_anywhere_is_read_up_to_there_and_gone_on_with(
         read = Record(cut.folder).entries
         assert read == entries[: len(read)]
         tail = read_frames(cut.folder / FILE)[1]  # none where a frame happens to end there
-        assert ("bytes are no whole frame" in caplog.text) == (tail > 0)
+        assert ("bytes, which are not a complete frame" in caplog.text) == (tail > 0)
         if len(read) < kept:
             with pytest.raises(RecordError, match=f"got a record of {len(read)} entries"):
                 cut.start(script, every=2)

@@ -1,7 +1,7 @@
-"""The record of a run: what was computed in each step, by which shards, and on what.
+"""The record of a run: its steps, shards and results, and the devices and versions that made them.
 
-`Record` reads it. `onefold.record.entries` is the file and what is in it, and
-`onefold.record.recorder` writes it beside training.
+`Record` reads a record. `onefold.record.entries` defines the file format, and
+`onefold.record.recorder` writes the file during training.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ __all__ = ["FILE", "Record", "alike", "shards_of", "standing", "whole_run"]
 _log = logging.getLogger("onefold")
 
 Table = dict[str, np.ndarray[Any, Any]]
-"""Columns of one length, by name."""
+"""Columns of equal length, by name."""
 
 
 class Record:
-    """The record of a run, as tables.
+    """The record of a run as tables.
 
     Args:
-        path: the file, or the folder of a run with a file ``run.record`` in it.
+        path: the record file, or a run directory that contains ``run.record``.
 
     Raises:
         FileNotFoundError: there is no record.
-        RecordError: the file is no record, or damaged.
+        RecordError: the file is not a record, or is damaged.
 
-    A table is a dict of NumPy arrays of one length, which ``pandas.DataFrame`` and
-    ``polars.DataFrame`` take as it is. Of steps that were made again after a kill, the last ones
-    count. A record that is being written may be read.
+    A table is a dict of NumPy arrays of equal length, which ``pandas.DataFrame`` and
+    ``polars.DataFrame`` accept. If a run repeated steps after it was killed, the tables contain the
+    last repetition. You can read a record while it is being written.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -74,39 +74,39 @@ class Record:
             frames, torn = read_frames(self.path)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{self.path} is missing: expected the folder of a run that was begun with onefold "
-                f"run --record or --checkpoint, or with trainer.record"
+                f"{self.path} does not exist. Pass the directory of a run that was started with "
+                f"onefold run --record or --checkpoint, or with trainer.record"
             ) from error
         if torn:
             _log.warning(
-                "%s: the last %d bytes are no whole frame, and are left out: what wrote it was "
-                "killed, or the file was cut",
+                "%s: skipped the last %d bytes, which are not a complete frame: the writer was "
+                "killed, or the file was truncated",
                 *(self.path, torn),
             )
         entries = [decode(each.body, f"{self.path}, frame {n}") for n, each in enumerate(frames)]
         self.hangs: list[HangEntry] = [each for each in entries if isinstance(each, HangEntry)]
-        """What the launcher has told of devices that waited for very long."""
+        """Hang reports from the launcher."""
         self.entries: list[Entry] = standing(entries)
-        """All entries that count, in the order in which they were written."""
+        """All entries that count, in the order of writing."""
 
     @property
     def is_foreign(self) -> bool:
-        """Whether another user may have written it; root may write everything anyway."""
+        """Whether a user other than this one or root may have written the record."""
         owners = {self.path.stat().st_uid, self.path.parent.stat().st_uid}
         return not owners <= {0, os.geteuid()}
 
     @property
     def begins(self) -> list[dict[str, Any]]:
-        """For each time that the run began or was resumed: who took part, and how."""
+        """One dict for each start and resume of the run: its devices, command and settings."""
         return [structs.asdict(each) for each in self._all(StartEntry)]
 
     @property
     def steps(self) -> Table:
-        """One row for each step.
+        """One row per step.
 
         ``step``, ``epoch``, ``samples``, ``loss``, ``weight``, ``norm``, ``skipped``, ``name``,
-        ``time`` (in seconds since 1970), ``rate.0`` for each group of the optimizer, ``value.NAME``
-        for what the loss returned beside itself. What a step lacks is NaN.
+        ``time`` (in seconds since 1970), ``rate.0`` for each optimizer group, ``value.NAME`` for
+        each metric that the loss returned. Values that a step lacks are NaN.
         """
         rows = []
         for each in self._all(StepEntry):
@@ -117,9 +117,9 @@ class Record:
 
     @property
     def shards(self) -> Table:
-        """One row for each shard of each step: ``step``, ``shard``, ``total``, ``weight``.
+        """One row per shard of each step: ``step``, ``shard``, ``total``, ``weight``.
 
-        ``digest`` (uint64) is of a sample of the shard's gradient; 0 where none was made.
+        ``digest`` (uint64) is a digest of a sample of the shard's gradient; 0 if none was computed.
         """
         found: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in _OF_SHARDS}
         for each in self._all(StepEntry):
@@ -135,9 +135,10 @@ class Record:
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """What `evaluate`, `predict`, `gather` and `broadcast` returned, in order.
+        """Results of `evaluate`, `predict`, `gather` and `broadcast`, in order.
 
-        ``value`` is None where it was too large to keep; ``kept`` tells that from a result of None.
+        ``value`` is None if the result was too large to store; ``kept`` tells this from a result of
+        None.
         """
         return [
             structs.asdict(each)
@@ -150,29 +151,29 @@ class Record:
 
     @property
     def blocks(self) -> Table:
-        """One row for each block of `Trainer.modifying`: ``step``, ``line``, ``digest``."""
+        """One row per `Trainer.modifying` block: ``step``, ``line``, ``digest``."""
         return self._table(BlockEntry)
 
     @property
     def checkpoints(self) -> Table:
-        """One row for each checkpoint: ``step`` and ``folder``."""
+        """One row per checkpoint: ``step`` and ``folder``."""
         return self._table(SavedEntry)
 
     @property
     def by_step(self) -> dict[int, StepEntry]:
-        """What was written of each step, by its number."""
+        """The entry of each step, by step number."""
         return {each.step: each for each in self._all(StepEntry)}
 
     def step(self, number: int) -> StepEntry:
-        """What was written of one step; see `Record`.
+        """Return the entry of one step.
 
         Raises:
-            RecordError: the record has no such step.
+            RecordError: the record does not contain the step.
         """
         steps = self.by_step
         if number not in steps:
             has = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
-            raise RecordError(f"{self.path} has {has}: expected one of these, got step {number}")
+            raise RecordError(f"{self.path} has {has}, but not the requested step {number}")
         return steps[number]
 
     def _all(self, kind: type[Any]) -> list[Any]:
@@ -190,7 +191,7 @@ _OF_SHARDS = {
 
 
 def standing(entries: Iterable[Entry]) -> list[Entry]:
-    """Those entries that led to where the run is: it may have gone back, and forward again."""
+    """Return the entries that led to the run's current state, without those that a resume undid."""
     return [entry for _, entry in _standing(entries)]
 
 
@@ -207,14 +208,14 @@ def _standing(entries: Iterable[Entry]) -> list[tuple[int, Entry]]:
 
 
 def whole_run(path: Path, kept: int, head: str) -> list[tuple[int, Entry]]:
-    """The entries by which a run can be gone through again, up to a checkpoint that saw ``kept``.
+    """Return the entries needed to replay a run up to a checkpoint that saw ``kept`` entries.
 
-    Each with the number of entries before it in the record. Nothing where the record does not have
-    all of it: it was begun later than the run, or the script has gone back by `Trainer.load`, or
-    has used gradients that no record keeps.
+    Each entry comes with the number of entries before it in the record. The list is empty if the
+    record cannot replay the whole run: recording began after the run did, the script went back by
+    `Trainer.load`, or it used gradients, which records do not store.
 
     Raises:
-        RecordError: it is damaged, or another record than the one that the checkpoint has seen.
+        RecordError: the record is damaged, or is not the one that the checkpoint saw.
     """
     chain = [frame for frame in read_frames(path)[0] if frame.head]
     entries = [decode(each.body, f"{path}, frame {n}") for n, each in enumerate(chain[:kept])]
@@ -223,9 +224,9 @@ def whole_run(path: Path, kept: int, head: str) -> list[tuple[int, Entry]]:
     if len(chain) < kept or chain[kept - 1].head.hex() != head:
         has = f"a record of {len(chain)} entries" if len(chain) < kept else "another record"
         raise RecordError(
-            f"{path} is not what the checkpoint has seen: expected the {kept} entries of its run, "
-            f"with the digest {head}, got {has}. It was exchanged, edited or cut: put the run's "
-            f"own record there, or remove it to resume without answers to the script"
+            f"{path} does not match the checkpoint, which saw {kept} entries with the digest "
+            f"{head}, but got {has}. The record was replaced, edited or truncated. Restore the "
+            f"run's own record, or remove it to resume without replay"
         )
     counted = _standing(entries)
     begins = [entry for _, entry in counted if isinstance(entry, StartEntry)]
@@ -237,7 +238,8 @@ def whole_run(path: Path, kept: int, head: str) -> list[tuple[int, Entry]]:
 
 
 def alike(record: Record, *kinds: type[Any]) -> list[Any]:
-    """Entries of these kinds that do not depend on the devices, as what `gather` returns does."""
+    """Return the entries of these kinds that do not depend on the devices; ``gather`` results
+    do."""
     return [
         each
         for each in record.entries

@@ -1,16 +1,16 @@
-"""Answers what a resumed script asks for once more, out of the record of its run.
+"""Replays a run's record to the resumed script.
 
-Note: what is answered
-----------------------
-A resumed script runs again from its beginning. Until it comes to the place where its checkpoint was
-made, each step, evaluation, prediction and value of another device is what it was: the entries of
-the record are taken in their order, and nothing is computed. So a best score, a list of losses, an
-early stop or a set chosen by a prediction is what it was. A script that asks for something else
-than it did before is told the first place where it does.
+Note: replay
+------------
+A resumed script runs again from its beginning. Until it reaches the position of its checkpoint,
+each step, evaluation, prediction and gathered value is taken from the record, in order, and nothing
+is computed. So a best score, a list of losses, an early stop or a data set chosen by a prediction
+is the same as before. If the script's calls differ from the recorded ones, it gets an error that
+names the first differing call.
 
-A run that had come to its end may go on for longer, with more epochs say. What its script asked for
-behind its last step is then left out as soon as the script asks for something else, now and
-whenever the run is resumed: the record says where.
+A finished run may be extended, with more epochs for example. If the script's calls then differ from
+those recorded after the last step, the recorded ones are discarded, now and at every later resume:
+the record stores the position.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ _Kind = TypeVar("_Kind", StepEntry, Result, BlockEntry, SavedEntry)
 
 
 class ScriptReplay:
-    """What a script asked for up to the place where its run goes on; alike on all devices.
+    """The recorded calls of a script up to its checkpoint; the same on all devices.
 
     Args:
-        entries: those that the checkpoint has seen, in order, as `onefold.record.whole_run` returns
-            them.
-        device: where the tensors of a step's result lie.
-        ended: whether the run had come to the end of its script.
+        entries: entries that the checkpoint includes, in order, from `onefold.record.whole_run`.
+        device: device of the tensors in a step's result.
+        ended: whether the run reached the end of its script.
     """
 
     def __init__(
         self, entries: Iterable[tuple[int, Entry]], device: torch.device, *, ended: bool
     ) -> None:
         self._device, self._ended = device, ended
-        # Checkpoints of the launcher's lie between any two entries, and nobody asks for them.
+        # Skip the launcher's checkpoints: they may be anywhere, and the script does not request
+        # them.
         asked_for = [
             (number, each)
             for number, each in entries
@@ -87,22 +87,23 @@ class ScriptReplay:
         steps = [entry.step for entry in self._entries if isinstance(entry, StepEntry)]
         self._steps, self._last = len(steps), steps[-1] if steps else 0
         self.kept_entries: int | None = None
-        """How many entries of the record come before those that were left out, if any were."""
+        """Number of recorded entries before the discarded ones; None if none were discarded."""
 
     def knows(self, kind: type[Entry], call: str = "") -> bool:
-        """Whether the script is still in the part that is done, now that it makes a call.
+        """Whether the script's next call is replayed.
 
         Args:
-            kind: of the entry that answers it.
-            call: for results.
+            kind: kind of the entry that replays the call.
+            call: name of the call, for results.
 
         Raises:
-            RecordError: the run had ended with a change to the model, which cannot be left out.
+            RecordError: the script goes beyond a finished run that changed the model after its last
+                step. That change cannot be discarded.
         """
         while self._entries and isinstance(entry := self._entries[0], Result):
             if entry.value is not None or entry.call == call:
                 break
-            self._entries.popleft()  # it could not be answered, and need not be asked for
+            self._entries.popleft()  # too large to store, so the script may omit the call
         if self.over or not self._ended or self._steps:
             return not self.over
         entry = self._entries[0]
@@ -111,10 +112,10 @@ class ScriptReplay:
             for each in self._entries:
                 if isinstance(each, BlockEntry):
                     raise RecordError(
-                        f"{script_line()}: the script goes on behind the end of its run, which had "
-                        f"changed the model by trainer.modifying at {each.line} before its last "
-                        f"checkpoint was made: expected no such change behind the last step of a "
-                        f"run that is to go on. To begin anew, name another directory"
+                        f"{script_line()}: the script continues past the end of the recorded run, "
+                        f"which changed the model in trainer.modifying ({each.line}) after its "
+                        f"last step. Such a run cannot be extended. To start over, use another "
+                        f"directory"
                     )
             self.kept_entries = self._numbers[-len(self._entries)]
             self._entries.clear()
@@ -122,29 +123,29 @@ class ScriptReplay:
 
     @property
     def over(self) -> bool:
-        """Whether the script has come to the place where its run goes on."""
+        """Whether the replay has ended."""
         return not self._entries
 
     @property
     def is_behind_end(self) -> bool:
-        """Whether the run had ended, and its script has made all that changed the model."""
+        """Whether the run had ended and all its recorded changes to the model are replayed."""
         return self._ended and not self.changes_model
 
     @property
     def changes_model(self) -> bool:
-        """Whether the model was another one where the script is, as it changed later."""
+        """Whether the recorded run changed the model after the script's current position."""
         return any(isinstance(each, StepEntry | BlockEntry) for each in self._entries)
 
     def next_batch(self, loader: int, number: int, given: int) -> tuple[int, int] | None:
-        """The next batch of a loader's pass that a step has used: where it ends, and its samples.
+        """Return the end and the size of the next batch of a pass that a recorded step used.
 
         Args:
             loader: number of the loader.
-            number: of its pass.
-            given: where the batch before it ends.
+            number: number of its pass.
+            given: end of the previous batch.
 
         Returns:
-            None if no step has used any further batch of the pass.
+            The batch's end in the pass and its samples; None if no step used another batch of it.
         """
         coming = self._coming[loader, number]
         while coming and coming[0][0] <= given:
@@ -152,7 +153,8 @@ class ScriptReplay:
         return coming[0] if coming else None
 
     def failure(self) -> Exception | None:
-        """What the step raised that the script makes again; None if it was done."""
+        """Return the recorded error of the step that the script repeats; None if the step
+        succeeded."""
         if not isinstance(failed := self._entries[0], FailureEntry):
             return None
         self._entries.popleft()
@@ -160,52 +162,54 @@ class ScriptReplay:
         kind: type[Exception] = errors.OnefoldError
         if isinstance(found, type) and issubclass(found, Exception):
             kind = found
-        return kind.__new__(kind, failed.text)  # some constructors ask for more than a text
+        # Not kind(text): some constructors require more arguments.
+        return kind.__new__(kind, failed.text)
 
     def step(self, batch: ShardedBatch, name: str) -> StepResult:
-        """The result of a step with a batch.
+        """Return the recorded result of a step.
 
         Raises:
-            RecordError: the run had no such step here.
+            RecordError: the record does not have this step here.
         """
         entry = self._next(StepEntry, f"a step of {batch.samples} samples{_of(name)}")
         if (entry.samples, entry.name) != (batch.samples, name):
             raise RecordError(
                 f"{script_line()}: step {entry.step} of the resumed run has {batch.samples} "
-                f"samples{_of(name)}, and had {entry.samples}{_of(entry.name)} before: "
+                f"samples{_of(name)}, but the recorded step has {entry.samples}{_of(entry.name)}: "
                 f"{_SAME}{_CHANGED}"
             )
         if entry.place != (here := places_of(batch)):
             raise RecordError(
-                f"{script_line()}: step {entry.step} of the resumed run has the batch at {here} "
-                f"(loader, pass, its end in the pass, samples), and had that at {entry.place} "
-                f"before: {_SAME}{_CHANGED}"
+                f"{script_line()}: step {entry.step} of the resumed run uses the batch at {here} "
+                f"(loader, pass, end in the pass, samples), but the recorded step used the batch "
+                f"at {entry.place}: {_SAME}{_CHANGED}"
             )
         return _RecordedResult(entry, self._device)
 
     def result(self, call: str) -> Any:
-        """What a call returned.
+        """Return the recorded result of a call.
 
         Raises:
-            RecordError: the run made no such call here, or what it returned was too large to keep.
+            RecordError: the record does not have this call here, or its result was too large to
+                store.
         """
         entry = self._next(Result, call)
         if entry.call != call:
             raise self._other(entry, call)
         if entry.value is None:
             raise RecordError(
-                f"{script_line()}: what {call} returned after step {entry.step} was too large for "
-                f"the record, so a resumed script cannot be given it: make the call under `if not "
-                f"trainer.replaying:`, and keep what follows from it by trainer.state"
+                f"{script_line()}: the result of {call} after step {entry.step} was too large for "
+                f"the record, so it cannot be replayed. Make the call under `if not "
+                f"trainer.replaying:`, and store what depends on it in trainer.state"
             )
         return restore(entry.value, entry.step)
 
     def block(self) -> None:
-        """Note that a block of `Trainer.modifying` ends that the run has ended before."""
+        """Skip the recorded end of a `Trainer.modifying` block."""
         self._next(BlockEntry, "a block of trainer.modifying")
 
     def saved(self) -> None:
-        """Note that a checkpoint is asked for that was made before."""
+        """Skip a recorded `Trainer.save`."""
         self._next(SavedEntry, "trainer.save")
 
     def _next(self, kind: type[_Kind], call: str) -> _Kind:
@@ -223,18 +227,18 @@ class ScriptReplay:
             names |= {FailureEntry: "a step that raised an error"}
             name = names.get(type(entry)) or getattr(entry, "call", "")
             was = f"{name} after step {entry.step} at {getattr(entry, 'line', '')}"
-        # Not `trainer.replaying`, which is another each time that the run is resumed.
+        # Not `trainer.replaying`, whose position changes at every resume.
         return RecordError(
-            f"{script_line()}: the resumed script asks for {call}, where the run before had {was}: "
-            f"{_SAME}. Keep the calls that the run made, and make new ones under `if trainer.steps "
-            f"> {self._last}:`. To begin anew, name another directory"
+            f"{script_line()}: the resumed script reaches {call}, but the recorded run had {was}: "
+            f"{_SAME}. Keep the calls that the run made, and put new ones under `if trainer.steps "
+            f"> {self._last}:`. To start over, use another directory"
         )
 
 
-_SAME = "a resumed script must ask for the same as before, as it is answered from the record"
+_SAME = "a resumed script must make the same calls as before, because the record replays them"
 _CHANGED = (
-    ". If that was changed on purpose, onefold run --allow-changed batch_size (or dataset) goes on "
-    "from the checkpoint without these answers. To begin anew, name another directory"
+    ". If you changed this on purpose, onefold run --allow-changed batch_size (or dataset) resumes "
+    "from the checkpoint without replay. To start over, use another directory"
 )
 
 
@@ -243,11 +247,11 @@ def _of(name: str) -> str:
 
 
 class _RecordedResult(StepResult):
-    """The result of a step that the record has; what is asked for is made of it then.
+    """The recorded result of a step; its tensors are created on access.
 
     Args:
-        entry: what the record has.
-        device: where its tensors lie.
+        entry: recorded step.
+        device: device of its tensors.
     """
 
     __slots__ = ("_device", "_entry")
@@ -293,7 +297,7 @@ class _RecordedResult(StepResult):
 
 
 class _Unkept(Mapping[str, Any]):
-    """Outputs of a step that were too large to keep: whoever reads them is told."""
+    """Outputs that were too large to store. Reading them raises `RecordError`."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -305,8 +309,8 @@ class _Unkept(Mapping[str, Any]):
         if self._names:
             raise RecordError(
                 f"{script_line()}: the outputs of a step, {listed(self._names)}, were too large "
-                f"for the record, so a resumed script cannot be given them: read them under `if "
-                f"not trainer.replaying:`, and keep what follows from them by trainer.state"
+                f"for the record, so they cannot be replayed. Read them under `if not "
+                f"trainer.replaying:`, and store what depends on them in trainer.state"
             )
         return iter(())
 
@@ -317,17 +321,17 @@ class _Unkept(Mapping[str, Any]):
 def entries_for_all(
     exchange: Exchange, path: Path, seen: Mapping[str, Any], *, checkpoint: Path, reads: bool
 ) -> list[tuple[int, Entry]]:
-    """Give all devices the entries of a run that a checkpoint has seen; see `whole_run`.
+    """Broadcast the entries that a checkpoint includes to all devices; see `whole_run`.
 
     Args:
-        exchange: of this process's devices.
-        path: the record.
-        seen: what the checkpoint says of them, as `Recorder.note_checkpoint` returned it.
-        checkpoint: its folder, for a warning.
-        reads: whether this is the process that reads the record.
+        exchange: exchange of this process's devices.
+        path: path of the record.
+        seen: count and digest of the entries, as `Recorder.note_checkpoint` returned them.
+        checkpoint: path of the checkpoint, for a warning.
+        reads: whether this process reads the record.
 
     Raises:
-        RecordError: the record is damaged, or another one; raised where it is read.
+        RecordError: the record is damaged or does not match; only the reading process raises it.
     """
     entries: list[tuple[int, Entry]] = []
     if reads and seen["entries"]:
@@ -335,9 +339,9 @@ def entries_for_all(
         entries = whole_run(path, seen["entries"], seen["head"]) if there else []
         if not there:
             _log.warning(
-                "%s is missing, of which %s has seen %d entries, so the script is not answered "
-                "from it. It goes on in the epoch that it was in; a model that it calls itself "
-                "before its first step has not the values of the checkpoint",
+                "%s does not exist, although %s includes %d of its entries, so the script is not "
+                "replayed. It resumes in the epoch of the checkpoint; a model that it calls itself "
+                "before its first step does not have the checkpoint's values",
                 *(path, checkpoint, seen["entries"]),
             )
     text = broadcast(exchange, written(encode(entries)) if reads else None)

@@ -1,24 +1,24 @@
-"""The record of a run as a file: its kinds of entries, and the frames that hold them.
+"""The file format of a run's record: kinds of entries, and the frames that hold them.
 
-Every entry is a MessagePack map with the name of its kind under ``kind``. Numbers of shards lie in
-``bytes`` of little-endian 64-bit values, V of them: floats in ``totals`` and ``weights``, whole
-numbers in ``digests``.
+Every entry is a MessagePack map that stores the name of its kind under ``kind``. Per-shard numbers
+are ``bytes`` of V little-endian 64-bit values: floats in ``totals`` and ``weights``, integers in
+``digests``.
 
 Note: the file
 --------------
-It begins with the eight bytes of `HEAD`, followed by frames. A frame is a header of 24 bytes and
-the body: the body's length and the same with all bits inverted, each as a little-endian uint32, and
-a digest of 16 bytes. The digest is that of the previous digest and the body together, so each frame
-stands for all that precede it: the *chain*. A checkpoint keeps the digest of the last frame that it
-has seen, and no other record can be taken for that of its run. docs/reference/record-format.md says
-what this proves.
+The file begins with the eight bytes of `HEAD`, followed by frames. A frame is a 24-byte header and
+a body. The header holds the body's length, the same length with all bits inverted (each a
+little-endian uint32), and a 16-byte digest of the previous frame's digest and the body. Each digest
+therefore covers all earlier frames: the *chain*. A checkpoint stores the digest of the last frame
+written before it, so no other record can be mistaken for its run's record.
+docs/reference/record-format.md says what this proves.
 
-A frame is written by one call, so a process that is killed leaves a beginning of its last frame at
-most, and a power failure zeros in its place. That is the *torn tail*, which readers leave out and
-the next writer cuts off. Anything else that does not check is damage, and refused.
+A frame is written by one call, so a killed process leaves at most one partial frame at the end, and
+a power failure leaves zeros there. This is the *torn tail*: readers skip it and the next writer
+truncates it. Anything else that fails the check is damage and raises `RecordError`.
 
-The launcher appends what it tells of a hang, while another process writes the chain. Such a frame
-is *beside* the chain: its digest is of its own body alone, and nothing depends on it.
+The launcher appends hang reports while another process writes the chain. Such a frame is *beside*
+the chain: its digest covers only its own body, and no other digest depends on it.
 """
 
 from __future__ import annotations
@@ -66,48 +66,47 @@ __all__ = [
 
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
-"""A whole number that an array can have."""
+"""A non-negative integer that fits in an int64 array."""
 
 
 class StartEntry(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=True):
-    """A run began here, or was resumed: what was written of later steps does not count."""
+    """The start or resume of a run. A resume discards the entries after its checkpoint."""
 
     run: str
-    """The run's name, kept when it is resumed."""
+    """Name of the run. A resumed run keeps it."""
     step: Number
-    """How many steps are done."""
+    """Number of finished steps."""
     time: str
-    """ISO 8601, UTC."""
+    """Start time: ISO 8601, UTC."""
     trainer: int = 0
-    """Number of the Trainer among those of the script."""
+    """Number of this Trainer among the script's Trainers."""
     allow_changed: list[str] = []
-    """What differed on purpose from the run that was resumed."""
+    """Settings that may differ from the resumed run; see ``--allow-changed``."""
     command: list[str]
     """The script with its arguments."""
     folder: str = ""
-    """The working directory in which the program was started."""
+    """Working directory in which the program was started."""
     python: str = ""
     """Path of the Python interpreter."""
     module: str = ""
-    """Name of the module that was run in place of a script."""
+    """Name of the module if one was run instead of a script."""
     script: str
-    """Path of the script; empty where there is none."""
+    """Path of the script; empty if there is none."""
     script_digest: str
-    """SHA-256 of its text, as hexadecimal digits."""
+    """SHA-256 of the script's text, in hexadecimal."""
     flags: dict[str, str] = {}
-    """The environment variables by which libraries choose their kernels."""
+    """Environment variables by which libraries choose their kernels."""
     libraries: dict[str, str] = {}
-    """The version of each library that was loaded and says which one it is."""
+    """Versions of the loaded libraries that have a ``__version__``."""
     devices: Annotated[list[str], Meta(min_length=1)]
     description: dict[str, str]
-    """What the numbers depend on, in words: settings, versions, processor, parameters; the same on
-    all devices."""
+    """Everything that the numbers depend on: settings, versions, CPU, parameters; the same on all
+    devices."""
     anew: bool = False
-    """Whether no script could be answered from what was written before: it has gone back by
-    `Trainer.load`, or something was changed on purpose."""
+    """Whether earlier entries cannot be replayed, because the script went back by `Trainer.load` or
+    a setting was changed on purpose."""
     kept: Number = 0
-    """How many of the entries before this one the checkpoint has seen; those that counted for it
-    count."""
+    """Number of earlier entries that the checkpoint includes. Later ones do not count."""
 
 
 _HARMLESS = frozenset(
@@ -122,14 +121,14 @@ _HARMLESS = frozenset(
         *("TORCH_BLAS_PREFER_CUBLASLT", "TORCH_CPP_LOG_LEVEL", "TORCH_CUDNN_V8_API_DISABLED"),
     )
 )
-"""Variables that choose kernels and name no file, library or program."""
+"""Variables that choose kernels and do not name a file, library or program."""
 
 
 def harmless_flags(flags: Mapping[str, str]) -> dict[str, str]:
-    """Those variables of a file that may be set for a process that computes a step again.
+    """Return the recorded variables that are safe to set for a process that replays a step.
 
-    Others with the same beginnings load libraries (``OMP_TOOL_LIBRARIES``), run code that lies in
-    a folder (``TORCH_EXTENSIONS_DIR``), or write files (``CUDNN_LOGDEST_DBG``).
+    Other variables with the same prefixes load libraries (``OMP_TOOL_LIBRARIES``), run code from a
+    directory (``TORCH_EXTENSIONS_DIR``), or write files (``CUDNN_LOGDEST_DBG``).
 
     >>> harmless_flags({"OMP_NUM_THREADS": "1", "OMP_TOOL_LIBRARIES": "/tmp/evil.so"})
     {'OMP_NUM_THREADS': '1'}
@@ -138,40 +137,40 @@ def harmless_flags(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True):
-    """A step was made, or skipped."""
+    """A finished or skipped step."""
 
     step: Number
     epoch: Number
     samples: Number
     name: str = ""
-    """Of the loss, where there are several."""
+    """Name of the loss, if there are several."""
     gradient: bool = False
-    """Whether the update was the script's, by `Trainer.gradient`."""
+    """Whether the script made the update itself, with `Trainer.gradient`."""
     loss: float
     weight: float
     norm: float
-    """Of the whole gradient before clipping; NaN where there was none."""
+    """Norm of the whole gradient before clipping; NaN if there is none."""
     skipped: str = ""
-    """Why nothing was updated."""
+    """Reason why the update was skipped; empty if it was not."""
     rates: list[float]
-    """The learning rate of each of the optimizer's groups in this step."""
+    """Learning rate of each optimizer group in this step."""
     values: dict[str, float] = {}
-    """What the loss returned beside itself."""
+    """Logged metrics: the values that the loss returned in addition to the loss."""
     outputs: list[str] = []
-    """The names of what it returned for each sample."""
+    """Names of the per-sample outputs of the loss."""
     rows: bytes = b""
-    """These outputs, as `encode` writes them (`onefold.core.encoding`); empty if too large."""
+    """Per-sample outputs, encoded by `onefold.core.encoding`; empty if they are too large."""
     place: list[tuple[int, int, int, int]] = []
-    """Loader, pass, where the batch ends in the pass, and its samples; for each loader in it."""
+    """For each loader: its number, its pass, the end of the batch in the pass, its samples."""
     totals: bytes
     """V float64: each shard's part of the loss, before the division by ``weight``."""
     weights: bytes
-    """V float64: each shard's part of the divisor; below 0 where there is none."""
+    """V float64: each shard's part of the denominator; negative if the shard has none."""
     digests: bytes = b""
-    """V uint64: of the same sample of each shard's gradient."""
+    """V uint64: digests of each shard's gradient, all of the same elements."""
     time: float = 0.0
-    """Seconds since 1970, when it was noted; 0 in records that have no times. Steps that differ in
-    nothing else are equal."""
+    """When the step was recorded, in seconds since 1970; 0 if the record has no times. Equality
+    ignores it."""
 
     def __post_init__(self) -> None:
         size = len(self.totals)
@@ -185,120 +184,120 @@ class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True)
 
 
 class FailureEntry(Struct, tag="failed", tag_field="kind", frozen=True, kw_only=True):
-    """A step that raised an error, which the script survived."""
+    """A step that raised an error which the script caught."""
 
     step: Number
     line: str
-    """Where in the script."""
+    """Location of the call in the script."""
     error: str
-    """Its class, in `onefold.errors` or one of Python's."""
+    """Name of the exception class, from `onefold.errors` or built in."""
     text: str
 
 
 class Result(Struct, tag="result", tag_field="kind", frozen=True, kw_only=True):
-    """Something that the script asked for between two steps."""
+    """The result of a call that the script made between two steps."""
 
     step: Number
     call: str
     """``evaluate``, ``predict``, ``gather`` or ``broadcast``."""
     line: str
-    """Where in the script."""
+    """Location of the call in the script."""
     value: bytes | None
-    """As `onefold.core.encoding.encode` writes it; None where it was too large to keep."""
+    """The result, encoded by `onefold.core.encoding.encode`; None if too large to store."""
     digest: str
-    """Of the value, also where that was not kept."""
+    """Digest of the result, even if the result itself is not stored."""
 
 
 class BlockEntry(Struct, tag="modifying", tag_field="kind", frozen=True, kw_only=True):
-    """A block of `Trainer.modifying` has ended."""
+    """The end of a `Trainer.modifying` block."""
 
     step: Number
     line: str
-    """Where in the script."""
+    """Location of the block in the script."""
     digest: int
-    """Of a sample of each parameter and buffer, as the block left them."""
+    """Digest of a sample of each parameter and buffer at the end of the block."""
 
 
 class SavedEntry(Struct, tag="checkpoint", tag_field="kind", frozen=True, kw_only=True):
-    """A checkpoint was begun."""
+    """The start of a checkpoint."""
 
     step: Number
     folder: str
     line: str = ""
-    """Where in the script; empty where the launcher had it made."""
+    """Location of the call in the script; empty if the launcher requested the checkpoint."""
 
 
 class AuditEntry(Struct, tag="audit", tag_field="kind", frozen=True, kw_only=True):
-    """An audit has found a wrong result."""
+    """A wrong result found by an SDC check."""
 
     step: Number
     shard: int
-    """-1 for the update of a part of the parameters."""
+    """Number of the shard; -1 for the update of a parameter partition."""
     devices: list[int]
-    """Who is at fault; two where it cannot be told which one."""
+    """Devices at fault: one, or two if the check cannot tell which."""
     persistent: bool
     healed: bool
 
 
 class SameProcessEntry(Struct, tag="same_process", tag_field="kind", frozen=True, kw_only=True):
-    """From here on, the only device audits its shards in the run's own process, without a child."""
+    """The point after which a single device runs SDC checks in its own process."""
 
     step: Number
     why: str
 
 
 class HangEntry(Struct, tag="hang", tag_field="kind", frozen=True, kw_only=True):
-    """A device has waited for very long; what the launcher has told of it.
+    """A hang report from the launcher.
 
-    Nothing depends on it: it counts as no entry where entries are counted.
+    It is outside the chain and is not counted as an entry.
     """
 
     step: Number
     text: str
-    """Who has waited for whom, with the stacks of all processes."""
+    """Which device waits for which, with the stacks of all processes."""
 
 
 Found = AuditEntry | SameProcessEntry
-"""What an audit writes down."""
+"""Entries that SDC checks write."""
 Entry = StartEntry | StepEntry | FailureEntry | Result | BlockEntry | SavedEntry | Found | HangEntry
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 
 
 def encode(entry: Entry | list[tuple[int, Entry]]) -> bytes:
-    """Write an entry as MessagePack, or several with their numbers as a list."""
+    """Encode an entry, or a list of numbered entries, as MessagePack."""
     return _ENCODER.encode(entry)
 
 
 def decode(body: bytes, where: str) -> Entry:
-    """Read an entry.
+    """Decode an entry.
 
     Raises:
-        RecordError: it is none, or of a later version; ``where`` names it.
+        RecordError: the bytes are not an entry, or are of a later version; ``where`` names them.
     """
     try:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise RecordError(f"{where}: expected an entry of a record, got another: {error}") from None
+        raise RecordError(f"{where} is not an entry that onefold can read: {error}") from None
 
 
 def restore(value: bytes, step: int) -> Any:
-    """Restore what a script was given, from an entry of a step.
+    """Decode a recorded result of a step.
 
     Raises:
-        RecordError: the bytes are no value; only somebody who made the record up writes such.
+        RecordError: the bytes are not an encoded value, which happens only if the record is forged.
     """
     try:
         return encoding.decode(value)
     except ValueError as error:
         raise RecordError(
-            f"{RECORD_FILE}, step {step}: expected what the script was given, got: {error}. Use "
-            f"the run's own record, or remove it to resume without answers to the script"
+            f"{RECORD_FILE}, step {step}: the recorded result cannot be decoded: {error}. Use the "
+            f"run's own record, or remove it to resume without replay"
         ) from None
 
 
 HEAD = b"onefold\x02"
-"""How a file of frames begins; the last byte is the version of the format."""
+"""First bytes of a file of frames. The last byte is the format version."""
 
 _log = logging.getLogger("onefold")
 _DIGEST_BYTES = 16
@@ -307,15 +306,15 @@ _INVERTED = 0xFFFFFFFF
 
 
 class FrameWriter:
-    """Appends frames to a file, which it creates or continues.
+    """Appends frames to a file, which it creates if necessary.
 
     Args:
-        path: the file; its folder exists.
+        path: the file, in an existing directory.
 
     Raises:
-        OSError: the file cannot be written, is a link or no regular file.
+        OSError: the file cannot be written, is a symbolic link or is not a regular file.
         LaunchError: another process writes to it.
-        RecordError: the file is something else, or damaged.
+        RecordError: the file is not a record, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -328,7 +327,7 @@ class FrameWriter:
         try:
             self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             self.entries, self.head, end = 0, _FIRST, len(HEAD)
-            """How many frames the chain has, and the digest of the last."""
+            """Number of frames in the chain, and the digest of the last one."""
             with open_plain(path) as file:
                 for frame in _frames(path, file):
                     self.entries += bool(frame.head)
@@ -336,7 +335,7 @@ class FrameWriter:
                 size = os.fstat(file.fileno()).st_size
             end = end if size >= len(HEAD) else 0
             if size > end:
-                _log.warning("%s: %d bytes of a torn frame are cut off", path, size - end)
+                _log.warning("%s: truncated %d bytes of a partial frame", path, size - end)
             os.ftruncate(self._file, end)
             if not end:
                 write_all(self._file, HEAD)
@@ -348,18 +347,19 @@ class FrameWriter:
         """Append one frame to the chain.
 
         Raises:
-            OSError: the disk is full, for example; nothing of the frame counts then.
+            OSError: the write failed, because the disk is full for example. The frame does not
+                count.
         """
         head = _digest(self.head, body)
         write_all(self._file, _frame(body, head))
         self.entries, self.head = self.entries + 1, head
 
     def sync(self) -> None:
-        """Wait until everything is on the disk."""
+        """Flush all frames to disk."""
         os.fdatasync(self._file)
 
     def close(self) -> None:
-        """Close the file, if it is open; nothing can be appended any more."""
+        """Close the file if it is open, and release its lock."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -367,14 +367,14 @@ class FrameWriter:
 
 
 def append_beside(path: Path, body: bytes) -> None:
-    """Append a frame from another process than the one that writes the chain.
+    """Append a frame outside the chain, while another process may write the chain.
 
     Raises:
         OSError: the file cannot be written.
     """
     file = open_regular(path, os.O_WRONLY | os.O_APPEND)
     try:
-        # At once, and so never inside of another frame.
+        # One O_APPEND write: it cannot land inside another process's frame.
         write_all(file, _frame(body, _digest(_BESIDE, body)))
     finally:
         os.close(file)
@@ -385,7 +385,7 @@ def _digest(previous: bytes, body: bytes) -> bytes:
 
 
 _FIRST, _BESIDE = _digest(b"", HEAD), _digest(b"beside", HEAD)
-"""What stands for the previous digest in the first frame, and in those beside the chain."""
+"""Initial digests: of the chain, and of each frame beside it."""
 
 
 def _frame(body: bytes, digest: bytes) -> bytes:
@@ -393,24 +393,24 @@ def _frame(body: bytes, digest: bytes) -> bytes:
 
 
 class Frame(NamedTuple):
-    """A whole frame of a file."""
+    """A complete frame of a file."""
 
     body: bytes
     head: bytes
-    """The digest of the chain up to here; empty beside the chain."""
+    """Digest of the chain up to this frame; empty if the frame is beside the chain."""
     end: int
-    """Where it ends in the file."""
+    """Offset of the frame's end in the file, in bytes."""
 
 
 def read_frames(path: Path) -> tuple[list[Frame], int]:
-    """Read all whole frames.
+    """Read all complete frames.
 
     Returns:
         The frames in order, and the number of bytes of the torn tail.
 
     Raises:
-        OSError: the file cannot be read, or is no regular file.
-        RecordError: it is not a file of frames of this format, or damaged before its end.
+        OSError: the file cannot be read, or is not a regular file.
+        RecordError: the file does not have this format, or is damaged before its end.
     """
     with open_plain(path) as file:
         frames = list(_frames(path, file))
@@ -420,14 +420,14 @@ def read_frames(path: Path) -> tuple[list[Frame], int]:
 
 
 def _frames(path: Path, file: BinaryIO) -> Iterator[Frame]:
-    """Read frame by frame: a file may be larger than memory."""
+    """Yield frames one at a time, because a file may be larger than memory."""
     start = file.read(len(HEAD))
     if start != HEAD:
         if HEAD.startswith(start):
             return
         raise RecordError(
-            f"{path} is no record of onefold, or of another version: expected it to begin with "
-            f"{HEAD!r}, got {start!r}"
+            f"{path} is not a onefold record, or has another format version: expected it to begin "
+            f"with {HEAD!r}, but got {start!r}"
         )
     at, head, number = len(HEAD), _FIRST, 0
     while len(header := file.read(_HEADER.size)) == _HEADER.size:
@@ -439,12 +439,12 @@ def _frames(path: Path, file: BinaryIO) -> Iterator[Frame]:
         following = _digest(head, body)
         is_next, is_beside = check == following, check == _digest(_BESIDE, body)
         if not is_length or not (is_next or is_beside):
-            if _has_zeros_alone(file):  # as a power failure may leave
+            if _has_zeros_alone(file):  # a power failure can leave zeros
                 return
             raise RecordError(
-                f"{path} is damaged: the frame at byte {at} does not check, or was written for "
-                f"another place. The {number} frames before it are whole: to use these, cut the "
-                f"file there by truncate --size {at} {in_shell(path)}"
+                f"{path} is damaged: the digest of the frame at byte {at} does not match its "
+                f"content and position. The {number} frames before it are intact. To keep only "
+                f"these, run truncate --size {at} {in_shell(path)}"
             )
         head = following if is_next else head
         at += _HEADER.size + length
@@ -453,5 +453,5 @@ def _frames(path: Path, file: BinaryIO) -> Iterator[Frame]:
 
 
 def _has_zeros_alone(file: BinaryIO) -> bool:
-    """Whether nothing but zeros comes in the rest of a file."""
+    """Whether the rest of a file contains only zeros."""
     return not any(chunk.strip(b"\0") for chunk in iter(lambda: file.read(1 << 20), b""))

@@ -1,20 +1,20 @@
-"""What stands out in a run: in its record, and in a step that is computed once more.
+"""Outliers in a run's record, and the findings of a replayed step.
 
-`first_departure` finds the first step that leaves the run's own history. `Inspection` asks for a
-step to be computed again, and `Findings` has what that shows.
+`first_departure` finds the first step that departs from the run's own history. `Inspection`
+requests a replay of a step, and `Findings` holds its results.
 
 Note: the rule
 --------------
-A number is compared with those of the 50 steps before it. It stands out if it is not finite, or if
-it lies further above their median than 8 times their spread. The spread is the median absolute
-deviation times 1.4826, which is the standard deviation of normal numbers; and at least 5% of the
-median. Both medians stay what they are where a few of the numbers are far off (Hampel, "The
-influence curve and its role in robust estimation", 1974). At least 10 numbers are a history.
+Each number is compared with those of the previous 50 steps. It is an outlier if it is not finite,
+or if it exceeds their median by more than 8 times their spread. The spread is the median absolute
+deviation times 1.4826, which equals the standard deviation for normally distributed numbers, but at
+least 5% of the median. A few extreme numbers change neither median (Hampel, "The influence curve
+and its role in robust estimation", 1974). At least 10 numbers are required.
 
-The loss of each shard is compared in the same way, with those of all shards of these steps and of
-its own: one bad sample moves the loss of its shard V times as far as that of the batch, and the
-first steps have a history so. There are V times as many of them, of fewer samples each, so 20 times
-the spread is asked for.
+The loss of each shard is compared in the same way with the losses of all shards in these steps and
+in its own step: one bad sample moves its shard's loss V times as far as the batch's loss, and the
+first steps have enough numbers this way. There are V times as many shard losses, each over fewer
+samples, so the threshold is 20 times the spread.
 """
 
 from __future__ import annotations
@@ -52,48 +52,48 @@ __all__ = [
 
 
 class Inspection(Struct, frozen=True, kw_only=True):
-    """What is to be looked at."""
+    """A request to replay a step and inspect it."""
 
     record: str
-    """File of the record; empty where there is none to compare with."""
+    """Path of the record; empty if there is none to compare with."""
     step: int
     trainer: int = 0
-    """Number of the Trainer among those of the script."""
+    """Number of the Trainer among the script's Trainers."""
     shards: list[int] | None = None
-    """Which shards are computed once more, operation by operation; None for all."""
+    """Shards to compute again, operation by operation; None for all."""
     samples: bool = True
-    """Whether the samples of these shards are told apart."""
+    """Whether to inspect the samples of these shards one by one."""
     digests: bool = False
-    """Whether each operation of them, and each parameter before each step, is digested."""
+    """Whether to digest each of their operations, and each parameter before each step."""
     after: int = 0
-    """After which step the Trainer stands when it is made; 0 where the run begins."""
+    """Number of finished steps when the Trainer is created; 0 at the start of the run."""
     scale: float = 0.0
-    """What losses are multiplied by, in a precision that needs it; 0 for what the run has."""
+    """Loss scale, for a precision that needs one; 0 for the run's own scale."""
     bundle: str = ""
-    """File in which the step is put, to be computed elsewhere; empty for none."""
+    """File to store the step in, to be computed elsewhere; empty for none."""
     function: str = ""
     """``FILE:NAME`` of a function to call with the step; empty for none."""
     terminal: str = ""
-    """The terminal at which a Python prompt is opened in the step; empty for none."""
+    """Terminal at which to open a Python prompt in the step; empty for none."""
     findings: str
-    """File in which the lead writes what is found."""
+    """File in which the lead writes its findings."""
 
 
 class SampleFinding(Struct, frozen=True, kw_only=True):
     """A sample of a shard."""
 
     place: int
-    """In the batch."""
+    """Position in the batch."""
     number: int | None
-    """In the data set; None of a batch of the script's own."""
+    """Index in the data set; None if the script made the batch itself."""
     loss: float | None
-    """None where it is not known, or not finite."""
+    """Loss of the sample; None if it is unknown or not finite."""
     finite: bool
-    """Whether its loss, and its gradient where that was looked at, are finite."""
+    """Whether its loss, and its gradient if inspected, are finite."""
     words: str
-    """What it holds, and what the data set says of it."""
+    """Description of its contents, and of its source in the data set."""
     digest: str = ""
-    """Of what it holds; empty where none was asked for."""
+    """Digest of its contents; empty if none was requested."""
 
 
 class LayerFinding(Struct, frozen=True, kw_only=True):
@@ -101,65 +101,65 @@ class LayerFinding(Struct, frozen=True, kw_only=True):
 
     name: str
     norm: float | None
-    """None where it is not finite."""
+    """Norm of the gradient; None if it is not finite."""
     given: bool
     """Whether there is a gradient."""
     of_parameter: float | None
-    """The norm of the parameter itself."""
+    """Norm of the parameter itself."""
 
 
 class ShardFinding(Struct, frozen=True, kw_only=True):
-    """A shard that was computed once more by itself."""
+    """A shard that was computed again separately."""
 
     shard: int
     total: float | None
-    """Its part of the loss; None where it is not finite."""
+    """The shard's part of the loss; None if it is not finite."""
     equal: bool
-    """Whether it has the same bits as in the step."""
+    """Whether the shard has the same bits as in the step."""
     norm: float | None
-    """Of its gradient; None where it is not finite."""
+    """Norm of its gradient; None if it is not finite."""
     bad_gradients: list[str]
-    """Parameters whose gradients are not finite."""
+    """Names of parameters whose gradients are not finite."""
     samples: list[SampleFinding]
     operations: list[ShardOperation]
     first: ShardOperation | None = None
-    """The first operation that made something that is not finite, or far too large."""
+    """First operation with an output that is not finite, or far too large."""
     times: float | None = None
-    """How many times as large as in other shards; None of what is not finite."""
+    """Ratio of the output's size to that in other shards; None if it is not finite."""
 
 
 class Findings(Struct, kw_only=True):
-    """What was found."""
+    """The results of an inspection."""
 
     step: int
     description: dict[str, str] = {}
-    """What the numbers depend on, in words; see `onefold.record.entries.StartEntry`."""
+    """Everything that the numbers depend on; see `onefold.record.entries.StartEntry`."""
     name: str = ""
-    """Of the loss, where there are several."""
+    """Name of the loss, if there are several."""
     samples: int = 0
     begun: int | None = None
-    """After which step the computation began."""
+    """Number of finished steps when the replay began."""
     compared: int = 0
-    """How many shards of how many steps were compared with the record."""
+    """Number of shards, over all steps, that were compared with the record."""
     differs: list[str] = []
-    """What differs from the record, in the first step that does."""
+    """Differences from the record in the first step that has any."""
     loss: float | None = None
     norm: float | None = None
     totals: list[float | None] = []
     weights: list[float] = []
     digests: list[int] = []
     printed: str = ""
-    """What the function has printed that was called."""
+    """Output that the called function printed."""
     made: bool = False
-    """Whether the record has the step itself."""
+    """Whether the record contains the step itself."""
     layers: list[LayerFinding] = []
     shards: list[ShardFinding] = []
     parameters: dict[int, dict[str, str]] = {}
-    """Digests of the model's tensors before each step, if they were asked for."""
+    """Digests of the model's tensors before each step, if requested."""
 
 
 class BundleFacts(Struct, frozen=True, kw_only=True):
-    """What a bundle says of its step, in ``about.json``."""
+    """Description of a bundle's step, stored in ``about.json``."""
 
     step: Annotated[int, Meta(ge=1, lt=1 << 62)]
     scale: float
@@ -168,16 +168,17 @@ class BundleFacts(Struct, frozen=True, kw_only=True):
 
 
 def unpack_bundle(path: Path, folder: Path) -> tuple[BundleFacts, bytes]:
-    """Put the step of a bundle into a folder; return what is said of it, and its entry, if any.
+    """Extract the step of a bundle to a directory, and return its description and its entry, if
+    any.
 
     Raises:
-        DataError: the file is no bundle; nothing of it has been run.
+        DataError: the file is not a bundle. No code from it has run.
     """
     try:
         with zipfile.ZipFile(path) as bundle:
             sizes = {each.filename: each.file_size for each in bundle.infolist()}
             if any(each.compress_type != zipfile.ZIP_STORED for each in bundle.infolist()):
-                raise ValueError("its parts are compressed, as no bundle's are")
+                raise ValueError("its parts are compressed, but a bundle's parts never are")
             if sizes.get("about.json", 0) + sizes.get("entry", 0) > RECORD_BYTES:
                 raise ValueError("its about.json or entry is too large")
             about = msgspec.json.decode(bundle.read("about.json"), type=BundleFacts)
@@ -188,44 +189,44 @@ def unpack_bundle(path: Path, folder: Path) -> tuple[BundleFacts, bytes]:
             return about, entry
     except (*_UNUSABLE, RecordError) as error:
         why = message_of(error)
-        raise DataError(f"{path}: expected a bundle of onefold replay: {why}") from None
+        raise DataError(f"{path} is not a bundle of onefold replay: {why}") from None
 
 
 _UNUSABLE = (
     zipfile.BadZipFile, msgspec.DecodeError, RuntimeError, ValueError, LookupError, EOFError
 )  # fmt: skip
-"""What is raised for a ZIP file or a JSON text that is not as it must be."""
+"""Exceptions that an invalid ZIP or JSON file raises."""
 _WINDOW, _LEAST, _AT_ONCE = 50, 10, 1 << 19
 _SPREADS, _SPREADS_OF_SHARD = 8.0, 20.0
 _LEAST_SPREAD = 0.05
 RULE = (
-    f"not finite, or above the median of the {_WINDOW} steps before by more than {_SPREADS:.0f} "
-    f"times their spread (1.4826 times the median absolute deviation, at least "
-    f"{_LEAST_SPREAD:.0%} of the median); the loss of a shard, above that of all shards of these "
-    f"steps by more than {_SPREADS_OF_SHARD:.0f} times"
+    f"not finite, or above the median of the previous {_WINDOW} steps by more than "
+    f"{_SPREADS:.0f} times their spread (1.4826 times the median absolute deviation, at least "
+    f"{_LEAST_SPREAD:.0%} of the median); for a shard's loss, above the median over all shards of "
+    f"these steps by more than {_SPREADS_OF_SHARD:.0f} times the spread"
 )
 
 
 class Departure(NamedTuple):
-    """A number of a step that stands out."""
+    """An outlier in a step."""
 
     step: int
     what: str
-    """``loss``, ``norm``, ``loss of shard N``, or the name of a value that the loss returned."""
+    """``loss``, ``norm``, ``loss of shard N``, or the name of a metric that the loss returned."""
     value: float
     usual: float
-    """The median of the steps before; NaN where there is none."""
+    """Median of the previous steps; NaN if there is none."""
     spread: float
     text: str = ""
-    """The error that ended the step; empty where the step was made."""
+    """The error that ended the step; empty if the step finished."""
 
 
 def first_departure(record: Record) -> Departure | None:
-    """The first step in which a loss, norm or value stands out; None if none does.
+    """Return the first step whose loss, norm or metric is an outlier; None if there is none.
 
-    Steps of several losses are compared with those of the same loss. Fewer samples give larger
-    numbers by chance, so a batch of less than half the usual size counts only where no other step
-    stands out, or with numbers that are not finite.
+    With several losses, a step is compared only with steps of the same loss. Fewer samples give
+    larger numbers by chance, so a batch of less than half the usual size counts only if no other
+    step has an outlier, or if its numbers are not finite.
     """
     made = [each for each in record.entries if isinstance(each, StepEntry)]
     usual = np.median([each.samples for each in made]) if made else 0.0
@@ -238,11 +239,11 @@ def _is_finite(entry: StepEntry) -> bool:
 
 
 def _first_of(record: Record, made: Sequence[StepEntry]) -> Departure | None:
-    """The first that stands out of these steps, or has failed."""
+    """Return the first of these steps that has an outlier or failed."""
     found: list[Departure | None] = []
     for loss in dict.fromkeys(each.name for each in made):
         own = [each for each in made if each.name == loss]
-        # A batch without weight has no loss, and is skipped for that.
+        # A batch with zero weight has no loss and is skipped for that reason.
         rows = [each for each in own if each.weight > 0]
         normed = [each for each in rows if not _lacks_norm(each)]
         found.append(_first(rows, lambda each: {"loss": each.loss}))
@@ -257,9 +258,9 @@ def _first_of(record: Record, made: Sequence[StepEntry]) -> Departure | None:
 
 
 def _lacks_norm(entry: StepEntry) -> bool:
-    """Whether a step was skipped for another reason than its norm itself, and has none."""
+    """Whether a step lacks a norm for a reason other than the norm itself."""
     none = bool(entry.skipped) and math.isnan(entry.norm) and math.isfinite(entry.loss)
-    # The scale of the losses is lowered now and then until no gradient overflows.
+    # The loss scale is lowered from time to time until no gradient overflows.
     return none or entry.skipped.startswith("a gradient overflowed")
 
 
@@ -284,7 +285,7 @@ def _means(entry: StepEntry) -> np.ndarray:
 
 
 def _usual(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The median of the finite numbers in the last axis, NaN of none, and their spread."""
+    """Return the median of the finite numbers in the last axis, NaN for none, and their spread."""
     usual = _median(values)
     spread = 1.4826 * _median(np.abs(values - usual[..., None]))
     return usual, np.maximum(spread, _LEAST_SPREAD * np.abs(usual))
@@ -301,7 +302,7 @@ def _median(values: np.ndarray) -> np.ndarray:
 
 
 def _windows(rows: np.ndarray) -> np.ndarray:
-    """For each row behind the first ones, those before it: (rows, columns, `_WINDOW`)."""
+    """Return the rows before each row after the first ones: (rows, columns, `_WINDOW`)."""
     return np.lib.stride_tricks.sliding_window_view(rows, _WINDOW, axis=0)[:-1]
 
 
@@ -311,16 +312,16 @@ def _first(
     *,
     may_lack: bool = False,
 ) -> Departure | None:
-    """The first step one of whose values, by name, stands out.
+    """Return the first step with an outlier among its named values.
 
     Args:
-        entries: of the steps.
-        values: returns those of a step.
+        entries: the steps.
+        values: returns the values of a step.
         may_lack: whether a value may be missing until the first step that has it.
     """
     past, names, begin = np.full((_WINDOW, 0), np.nan), list[str](), 0
     while begin < len(entries):
-        # As many steps at once as do not take much memory.
+        # Process steps in blocks, which bounds memory.
         here, end = dict.fromkeys(names, 0.0), begin
         while end < len(entries):
             wider = {**here, **values(entries[end])}
@@ -330,11 +331,12 @@ def _first(
         own = [[values(each).get(name, np.nan) for name in here] for each in entries[begin:end]]
         now = np.array(own, float).reshape(end - begin, len(here))
         rows = np.full((_WINDOW + len(now), len(here)), np.nan)
-        rows[:_WINDOW, : len(names)], rows[_WINDOW:] = past, now  # the old names come first
+        rows[:_WINDOW, : len(names)], rows[_WINDOW:] = past, now  # known names come first
         before = _windows(rows)
         number = np.isfinite(before).sum(axis=-1)
         known, bad = number >= _LEAST, ~np.isfinite(now)
-        # Whatever stands out is so far above half of them: only of these a median is needed.
+        # An outlier lies at least this far above half of the window: compute medians for those
+        # only.
         above = _windows(rows + 0.99 * _SPREADS * _LEAST_SPREAD * np.abs(rows)) <= now[..., None]
         high = known & (2 * above.sum(axis=-1) >= number)
         usual, spread = _usual(before[high])

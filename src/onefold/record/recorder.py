@@ -1,10 +1,10 @@
-"""Writes down what a run computes, on the lead, beside training.
+"""Records what a run computes, on the lead, during training.
 
-Note: nothing is waited for
----------------------------
-What a GPU has computed in a step is copied to the host behind the step's own kernels, and written
-when the next step is done, or something else is to be written. So the record ends one step early
-where a process on a GPU is killed.
+Note: no waiting
+----------------
+A GPU's results of a step are copied to the host after the step's own kernels. They are written when
+the next step is done, or before another entry. So if a process on a GPU is killed, its record lacks
+the last step.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ __all__ = ["LARGEST_BYTES", "Recorder", "begun", "places_of"]
 _log = logging.getLogger("onefold")
 
 LARGEST_BYTES = 4 << 20
-"""The largest result that is kept; of a larger one the digest alone is."""
+"""Maximum size of a stored result, in bytes. Of a larger one only the digest is stored."""
 LARGEST_ROWS_BYTES = 1 << 16
-"""The most bytes of a step's outputs that are kept."""
+"""Maximum size of a step's stored per-sample outputs, in bytes."""
 
 
 _Read = Callable[[], torch.Tensor]
@@ -58,7 +58,7 @@ _Read = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Unwritten:
-    """A step of which a device's numbers may be on their way."""
+    """A step whose numbers may still be on their way from the device."""
 
     step: Step
     time: float
@@ -74,13 +74,13 @@ class Recorder:
     """Appends to the record of a run.
 
     Args:
-        path: the file, which is begun or gone on with.
-        optimizer: has the learning rates.
+        path: the file, which is created or continued.
+        optimizer: optimizer that has the learning rates.
 
     Raises:
         OSError: the file cannot be written.
         LaunchError: another run writes to it.
-        RecordError: the file is something else, or damaged.
+        RecordError: the file is not a record, or is damaged.
     """
 
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -90,15 +90,15 @@ class Recorder:
         self._rates: list[float] = []
 
     def note(self, entry: Found | StartEntry | BlockEntry | FailureEntry | SavedEntry) -> None:
-        """Note an entry that is known as it is."""
+        """Record an entry that needs no data from the device."""
         self._write_held()
         self._append(entry)
 
     def note_checkpoint(self, step: int, folder: Path, line: str) -> dict[str, Any]:
-        """Note that a checkpoint is begun; return how many entries it has seen, and their digest.
+        """Record the start of a checkpoint; return the number of recorded entries and their digest.
 
-        That is on the disk then: after a power failure a checkpoint without its record would be
-        worth less than an older one with it.
+        The record is flushed to disk first: after a power failure, a checkpoint without its record
+        would be worth less than an older one with it.
         """
         self.note(SavedEntry(step=step, folder=folder.name, line=line))
         self._written(self._writer.sync)
@@ -107,13 +107,13 @@ class Recorder:
         return {"entries": self._writer.entries, "head": self._writer.head.hex()}
 
     def begin_step(self) -> None:
-        """Note the learning rates of the step that begins: its scheduler may move on with it."""
+        """Store the learning rates at the start of a step, before its scheduler changes them."""
         rates = [group.get("lr") for group in self._groups]
-        # None where the optimizer finds its rate itself, as Adafactor's relative steps do.
+        # "lr" is None if the optimizer computes its rate, as Adafactor does with relative steps.
         self._rates = [float(rate) for rate in rates if rate is not None]
 
     def note_step(self, step: Step, batch: ShardedBatch, *, gradient: bool) -> None:
-        """Note a step that is done, or of which the script is given the gradient."""
+        """Record a finished step, or one whose gradient the script receives."""
         self._write_held()
         numbers, norm = step.outcome.numbers, step.outcome.norm
         self._held = _Unwritten(
@@ -130,7 +130,8 @@ class Recorder:
             self._write_held()
 
     def note_result(self, step: int, call: str, line: str, value: object) -> None:
-        """Note what the script was given by a call: itself, if it is not too large."""
+        """Record the result of a call: the value if it is small enough, otherwise only its
+        digest."""
         self._write_held()
         written = encoding.encode(value, f"what {call} returns")
         kept = written if len(written) <= LARGEST_BYTES else None
@@ -138,7 +139,7 @@ class Recorder:
         self._append(Result(step=step, call=call, line=line, value=kept, digest=digest))
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the pending step and close the file."""
         self._write_held()
         self._writer.close()
 
@@ -151,9 +152,9 @@ class Recorder:
         try:
             write()
         except OSError as error:
-            # A full disk ends no run: it is recorded no further, and resumed without its record.
+            # A full disk does not end the run: recording stops, and a resume has no replay.
             self._is_lost = True
-            _log.warning("%s is written no further: %s", self._writer.path, error.strerror)
+            _log.warning("%s: recording stopped: %s", self._writer.path, error.strerror)
 
     def _write_held(self) -> None:
         held, self._held = self._held, None
@@ -188,7 +189,7 @@ class Recorder:
 
 
 def _brought(values: torch.Tensor) -> _Read:
-    """Bring what a step has computed to the host; on the host it is written at once."""
+    """Start copying a tensor to the host, and return a function that reads the copy."""
     return (lambda: values) if values.device.type == "cpu" else HostCopy(values).read
 
 
@@ -203,19 +204,19 @@ def begun(
     kept: int,
     anew: bool,
 ) -> StartEntry:
-    """The entry of a run that begins or goes on now, in this process.
+    """Return the entry of a run that starts or resumes in this process.
 
     Args:
-        run: its name.
-        step: how many steps are done.
-        devices: who takes part.
-        description: what the numbers depend on, in words.
+        run: name of the run.
+        step: number of finished steps.
+        devices: devices of the run.
+        description: everything that the numbers depend on.
         flags: environment variables by which libraries choose their kernels.
-        folder: in which the program was started.
-        kept: how many entries of its record the checkpoint has seen.
-        anew: whether no script could be answered from what was written before.
+        folder: directory in which the program was started.
+        kept: number of recorded entries that the checkpoint includes.
+        anew: whether earlier entries cannot be replayed.
     """
-    # Of a function that was launched, the program that launched it.
+    # For a launched function, the command of the program that launched it.
     options = devices.context.options
     command = list(options.program or sys.argv)
     main, spec = Path(folder, command[0]), getattr(sys.modules["__main__"], "__spec__", None)
@@ -250,7 +251,7 @@ def _libraries() -> Iterator[tuple[str, str]]:
 
 
 def places_of(batch: ShardedBatch) -> list[tuple[int, int, int, int]]:
-    """Where the parts of a batch that loaders have made lie; see `StepEntry.place`."""
+    """Return the positions of a batch's loader-made parts; see `StepEntry.place`."""
     return [
         (part.loader, part.data_pass.number, part.stop, part.samples)
         for part in batch.read

@@ -281,7 +281,9 @@ def test_a_record_that_is_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
     file.write_bytes(b"")
     assert "No epoch has finished yet" in Page(build_report(folder)).text
     file.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
-    with pytest.raises(DataError, match=r"run\.record is damaged: the frame at byte 8 "):
+    with pytest.raises(
+        DataError, match=r"run\.record is damaged: the digest of the frame at byte 8 "
+    ):
         build_report(folder)
 
 
