@@ -223,7 +223,7 @@ def saved(folder: Path, make: Made, group: int = 0, **changed: Any) -> None:
     seal(step, json.dumps({**record, "sha256": "0" * 64}, indent=2) + "\n")
 
 
-OF_ANOTHER_KIND = ".* in the checkpoint and .* in this script"
+OF_ANOTHER_KIND = ".* in the checkpoint but .* in this script"
 
 
 @for_each(
@@ -235,12 +235,12 @@ OF_ANOTHER_KIND = ".* in the checkpoint and .* in this script"
         (adam, 0, "betas", kept("tuple", [0.9, "0.99"]), OF_ANOTHER_KIND),
         (adam, 0, "weight_decay", None, OF_ANOTHER_KIND),
         (adam, 0, "amsgrad", "no", OF_ANOTHER_KIND),
-        (adam, 0, "lr", -1, "is -1 .*AdamW refuses .Invalid learning rate: -1"),
-        (adam, 0, "lr", kept("float", "nan"), "is nan .*, not finite"),
+        (adam, 0, "lr", -1, "is -1 .*AdamW rejects .Invalid learning rate: -1"),
+        (adam, 0, "lr", kept("float", "nan"), "is nan .*, which is not finite"),
         (adam, 0, "betas", kept("tuple", [2.0, 0.9]), r"is \(2.0, 0.9\) .*index 0: 2.0"),
         (adam, 0, "betas", kept("tuple", [0.9, kept("float", "nan")]), r"is \(0.9, nan\)"),
         (adam, 0, "weight_decay", kept("float", "inf"), "is inf .*settings that AdamW takes"),
-        (adam_and_sgd, 1, "momentum", 0, "is 0 .*SGD refuses .Nesterov momentum requires"),
+        (adam_and_sgd, 1, "momentum", 0, "is 0 .*SGD rejects .Nesterov momentum requires"),
         (adam, 0, "lr", 1, ""),
         (adam, 0, "lr", kept("tensor", 0.5, dtype="float32"), ""),
         (choosy, 0, "momentum", 0, ""),

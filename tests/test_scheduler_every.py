@@ -220,7 +220,7 @@ def test_other_settings_are_named_and_taken_on_request(
     assert text.startswith(words.format("the script that saved the checkpoint and is"))
     assert "; the checkpoint's value is used" in text
     assert text.endswith(
-        "after trainer.load, or begin the scheduler anew with the script's settings: "
+        "after trainer.load, or restart the scheduler with the script's settings: "
         "trainer.load(..., allow_changed=['scheduler'])"
     )
 

@@ -116,7 +116,7 @@ def test_whatever_a_record_says_it_is_loaded_or_refused_by_one_error(
                 trainer.step(batch)
         said, _ = one_error(lambda: trainer.save(folder.parent))
         if said:
-            assert "not written, as it could not be read again" in said
+            assert "was not written because it cannot be read back" in said
             assert names_in(folder.parent) == {folder.name}
         else:
             assert trainer_of().load(folder.parent).step == trainer.steps
@@ -146,15 +146,19 @@ BAD: list[tuple[Path_, object, str]] = [
         (("position", 0, name), OUT, f"position[0].{name} is missing")
         for name in ("made_in_epoch", "number", "loader", "size", "passes")
     ),
-    (("compile",), 1, "expected compile to be `bool`, got 1"),
+    (("compile",), 1, "expected compile to be `bool`, but got 1"),
     (("format",), "1", "format"),
-    (("step",), -1, "expected step to be `int` >= 0, got -1"),
-    (("step",), 1 << 62, f"step to be `int` <= {(1 << 62) - 1}, got {1 << 62}"),
-    (("step",), "\ud800", r"the text '\ud800' stands for another value"),
+    (("step",), -1, "expected step to be `int` >= 0, but got -1"),
+    (("step",), 1 << 62, f"step to be `int` <= {(1 << 62) - 1}, but got {1 << 62}"),
+    (("step",), "\ud800", r"the text '\ud800' has the wrong type"),
     (("serial",), 10**99, "got 1000000000000"),
-    (("keep",), 0, "expected keep to be `int` >= 1, got 0"),
-    (("scores",), {"loss": True}, "expected scores[...] to be `int | float`, got {'loss': True}"),
-    (("files",), {}, "it names no model.safetensors and no optimizer.safetensors among its files"),
+    (("keep",), 0, "expected keep to be `int` >= 1, but got 0"),
+    (
+        ("scores",),
+        {"loss": True},
+        "expected scores[...] to be `int | float`, but got {'loss': True}",
+    ),
+    (("files",), {}, "its files do not include model.safetensors and optimizer.safetensors"),
     (
         ("files", "model.safetensors", "sha256"),
         "00",
@@ -163,14 +167,18 @@ BAD: list[tuple[Path_, object, str]] = [
     (
         ("files", "model.safetensors", "size"),
         -1,
-        "expected files[...].size to be `int` >= 0, got {",
+        "expected files[...].size to be `int` >= 0, but got {",
     ),
     (("files", "x" * 500), {}, "files[...].size is missing"),
     *(
-        (("files", name), {"size": 1 << 40, "sha256": "0" * 64}, "as one of its files: expected m")
+        (
+            ("files", name),
+            {"size": 1 << 40, "sha256": "0" * 64},
+            "among its files, but allowed are only m",
+        )
         for name in ("/dev/zero", "../../etc/passwd", "..", "", "a/b", "run.json", "notes.txt")
     ),
-    (("seed",), 1 << 64, "expected seed to be below"),
+    (("seed",), 1 << 64, "seed must be below"),
     (("libraries",), {}, "libraries.torch is missing"),
     (("scheduler", "state", "step"), 3, "StepLR has step, which is no state"),
     (("scheduler", "settings_at_start"), {"a": {KIND: "code"}}, "scheduler: a value is not as a"),
@@ -179,7 +187,7 @@ BAD: list[tuple[Path_, object, str]] = [
     (
         ("optimizer", "parameters"),
         ["weight"],
-        "optimizer.parameters[0] to be `array`, got 'weight'",
+        "optimizer.parameters[0] to be `array`, but got 'weight'",
     ),
     (("optimizer", "settings", 0, "params"), [], "optimizer: expected settings"),
     (("optimizer", "settings", 0, "lr"), {KIND: "code"}, "there is no kind of value 'code'"),
@@ -188,7 +196,7 @@ BAD: list[tuple[Path_, object, str]] = [
     (
         ("position", 0, "passes", "begun"),
         [[0, -1]],
-        "position[0].passes.begun[0][1] to be `int` >= 0, got -1",
+        "position[0].passes.begun[0][1] to be `int` >= 0, but got -1",
     ),
     (("position", 0, "size", "samples"), OUT, "position[0].size.samples is missing"),
     (("average", "decay"), 1.0, "average.decay"),
@@ -275,11 +283,16 @@ def normed() -> onefold.Trainer:
 @for_each(
     ("file", "name", "value", "words"),
     [
-        ("optimizer", "1.weight.momentum_buffer", None, "is not among its tensors"),
+        ("optimizer", "1.weight.momentum_buffer", None, "is missing from its tensors"),
         ("optimizer", "0.running_mean.onefold.average", None, "is not among"),
-        ("optimizer", "0.running_mean.onefold.average", torch.zeros(4), "is F32 (4,), expected F3"),
+        (
+            "optimizer",
+            "0.running_mean.onefold.average",
+            torch.zeros(4),
+            "is F32 (4,), but must be F3",
+        ),
         ("optimizer", "1.weight.onefold.average", torch.zeros(1, 3).double(), "is F64 (1, 3), ex"),
-        ("training", "1.weight", torch.zeros(1, 9), "is F32 (1, 9) in the checkpoint and F32 (1"),
+        ("training", "1.weight", torch.zeros(1, 9), "is F32 (1, 9) in the checkpoint but F32 (1"),
     ],
 )
 def test_tensors_of_another_kind_are_refused(
@@ -307,7 +320,7 @@ def test_what_is_loaded_is_what_can_be_saved(tmp_path: Path) -> None:
     assert trainer.load(tmp_path).extra == extra
     with pytest.raises(TypeError, match="is nested more than 50 levels deep"):
         trainer.save(tmp_path, extra=deep)
-    with pytest.raises(ValueError, match="Keep large things out of extra"):
+    with pytest.raises(ValueError, match="Keep large objects out of extra"):
         trainer.save(tmp_path, extra="x" * RECORD_BYTES)
     assert trainer.load(tmp_path).extra == extra
 

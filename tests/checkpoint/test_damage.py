@@ -145,12 +145,12 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_older_used(
     assert trainer.load(saved.directory).folder == saved.older
     (record,) = caplog.records
     check_named(record.getMessage(), saved.newer, blamed)
-    assert record.getMessage().endswith(f"; {saved.older} is used instead")
+    assert record.getMessage().endswith(f"; using {saved.older} instead")
     check_goes_on(trainer, saved, tmp_path)
     cut(saved.older / "optimizer.safetensors", -1)
     before = state(trainer, tmp_path)
     said = refusal(trainer, saved.directory)
-    assert said.startswith(f"no checkpoint of {saved.directory} can be used: ")
+    assert said.startswith(f"no checkpoint in {saved.directory} is usable: ")
     check_named(said, saved.older, "optimizer.safetensors")
     check_named(said, saved.newer, blamed)
     assert state(trainer, tmp_path) == before
@@ -181,10 +181,10 @@ def test_a_folder_that_is_no_longer_that_of_its_checkpoint(
 ) -> None:
     saved, trainer = originals.copied(tmp_path), elsewhere()
     folder = saved.newer.rename(saved.newer.with_name(name))
-    text = "its run.json is that of step 4, from another folder"
+    text = "its run.json belongs to step 4, from another folder"
     assert refusal(trainer, folder) == f"{folder} is damaged: {text}"
     trainer.load(saved.directory)
-    assert caplog.messages == [f"{folder} is damaged: {text}; {saved.older} is used instead"]
+    assert caplog.messages == [f"{folder} is damaged: {text}; using {saved.older} instead"]
     check_goes_on(trainer, saved, tmp_path)
 
 
@@ -192,7 +192,7 @@ def test_a_folder_that_is_no_longer_that_of_its_checkpoint(
     ("changes", "words"),
     [
         ({"seed": 2}, "saved with seed 2, this run has 1"),
-        ({"format": 2}, "is of format 2, this version of onefold knows formats up to 1: install"),
+        ({"format": 2}, "has format 2, but this version of onefold reads formats up to 1: install"),
     ],
 )
 def test_another_run_or_format_is_no_reason_to_use_an_older_one(
@@ -210,15 +210,15 @@ def test_another_run_or_format_is_no_reason_to_use_an_older_one(
 @for_each(
     ("make", "text"),
     [
-        (Path.mkdir, "it is empty"),
-        (lambda path: None, "there is no such folder"),
-        (lambda path: path.write_text("mine"), "that is a file"),
-        (lambda path: (path / "step-4").mkdir(parents=True), "it holds step-4"),
+        (Path.mkdir, "this one is empty"),
+        (lambda path: None, "this folder does not exist"),
+        (lambda path: path.write_text("mine"), "this is a file"),
+        (lambda path: (path / "step-4").mkdir(parents=True), "this one contains step-4"),
     ],
 )
 def test_a_place_without_checkpoints_is_told(tmp_path: Path, make: Any, text: str) -> None:
     make(tmp_path / "run")
     said = refusal(trainer_of(1), tmp_path / "run")
-    words = f"there is no checkpoint in {tmp_path / 'run'}: expected folders called"
+    words = f"there is no checkpoint in {tmp_path / 'run'}: trainer.save creates folders named"
     assert said.startswith(words)
     assert said.endswith(text)

@@ -40,7 +40,7 @@ def test_a_poisoned_step_replaces_no_good_one(tmp_path: Path, devices: int, wait
     good = trainer.fingerprint()
     optimizer.act = lambda weight: weight.fill_(float("nan"))
     trainer.step(points(8))
-    message = "parameter weight is not finite after step 2: no checkpoint is written"
+    message = "parameter weight is not finite after step 2, so no checkpoint was written"
     with pytest.raises(StateError, match=message):
         trainer.save(tmp_path, keep=1, wait=wait)
     assert steps_in(tmp_path) == [1]

@@ -182,7 +182,7 @@ def test_anothers_checkpoint_is_put_aside(tmp_path: Path, caplog: pytest.LogCapt
     write(folder, 7)
     (aside,) = names_in(tmp_path) - {folder.name}
     assert (value_in(folder), value_in(tmp_path / aside)) == (7, 2)
-    assert f"{folder} was there from another run: it is now {aside}" in caplog.text
+    assert f"{folder} existed from another run and was renamed to {aside}" in caplog.text
     assert find_checkpoint(tmp_path).folder == folder
 
 

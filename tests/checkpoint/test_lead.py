@@ -60,7 +60,9 @@ def test_all_hear_while_it_takes_longer_than_they_wait(caplog: pytest.LogCapture
     table = Table()
     together(2, seated(table, work))
     assert table.rounds >= 6  # it looks four times as often as they would give up
-    said = [re.match(r"reading has taken \d+ s so far, and goes on", m) for m in caplog.messages]
+    said = [
+        re.match(r"reading has taken \d+ s so far and is still running", m) for m in caplog.messages
+    ]
     assert all(said)
     assert 1 <= len(said) < table.rounds
 

@@ -231,11 +231,11 @@ SEVEN = torch.tensor(7)
 @for_each(
     ("saved", "model", "message"),
     [
-        (line(), line(4), r"weight is F32 \(1, 3\) in the checkpoint and F32 \(1, 4\) in this mod"),
-        (line(), line().bfloat16(), r"weight is F32 \(1, 3\) in the checkpoint and BF16 \(1, 3\)"),
-        (line(), nn.Sequential(line()), r"0.weight, of shape \(1, 3\), is in this model and not"),
-        (with_buffer(SEVEN), line(), r"count, of shape \(\), is in the checkpoint and not in this"),
-        (with_buffer(SEVEN), with_buffer(SEVEN.int()), r"count is I64 \(\) in .* and I32 \(\)"),
+        (line(), line(4), r"weight is F32 \(1, 3\) in the checkpoint but F32 \(1, 4\) in this mod"),
+        (line(), line().bfloat16(), r"weight is F32 \(1, 3\) in the checkpoint but BF16 \(1, 3\)"),
+        (line(), nn.Sequential(line()), r"0.weight, of shape \(1, 3\), is in this model but not"),
+        (with_buffer(SEVEN), line(), r"count, of shape \(\), is in the checkpoint but not in this"),
+        (with_buffer(SEVEN), with_buffer(SEVEN.int()), r"count is I64 \(\) in .* but I32 \(\)"),
         (with_buffer(SEVEN, False), with_buffer(SEVEN.bool(), False), r"count is I64 .* BOOL \(\)"),
     ],
 )
@@ -282,7 +282,7 @@ def test_another_run_is_refused_by_name_and_taken_on_request(tmp_path: Path, wha
     assert promise in str(caught.value)
     assert (bits(other.model), other.steps) == (before, 0)
     with pytest.raises(
-        ValueError, match=r"expected allow_changed to name some of .*got \['color'\]"
+        ValueError, match=r"allow_changed must contain only names from .*got \['color'\]"
     ):
         other.load(tmp_path, allow_changed=["color"])
     wrong = sorted(CHANGES.keys() - {what})
@@ -324,9 +324,9 @@ COMPLEX = torch.zeros(1, dtype=torch.complex128)
     [
         (line(), {"keep": 0}, "expected keep of at least 1, got 0"),
         (line(), {"keep": 2.5}, "expected keep to be a whole number, got 2.5"),
-        (line(), {"best": "accuracy"}, 'expected best to be "highest NAME"'),
-        (line(), {"best": "lowest loss"}, "expected a score of that name among scores"),
-        (line(), {"scores": {"loss": "low"}}, "expected scores to be numbers by name"),
+        (line(), {"best": "accuracy"}, 'best must be "highest NAME"'),
+        (line(), {"best": "lowest loss"}, "but scores has no score of that name"),
+        (line(), {"scores": {"loss": "low"}}, "scores must map names to numbers"),
         (line(), {"extra": {"f": print}}, r"extra\['f'\] is of type builtin_function"),
         (Keeping(3, 1), {}, "holds _extra_state, which is no parameter and no buffer"),
         *((with_buffer(COMPLEX, kept), {}, r"count is of torch\.complex128") for kept in (0, 1)),

@@ -271,7 +271,7 @@ def test_damaged_weights_are_refused_by_name(
             save_file({name: value / 0 for name, value in load_file(file).items()}, file)
             reseal(file.parent)
     words = {
-        "flipped": r"step-\d+ is damaged: model.safetensors has other bytes than were written",
+        "flipped": r"step-\d+ is damaged: model.safetensors changed after it was written",
         "no record": r"step-\d+ is damaged: run.json is missing",
         "infinite": "step-[0-9]+: .* has values that are NaN or infinite",
     }

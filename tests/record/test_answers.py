@@ -473,7 +473,7 @@ def test_a_longer_run_is_told_that_its_scheduler_is_not(
     said = (
         "scheduler.T_max was 4 in the script that saved the checkpoint and is 8 in this one; the "
         "checkpoint's value is used. To change it, set scheduler.T_max in the loop, under `if not "
-        "trainer.replaying:`, or begin the scheduler anew with the script's settings: onefold run "
+        "trainer.replaying:`, or restart the scheduler with the script's settings: onefold run "
         "--allow-changed scheduler"
     )
     assert runs.start(partial(script, epochs=1)) == "4"

@@ -1,39 +1,39 @@
-"""Checkpoints as files: written whole or not at all, checked before use, pruned and tidied up.
+"""Checkpoints as files: written atomically, checked before use, pruned and cleaned up.
 
-`Keeping` says which checkpoints of a directory stay.
+`Keeping` is the rule by which checkpoints of a directory are kept.
 
 A checkpoint is a folder ``step-00001234`` of a directory::
 
     model.safetensors      parameters and buffers under the user's own names
-    optimizer.safetensors  the optimizer's tensors, whole, as NAME.KEY
-    buffers.safetensors    what the model's state_dict leaves out; only where there is any
-    training.safetensors   the trained values, if the model's file has averages
-    kept.safetensors       copies of weights that the script refers to; only where there are any
-    run.json               where the run is, and the seals of the other files
+    optimizer.safetensors  whole optimizer tensors, as NAME.KEY
+    buffers.safetensors    values that the model's state_dict omits, if any
+    training.safetensors   trained values, if the model's file has averages
+    kept.safetensors       copies of weights that the script refers to, if any
+    run.json               state of the run, and the seals of the other files
 
-``run.json`` begins with the digest of its own bytes, taken with zeros in the digest's place.
+``run.json`` begins with the digest of its own bytes, computed with zeros in the digest's place.
 
-Note: how a folder comes and goes
----------------------------------
-It is written under another name beside its place (``.part``), synced and renamed. One that is to be
-replaced is first renamed to ``.old``, by which it is still found if the process ends there. One
-that is to be deleted is first renamed to ``.gone``.
+Note: how a folder is replaced or deleted
+-----------------------------------------
+A new folder is written under a temporary name next to its place (``.part``), synced and renamed. A
+folder that is replaced is first renamed to ``.old``, under which it is still found if the process
+ends there. A folder that is deleted is first renamed to ``.gone``.
 
-Note: who works on such a folder
---------------------------------
-Before a process makes such a name, it makes a file of the same name that ends in ``.lock``, and
-locks it; it removes the file last. The kernel drops the lock with the process, and what nobody has
-locked is swept up at the next save, if it is this user's and holds only parts of a checkpoint. The
-file is new, its name is random and only its owner can open it, so nobody waits for such a lock.
-Readers need none.
+Note: who may touch a temporary folder
+--------------------------------------
+Before a process creates such a name, it creates and locks a file of the same name that ends in
+``.lock``, and removes that file last. The kernel drops the lock when the process ends. The next
+save deletes unlocked folders if they belong to this user and contain only parts of a checkpoint.
+The lock file is new, has a random name and is readable only by its owner, so no process ever blocks
+on it. Readers need no lock.
 
-Note: a lock file that is removed
----------------------------------
-A lock lies on the inode, not on the name. Between opening a lock file and locking it, its owner may
-have removed it, and another process may have made a new one under the same name: then two processes
-hold locks on two inodes, and each takes the name for its own. So after locking, the inode of the
-descriptor is compared with that of the name (`_locked`), and the owner removes the name *before* it
-unlocks: the next to get the lock finds nothing there, or another inode.
+Note: the race of a removed lock file
+-------------------------------------
+A lock is on the inode, not on the name. Between the open and the lock of a lock file, its owner may
+remove it, and another process may create a new one under the same name: then two processes hold
+locks on two inodes, and each believes that it owns the name. So `_locked` compares the inode of the
+descriptor with that of the name after locking, and the owner removes the name *before* it unlocks:
+the next process to get the lock finds no file, or another inode.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ __all__ = [
 
 _log = logging.getLogger("onefold")
 FORMAT = 1
-"""The format of ``run.json`` and the files beside it; a newer one is refused."""
+"""Format of ``run.json`` and the files next to it. Newer formats are rejected."""
 _FORMATS = 1000
-"""More than there will ever be: a larger number is damage, not a newer format."""
+"""Upper bound of format numbers: a larger number is damage, not a newer format."""
 _NAME = re.compile(r"step-([0-9]{8,})")
 _SEAL = re.compile(rb'\A\{\n  "sha256": "([0-9a-f]{64})"')
 _NO_SEAL = b"0" * 64
@@ -98,31 +98,31 @@ _TRIED_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint that was found complete and undamaged."""
+    """A checkpoint that is complete and undamaged."""
 
     folder: Path
     run: Mapping[str, Any]
-    """The content of ``run.json``."""
+    """Contents of ``run.json``."""
 
     def path(self, name: str) -> Path | None:
-        """The path of one of its files; None if it has no file of that name."""
+        """Return the path of one of its files; None if it has no file of that name."""
         return self.folder / name if name in self.run["files"] else None
 
 
 def _read_rule(rule: str) -> tuple[str, int]:
-    """Read the name of a score from a rule, and 1 if the highest is best, -1 if the lowest.
+    """Return the score's name in a rule, and 1 if the highest is best, -1 if the lowest is.
 
     Raises:
         ValueError: the rule is neither ``"highest NAME"`` nor ``"lowest NAME"``.
     """
     order, _, score = rule.partition(" ")
     if order not in ("highest", "lowest") or not score:
-        raise ValueError(f'expected best to be "highest NAME" or "lowest NAME", got {rule!r}')
+        raise ValueError(f'best must be "highest NAME" or "lowest NAME", but got {rule!r}')
     return score, 1 if order == "highest" else -1
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """The folder of a step's checkpoint."""
+    """Return the folder of a step's checkpoint."""
     return directory / f"step-{step:08d}"
 
 
@@ -132,19 +132,19 @@ def write_checkpoint(
     run: Mapping[str, object],
     check: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Write a checkpoint, replacing one that is there.
+    """Write a checkpoint, replacing an existing one.
 
     Args:
-        folder: where to, see `folder_of`.
-        files: the tensors of each file, by the file names of this format.
-        run: what is said about the run, as JSON.
-        check: raises ValueError for a record of a run that could not be used when it is read;
-            called after the files are written.
+        folder: folder to write; see `folder_of`.
+        files: tensors of each file, by the file names of this format.
+        run: description of the run, as JSON.
+        check: raises ValueError for a record that could not be read back. Called after the files
+            are written.
 
     Raises:
-        CheckpointError: the record could not be used; what was there before still is.
-        FileExistsError: the folder holds files that are no part of a checkpoint.
-        OSError: the checkpoint could not be written; what was there before still is.
+        CheckpointError: the record could not be read back; existing checkpoints are kept.
+        FileExistsError: the folder contains files that are not part of a checkpoint.
+        OSError: the checkpoint could not be written; existing checkpoints are kept.
     """
     directory = folder.parent
     _check_ours(folder)
@@ -168,29 +168,29 @@ def write_checkpoint(
 
 
 def try_directory(directory: Path) -> None:
-    """Make a directory for checkpoints, and check that files can be written to it.
+    """Create a directory for checkpoints if necessary, and check that it is writable.
 
     Raises:
-        OSError: something else is in its place, or no file can be written to it.
+        OSError: the path is not a directory, or no file can be written to it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".onefold-", dir=directory) as tried:
             write_whole(Path(tried, "file"), bytes(_TRIED_BYTES))
     except OSError as error:
-        came = "a file" if isinstance(error, FileExistsError) else error.strerror
+        came = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         raise OSError(
             error.errno,
-            f"{directory}: expected a directory that checkpoints can be written to, got {came}: "
-            f"name another one, or mend this one, before anything is trained",
+            f"cannot write checkpoints to {directory}: {came}. Fix this directory or choose "
+            f"another one; training has not started",
         ) from error
 
 
 def open_checkpoint(folder: Path) -> StoredCheckpoint:
-    """Open the checkpoint of a folder, after checking that every byte is as it was written.
+    """Open the checkpoint in a folder, after checking every byte of it.
 
     Raises:
-        CheckpointError: it is damaged, or of a newer format; the message names the file.
+        CheckpointError: the checkpoint is damaged or of a newer format; the message names the file.
     """
     record = _read_record(folder)
     _refuse_newer(folder, record)
@@ -212,15 +212,15 @@ def is_checkpoint(folder: Path) -> bool:
 def find_checkpoint(path: Path, *, leave_out: int = 0) -> StoredCheckpoint:
     """Find the newest undamaged checkpoint of a directory, or open the one at this path.
 
-    Damaged ones are passed over with a warning. Nothing is changed on the disk.
+    Damaged ones are skipped with a warning. Nothing changes on disk.
 
     Args:
         path: a directory of checkpoints, or the folder of one.
-        leave_out: how many of the newest undamaged ones to pass over, as long as there is one more.
+        leave_out: number of newest undamaged ones to skip, as long as an older one remains.
 
     Raises:
-        CheckpointError: there is no checkpoint, none is undamaged (the message says what was
-            found), or one is of a newer format.
+        CheckpointError: there is no undamaged checkpoint (the message lists what is there), or one
+            is of a newer format.
     """
     if _is_named(path) and ((path / RUN).exists() or not _places(path)):
         return open_checkpoint(path)
@@ -237,32 +237,32 @@ def find_checkpoint(path: Path, *, leave_out: int = 0) -> StoredCheckpoint:
             break
         leave_out -= 1
     if found is not None:
-        for text in damaged.values():  # all: one with no readable record may be the newest
-            _log.warning("%s; %s is used instead", text, found.folder)
+        for text in damaged.values():  # all: one without a readable record may be the newest
+            _log.warning("%s; using %s instead", text, found.folder)
         return found
     if damaged:
-        raise CheckpointError(f"no checkpoint of {path} can be used: {'; '.join(damaged.values())}")
+        raise CheckpointError(f"no checkpoint in {path} is usable: {'; '.join(damaged.values())}")
     raise CheckpointError(
-        f"there is no checkpoint in {path}: expected folders called step-00000001 and so on as "
-        f"trainer.save makes them; {_what_is(path)}"
+        f"there is no checkpoint in {path}: trainer.save creates folders named step-00000001 and "
+        f"so on, but {_what_is(path)}"
     )
 
 
 def has_checkpoints(directory: Path) -> bool:
-    """Whether there is anything that `find_checkpoint` would look at."""
+    """Whether there is anything for `find_checkpoint` to check."""
     return _is_named(directory) or bool(_places(directory))
 
 
 def prune(directory: Path, *, run: str, keep: int) -> None:
     """Delete the older checkpoints of one run.
 
-    Besides the newest, those stay that are the best by a rule with which any of them was saved, and
-    those that were saved with ``keep`` of None.
+    In addition to the newest, this keeps the best ones by every rule that a checkpoint of the run
+    was saved with, and the ones that were saved with ``keep`` of None.
 
     Args:
-        directory: where they lie; what another run or anybody else has put there is left alone.
+        directory: directory of the checkpoints. Files of other runs or users are not touched.
         run: name of the run.
-        keep: how many of the newest stay.
+        keep: number of newest checkpoints to keep.
     """
     records = {
         folder: record
@@ -280,13 +280,13 @@ def prune(directory: Path, *, run: str, keep: int) -> None:
 
 
 def readable_records(directory: Path) -> dict[Path, dict[str, Any]]:
-    """Read the ``run.json`` of each checkpoint in a directory; its other files are not checked."""
-    records, _ = _records_in(directory)  # what is damaged is reported to whoever loads
+    """Read the ``run.json`` of each checkpoint in a directory, without checking its other files."""
+    records, _ = _records_in(directory)  # loading a checkpoint reports the damaged ones
     return {folder: record for folder, record in records.items() if record["format"] <= FORMAT}
 
 
 def _records_in(directory: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path, str]]:
-    """Read all records of a directory; for those that are damaged, what is wrong with them."""
+    """Read all records of a directory; return them, and the errors of damaged ones."""
     records, damaged = {}, {}
     for folder in _places(directory):
         try:
@@ -297,7 +297,7 @@ def _records_in(directory: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path,
 
 
 def _places(directory: Path) -> list[Path]:
-    """Folders that may be checkpoints, by step; ``.old`` ones if nothing replaced them."""
+    """Return folders that may be checkpoints, by step; also ``.old`` ones without a successor."""
     if not directory.is_dir():
         return []
     found = []
@@ -325,7 +325,7 @@ def _age(record: Mapping[str, Any]) -> tuple[int, int]:
 def _refuse_newer(folder: Path, record: Mapping[str, Any]) -> None:
     if record["format"] > FORMAT:
         raise CheckpointError(
-            f"{folder} is of format {record['format']}, this version of onefold knows formats up "
+            f"{folder} has format {record['format']}, but this version of onefold reads formats up "
             f"to {FORMAT}: install a newer onefold"
         )
 
@@ -336,34 +336,34 @@ def _read_record(folder: Path) -> dict[str, Any]:
         text = read_plain(folder / RUN)
     seal = _SEAL.match(text)
     if seal is None or _sealed(text.replace(seal[1], _NO_SEAL, 1)) != text:
-        raise CheckpointError(f"{folder} is damaged: {RUN} is not as it was written")
-    # That its digest is right does not mean that we have written it.
+        raise CheckpointError(f"{folder} is damaged: {RUN} changed after it was written")
+    # A matching digest does not prove that onefold wrote the file.
     try:
         record: dict[str, Any] = dict(parse_json(text))
         known = record.get("format")
         if type(known) is not int or not 0 < known < _FORMATS:
-            raise ValueError("it does not say of what format it is")
+            raise ValueError("its format is missing or not valid")
         if known <= FORMAT:
             check_stored(record)
     except ValueError as error:
-        raise CheckpointError(f"{folder} is damaged: {RUN} cannot be used: {error}") from error
-    # A folder of any other name is a copy that somebody has made on purpose.
+        raise CheckpointError(f"{folder} is damaged: {RUN} is invalid: {error}") from error
+    # A folder with any other name is a deliberate copy.
     named = _NAME.fullmatch(_name_of(folder))
     if named and record["format"] <= FORMAT and record["step"] != int(named[1]):
         raise CheckpointError(
-            f"{folder} is damaged: its {RUN} is that of step {record['step']}, from another folder"
+            f"{folder} is damaged: its {RUN} belongs to step {record['step']}, from another folder"
         )
     return record
 
 
 def _sealed(text: bytes) -> bytes:
-    """A record with its digest in place of the zeros, which come first of all zeros in it."""
+    """Insert a record's digest in place of its zeros, which are the first zeros in the record."""
     return text.replace(_NO_SEAL, hashlib.sha256(text).hexdigest().encode(), 1)
 
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Name the file of a checkpoint in the error if it cannot be read."""
+    """Name the file of a checkpoint in the error of a failed read."""
     try:
         yield
     except FileNotFoundError:
@@ -378,21 +378,21 @@ def _check_seal(path: Path, expected: Seal) -> None:
         came = digest_file(path, expected.size)
     if came.size != expected.size:
         raise CheckpointError(
-            f"{folder} is damaged: {name} has {came.size} bytes, {expected.size} were written"
+            f"{folder} is damaged: {name} has {came.size} bytes, but {expected.size} were written"
         )
     if came != expected:
         raise CheckpointError(
-            f"{folder} is damaged: {name} has other bytes than were written (its SHA-256 differs)"
+            f"{folder} is damaged: {name} changed after it was written (its SHA-256 differs)"
         )
 
 
 def _what_is(path: Path) -> str:
     if not path.exists():
-        return "there is no such folder"
+        return "this folder does not exist"
     if not path.is_dir():
-        return "that is a file"
+        return "this is a file"
     names = sorted(entry.name for entry in path.iterdir())
-    return f"it holds {listed(names)}" if names else "it is empty"
+    return f"this one contains {listed(names)}" if names else "this one is empty"
 
 
 def _write_record(
@@ -401,13 +401,13 @@ def _write_record(
     folder: Path,
     check: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Write a record, unless a reader would refuse it, who would find that when it is too late."""
+    """Write a record, after checking that readers will accept it: later would be too late."""
     sealed = {"sha256": _NO_SEAL.decode(), **record}
     text = f"{json.dumps(sealed, indent=2, allow_nan=False)}\n".encode()
     if len(text) > RECORD_BYTES:
         raise ValueError(
-            f"what is saved beside tensors takes {len(text):,} bytes: expected {RECORD_BYTES:,} at "
-            f"most. Keep large things out of extra"
+            f"the data to save in addition to tensors takes {len(text):,} bytes, but at most "
+            f"{RECORD_BYTES:,} are allowed. Keep large objects out of extra"
         )
     try:
         read = parse_json(text)
@@ -415,12 +415,12 @@ def _write_record(
         check(read)
     except ValueError as error:
         raise CheckpointError(
-            f"{folder} is not written, as it could not be read again: {error}. If the run goes on "
-            f"from a checkpoint that holds such a value, go on from an earlier one; checkpoints "
-            f"that are there stay"
+            f"{folder} was not written because it cannot be read back: {error}. If the run was "
+            f"resumed from a checkpoint with this value, resume from an earlier one; existing "
+            f"checkpoints are kept"
         ) from error
-    # Not by `write_whole`: a kill could leave its other name in the folder, which would then hold
-    # more than parts of a checkpoint, and so stay for good.
+    # Not `write_whole`: a kill could leave its temporary file in the folder, which would then
+    # contain more than parts of a checkpoint and would never be deleted.
     with path.open("xb") as file:
         file.write(_sealed(text))
         file.flush()
@@ -437,11 +437,11 @@ def _put_in_place(aside: Path, folder: Path, run: object, old: Path) -> None:
     is_anothers = there not in (None, run)
     if is_anothers:
         old = folder.with_name(f"{folder.name}.of-another-run-{uuid.uuid4().hex[:8]}")
-    # Between the renames only the old one exists, which `_places` finds; it goes last of all.
+    # Between the renames only the old one exists, which `_places` finds. Delete it last.
     os.rename(folder, old)
     os.rename(aside, folder)
     if is_anothers:
-        _log.warning("%s was there from another run: it is now %s", folder, old.name)
+        _log.warning("%s existed from another run and was renamed to %s", folder, old.name)
     else:
         shutil.rmtree(old)
 
@@ -452,14 +452,14 @@ def _has_right_sizes(folder: Path, record: Mapping[str, Any]) -> bool:
 
 
 def best_of(records: Mapping[Path, Mapping[str, Any]], rule: str) -> set[Path]:
-    """Find the best checkpoint by a rule, of equal ones the oldest; none if none has its score.
+    """Find the best checkpoint by a rule, the oldest of equal ones; none if none has the score.
 
     Args:
         records: the ``run.json`` of each checkpoint.
-        rule: ``"highest NAME"`` or ``"lowest NAME"``, of a score.
+        rule: ``"highest NAME"`` or ``"lowest NAME"``, with the name of a score.
 
     Raises:
-        ValueError: the rule is neither.
+        ValueError: the rule has another form.
     """
     name, sign = _read_rule(rule)
     scored = [
@@ -475,44 +475,43 @@ class Checkpoint:
     """A checkpoint that a run was resumed from; see `Trainer.load`."""
 
     folder: Path
-    """Where it lies."""
+    """Folder of the checkpoint."""
     step: int
-    """How many steps were done."""
+    """Number of finished steps."""
     epoch: int
-    """The epoch in which the run goes on."""
+    """Epoch in which the run resumes."""
     scores: Mapping[str, float]
-    """The scores that `Trainer.save` was given."""
+    """Scores that were passed to `Trainer.save`."""
     extra: Any
-    """The extra data that `Trainer.save` was given."""
+    """Extra data that was passed to `Trainer.save`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """The rule by which later saves decide which checkpoints of a run stay."""
+    """The rule by which later saves keep or delete the checkpoints of a run."""
 
     newest: int | None
-    """How many of the newest stay; None keeps this one for good."""
+    """Number of newest checkpoints to keep; None keeps this checkpoint permanently."""
     best: str | None = None
-    """The rule by which one more stays, ``"highest NAME"`` or ``"lowest NAME"``."""
+    """Rule for one more to keep: ``"highest NAME"`` or ``"lowest NAME"``."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """The scores of this checkpoint."""
+    """Scores of this checkpoint."""
 
     @classmethod
     def checked(cls, newest: int | None, best: str | None, scores: Mapping[str, float]) -> Keeping:
-        """Check what a user gives, and make the rule from it.
+        """Check the user's arguments, and return the rule.
 
         Raises:
-            TypeError, ValueError: an argument is of a wrong type or value.
+            TypeError, ValueError: an argument has a wrong type or value.
         """
         if newest is not None:
             check_whole("keep", newest, least=1)
         for name, value in scores.items():
             if not isinstance(name, str) or not isinstance(value, int | float):
-                raise TypeError(f"expected scores to be numbers by name, got {name!r}: {value!r}")
+                raise TypeError(f"scores must map names to numbers, but got {name!r}: {value!r}")
         if best is not None and _read_rule(best)[0] not in scores:
             raise ValueError(
-                f"best is {best!r}: expected a score of that name among scores, which has "
-                f"{list(scores)}"
+                f"best is {best!r}, but scores has no score of that name, only {list(scores)}"
             )
         return cls(newest, best, {name: float(value) for name, value in scores.items()})
 
@@ -521,18 +520,18 @@ _BESIDE = re.compile(r"\.(step-[0-9]{8,})\.([0-9a-f]{8})\.(part|old|gone|lock)")
 
 
 def _delete(folder: Path) -> None:
-    """Remove a checkpoint, unless its folder holds anything else."""
+    """Delete a checkpoint, unless its folder contains anything else."""
     if folder.is_symlink() or _strange_files(folder):
         return
-    # Renamed first, so that no half of it is ever found under a checkpoint's name. Another process
-    # may be deleting it as well: one rename succeeds.
+    # Rename first, so that no partial checkpoint is ever found under its name. If another process
+    # deletes it too, only one rename succeeds.
     with contextlib.suppress(FileNotFoundError), _names_beside(folder) as beside:
         os.rename(folder, beside("gone"))
         shutil.rmtree(beside("gone"))
 
 
 def _sweep(directory: Path) -> None:
-    """Tidy up after processes that were killed while writing; what cannot be tidied up stays."""
+    """Clean up after killed writers, and skip what cannot be cleaned up."""
     left: dict[tuple[str, str], list[Path]] = {}
     for path in directory.iterdir():
         if match := _BESIDE.fullmatch(path.name):
@@ -541,14 +540,13 @@ def _sweep(directory: Path) -> None:
                 folders.append(path)
     for (name, word), folders in left.items():
         lock = _lock_of(directory / name, word)
-        # Under the lock, so that a folder of a living process is never touched.
+        # Under the lock, so that the folder of a living process is never touched.
         with contextlib.suppress(OSError):
             if (descriptor := _locked(lock, is_new=False)) is None:
                 continue
             try:
                 for folder in filter(_is_our_leftover, folders):
-                    # Killed between the two renames of a replacement: the old checkpoint is the
-                    # only one there is.
+                    # Killed between the two renames of a replacement: this is the only copy left.
                     if folder.suffix == ".old" and not (directory / name).exists():
                         os.rename(folder, directory / name)
                     else:
@@ -558,8 +556,8 @@ def _sweep(directory: Path) -> None:
 
 
 def _is_our_leftover(folder: Path) -> bool:
-    """Whether it is a folder of this user that holds nothing but parts of a checkpoint."""
-    # Not `stat`, which would follow a link to a folder that was never ours.
+    """Whether this user owns the folder and it contains only parts of a checkpoint."""
+    # Not `stat`, which would follow a symbolic link to a foreign folder.
     there = folder.lstat()
     ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
     return ours and not _strange_files(folder)
@@ -571,9 +569,9 @@ def _lock_of(folder: Path, word: str) -> Path:
 
 @contextlib.contextmanager
 def _names_beside(folder: Path) -> Iterator[Callable[[str], Path]]:
-    """Yield a function from endings to names beside a folder that are this process's alone."""
+    """Yield a function that maps endings to names next to a folder, reserved for this process."""
     descriptor = None
-    # Between making the file and locking it, a sweep may have taken it for abandoned.
+    # Between creating and locking the file, a sweep may take it for abandoned.
     while descriptor is None:
         word = uuid.uuid4().hex[:8]
         lock = _lock_of(folder, word)
@@ -585,16 +583,16 @@ def _names_beside(folder: Path) -> Iterator[Callable[[str], Path]]:
 
 
 def _locked(lock: Path, *, is_new: bool) -> int | None:
-    """Open and lock a lock file, of a new name or of one that somebody may have left behind.
+    """Open and lock a lock file, a new one or an abandoned one.
 
     Returns:
-        Its descriptor; None if the file is another process's, or no longer under its name.
+        Its descriptor; None if another process holds the lock, or the name now has another file.
 
     Raises:
-        OSError: it cannot be opened, or whether somebody holds it cannot be found out.
+        OSError: the file cannot be opened, or the file system cannot tell whether it is locked.
     """
-    # O_CREAT, as an abandoned lock may be gone already; O_NOFOLLOW and O_NONBLOCK, as anyone may
-    # have put a link or a pipe under this name.
+    # O_CREAT, because an abandoned lock may have been removed; O_NOFOLLOW and O_NONBLOCK, because
+    # another user may have put a link or a pipe under this name.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(lock, flags | (os.O_EXCL if is_new else 0), 0o600)
     with contextlib.ExitStack() as leaving:
@@ -603,11 +601,11 @@ def _locked(lock: Path, *, is_new: bool) -> int | None:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                # Some file systems have no locks: what is new there is written all the same.
+                # Some file systems have no locks: write new files there anyway.
                 if not is_new or error.errno not in NO_LOCKS:
                     raise
             there = os.fstat(descriptor)
-            # A file server may give a new file to another user.
+            # A file server may assign a new file to another user.
             is_ours = is_new or there.st_uid == os.geteuid()
             if is_ours and os.path.samestat(there, lock.lstat()):
                 leaving.pop_all()
@@ -616,27 +614,28 @@ def _locked(lock: Path, *, is_new: bool) -> int | None:
 
 
 def _let_go(descriptor: int, lock: Path) -> None:
-    # The name goes before the lock; see the note at the head. The folder may be gone by now.
+    # Unlink before unlocking; see the note at the top. The folder may be gone by now.
     with contextlib.suppress(OSError):
         lock.unlink()
-    # Closing is not enough: a process forked meanwhile shares the open file, and so the lock.
+    # Closing is not enough: a forked child shares the open file, and therefore the lock.
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def _check_ours(folder: Path) -> None:
-    """Refuse to write a checkpoint in place of anything else.
+    """Raise if writing a checkpoint would replace anything but a checkpoint.
 
     Raises:
-        FileExistsError: the folder is a link, or holds files that are no part of a checkpoint.
+        FileExistsError: the folder is a symbolic link, or contains files that are not part of a
+            checkpoint.
     """
     if folder.is_symlink():
-        raise FileExistsError(f"{folder} is a link: expected a folder of its own. Save elsewhere")
+        raise FileExistsError(f"{folder} is a symbolic link. Save to another folder")
     if folder.exists() and (strange := _strange_files(folder)):
         raise FileExistsError(
-            f"{folder} holds {', '.join(strange)}, which is no part of a checkpoint: expected a "
-            f"folder of its own. Save elsewhere, or move these away"
+            f"{folder} contains files that are not part of a checkpoint: {', '.join(strange)}. "
+            f"Save to another folder, or move them"
         )
 
 
@@ -645,7 +644,7 @@ def _strange_files(folder: Path) -> list[str]:
 
 
 def _sync(directory: Path) -> None:
-    """Bring the names in a directory to the disk: a file's own sync does not include its name."""
+    """Flush the names in a directory to disk: syncing a file does not include its name."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,13 +1,14 @@
-"""Checks the content of a checkpoint's ``run.json`` before any of it is used.
+"""Checks the contents of a checkpoint's ``run.json`` before any of it is used.
 
-Its digest detects damage, but cannot prove that a run has written it. Everything that is used of it
-later is checked here, so that a made-up file ends in one clear error. `_Stored` and `_Run` are the
-format: every entry with its type and its range. An entry with a default may be missing.
+The digest of ``run.json`` detects damage, but cannot prove that a run wrote the file. All entries
+that are used later are checked here, so that a forged file causes one clear error. `_Stored` and
+`_Run` define the format: every entry with its type and range. An entry with a default may be
+missing.
 
-Note: why the text is not decoded by msgspec
---------------------------------------------
-Its own decoder refuses text with lone surrogates, as a name of a file may have, and NaN. So Python
-reads the JSON, and msgspec checks the values.
+Note: why msgspec does not decode the text
+------------------------------------------
+msgspec's decoder rejects NaN, and text with lone surrogates, which file names may contain. So
+Python parses the JSON, and msgspec checks the values.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from onefold.system.tensor_file import Seal
 __all__ = ["RUN", "TENSOR_FILES", "Place", "check_run", "check_stored", "next_serial"]
 
 RUN = "run.json"
-"""The file that says where the run is; written last, so if it exists, the others were whole then.
+"""The file that describes the run. It is written last, so if it exists, the others were complete.
 
-Whether they still are, its digests tell."""
+Its digests tell whether they still are."""
 
 TENSOR_FILES = (
     "model.safetensors",
@@ -40,11 +41,11 @@ TENSOR_FILES = (
 )
 
 Place = Literal["step", "end"] | None
-"""Where the script was as a checkpoint was made: at the beginning of the next step, at its end, or
-where it called `Trainer.save`."""
+"""Position of the script when the checkpoint was made: the start of the next step, the end of the
+script, or (None) a call of `Trainer.save`."""
 
 _MOST = 1 << 62
-"""Limit of any whole number: steps, sizes and seeds fit, and the sum of two is below 2**63."""
+"""Limit of integers: steps, sizes and seeds fit, and the sum of two stays below 2**63."""
 _SHOWN = 60
 _Positive = Annotated[int, Meta(ge=1, lt=_MOST)]
 _Number = Annotated[int, Meta(gt=-_MOST, lt=_MOST)] | float
@@ -52,7 +53,7 @@ _Values = dict[str, Any]
 
 
 def _one_of(names: Iterable[str]) -> Meta:
-    # And no Literal, which does not say what was expected.
+    # Not a Literal, whose errors do not list the allowed values.
     return Meta(pattern=rf"\A({'|'.join(names)})\Z")
 
 
@@ -66,10 +67,11 @@ class _Stored(Struct):
     serial: Count
 
     def __post_init__(self) -> None:
-        # Else a made-up record could have any file of the machine opened.
+        # Otherwise a forged record could make onefold open any file of the machine.
         for name in self.files.keys() - set(TENSOR_FILES):
             raise ValueError(
-                f"it names {_shown(name)} as one of its files: expected {', '.join(TENSOR_FILES)}"
+                f"it lists {_shown(name)} among its files, but allowed are only "
+                f"{', '.join(TENSOR_FILES)}"
             )
 
 
@@ -85,7 +87,7 @@ class _Optimizer(Struct, rename={"kind": "class"}):
     def __post_init__(self) -> None:
         from_json([*self.settings, *self.settings_at_start, *self.other_state.values()])
         if any(group.keys() & {"params", "param_names"} for group in self.settings):
-            raise ValueError("expected settings of the optimizer, got its parameters among them")
+            raise ValueError("the settings of the optimizer must not contain its parameters")
 
 
 class _Scheduler(Struct, rename={"kind": "class"}):
@@ -143,10 +145,10 @@ class _Run(Struct, kw_only=True):
     def __post_init__(self) -> None:
         missing = set(TENSOR_FILES[:2]) - self.files.keys()
         if missing:
-            raise ValueError(f"it names no {' and no '.join(sorted(missing))} among its files")
-        # Beyond the bounds that msgspec can express.
+            raise ValueError(f"its files do not include {' and '.join(sorted(missing))}")
+        # Bounds that msgspec cannot express.
         if self.seed >= 4 * _MOST:
-            raise ValueError(f"expected seed to be below {4 * _MOST}, got {_shown(self.seed)}")
+            raise ValueError(f"seed must be below {4 * _MOST}, but got {_shown(self.seed)}")
         from_json(self.extra)
 
 
@@ -155,37 +157,37 @@ _Settings = msgspec.defstruct(
     "_Settings",
     [(name, _KINDS[name]) for name in ALLOWED_AS if name not in _Run.__struct_fields__],
 )
-"""Settings that are saved and have no limits here of their own."""
+"""Saved settings without limits of their own in `_Run`."""
 
 
 def check_stored(record: object) -> None:
-    """Check what every checkpoint must say, whatever run it is from.
+    """Check the entries that every checkpoint must have.
 
     Raises:
-        ValueError: an entry is missing, or of a wrong kind.
+        ValueError: an entry is missing or has a wrong type.
     """
     _check(record, _Stored)
     _check(from_json(record["scores"]), dict[str, _Number], "scores")  # type: ignore[index]
 
 
 def check_run(run: Mapping[str, Any]) -> None:
-    """Check what a run needs to be resumed.
+    """Check the entries that are needed to resume a run.
 
     Args:
-        run: the content of ``run.json``, checked by `check_stored`.
+        run: contents of ``run.json``, checked by `check_stored`.
 
     Raises:
-        ValueError: an entry is missing, or of a wrong kind.
+        ValueError: an entry is missing or has a wrong type.
     """
     _check(run, _Run)
     _check(run, _Settings)
 
 
 def next_serial(records: Iterable[Mapping[str, Any]]) -> int:
-    """The serial number of a checkpoint that is written beside others.
+    """Return the serial number for a new checkpoint in a directory.
 
-    Where one of them is at the limit, as a made-up one may be, so are all that follow: their steps
-    then say which is the newest.
+    If one number is at the limit, as in a forged record, all later ones are too; then the step
+    numbers tell which checkpoint is the newest.
 
     >>> next_serial([{"serial": 3}, {}])
     4
@@ -197,8 +199,8 @@ def _check(record: Any, kind: Any, name: str = "") -> None:
     try:
         msgspec.convert(record, kind)
     except UnicodeEncodeError as error:
-        # What msgspec raises for text with a lone surrogate in place of a number or a list.
-        raise ValueError(f"the text {_shown(error.object)} stands for another value") from None
+        # msgspec raises this for text with a lone surrogate in place of a number or a list.
+        raise ValueError(f"the text {_shown(error.object)} has the wrong type") from None
     except msgspec.ValidationError as error:
         said, _, path = str(error).partition(" - at ")
         inner = path.strip("`").rpartition("$")[2]
@@ -208,13 +210,14 @@ def _check(record: Any, kind: Any, name: str = "") -> None:
             raise ValueError(f"{place}.{missing} is missing".removeprefix(".")) from None
         if not said.startswith("Expected `"):
             raise ValueError(f"{place}: {said}".removeprefix(": ")) from None
-        # A key of the user's is "[...]" in the path: what came is shown with all beside it.
+        # The path shows user keys as "[...]": descend only up to the first, and show all of its
+        # parent.
         for key in re.findall(r"\w+", inner.partition("[...]")[0]):
             record = record[int(key) if isinstance(record, list) else key]
         of = "keys of " if path.startswith("`key`") else ""
         expected = said.partition(", got ")[0].removeprefix("Expected ")
         raise ValueError(
-            f"expected {of}{place or 'the whole'} to be {expected}, got {_shown(record)}"
+            f"expected {of}{place or 'the whole'} to be {expected}, but got {_shown(record)}"
         ) from None
 
 

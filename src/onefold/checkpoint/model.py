@@ -1,7 +1,7 @@
-"""Copies a model for writing, fills in saved values, and reads the other tensors of a checkpoint.
+"""Copies a model for writing, loads saved values into it, and reads a checkpoint's other tensors.
 
-`copy_model` and `TensorFiles` move a model between memory and files. `StoredStates` has the files
-of a checkpoint that is loaded: it decides which of their tensors are used, and what for.
+`copy_model` and `TensorFiles` move a model between memory and files. `StoredStates` holds the open
+files of a checkpoint while it is loaded, and decides which of their tensors are used.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ModelCopy:
-    """A copy of a model's values at one moment, on the host."""
+    """A host copy of a model's values at one moment."""
 
     model: Mapping[str, torch.Tensor]
-    """The values that ``state_dict`` names."""
+    """Values that ``state_dict`` names."""
     rest: Mapping[str, torch.Tensor]
-    """Parameters and buffers that ``state_dict`` leaves out."""
+    """Parameters and buffers that ``state_dict`` omits."""
     names: tuple[str, ...]
     """Names of all parameters and buffers, in the model's own order."""
 
     def parts(self) -> tuple[list[TensorParts], list[TensorParts]]:
-        """``model`` and ``rest``, ready to be written; views of the copy."""
+        """Return ``model`` and ``rest`` ready for writing, as views of the copy."""
         return tensor_parts(self.model), tensor_parts(self.rest)
 
     def fingerprint(self) -> str:
-        """What ``trainer.fingerprint()`` was at that moment."""
+        """Return the value of ``trainer.fingerprint()`` at that moment."""
         known = {**self.model, **self.rest}
         return fingerprint_of(tensor_digests({name: known[name] for name in self.names}))
 
@@ -75,13 +75,14 @@ def copy_model(module: torch.nn.Module, room: Callable[[int], torch.Tensor]) -> 
 
     Args:
         module: the user's own model.
-        room: takes a number of bytes, and returns (at least that many,) uint8 on the host.
+        room: takes a number of bytes, and returns a uint8 host tensor of at least that many.
 
     Raises:
-        TypeError: the model holds something that is no tensor, or of a type that no file can hold.
+        TypeError: the model holds a value that is not a tensor, or has a dtype that no file can
+            hold.
     """
-    # Into one stretch that is used again for every checkpoint: fresh memory would cost a page fault
-    # every 4 KiB, while training waits.
+    # Copy into one block that every checkpoint reuses: fresh memory would cost a page fault per 4
+    # KiB while training waits.
     model, rest, names = sorted_values(module)
     values = {**model, **rest}
     memory = room(sum(aligned(value.nbytes) for value in values.values()))
@@ -96,15 +97,16 @@ def copy_model(module: torch.nn.Module, room: Callable[[int], torch.Tensor]) -> 
 def coming_parts(
     module: torch.nn.Module, numbers: Mapping[int, int], coming: Callable[[str, int], TensorParts]
 ) -> tuple[list[TensorParts], list[TensorParts]]:
-    """What ``state_dict`` names, and what it leaves out, of a model whose parameters are elsewhere.
+    """Return what ``state_dict`` names, and what it omits, of a model with partitioned parameters.
 
     Args:
         module: the user's own model, which `is_saved_as_it_is`.
-        numbers: those of the parameters that are elsewhere, by their identity.
-        coming: makes what is written of one of them, given its name and number.
+        numbers: numbers of the partitioned parameters, by identity.
+        coming: returns the parts to write for a partitioned parameter, given its name and number.
 
     Raises:
-        TypeError: the model holds something that is no tensor, or of a type that no file can hold.
+        TypeError: the model holds a value that is not a tensor, or has a dtype that no file can
+            hold.
     """
     model, rest, _ = sorted_values(module)
 
@@ -117,10 +119,11 @@ def coming_parts(
 
 
 class TensorFiles:
-    """The tensors in some files of a checkpoint, which stay open, whoever deletes them meanwhile.
+    """The tensors of a checkpoint's files. The files stay open even if another process deletes
+    them.
 
     Args:
-        paths: the files.
+        paths: paths of the files.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -133,10 +136,10 @@ class TensorFiles:
             self._files |= dict.fromkeys(file.keys(), file)
 
     def check(self, module: torch.nn.Module) -> None:
-        """Compare names, shapes and types with those of a model.
+        """Compare names, shapes and dtypes with those of a model.
 
         Args:
-            module: made by the user.
+            module: the user's own model.
 
         Raises:
             CheckpointError: a tensor differs, or is in only one of the two; the message names it.
@@ -148,36 +151,36 @@ class TensorFiles:
             if here == there:
                 continue
             if there is None:
-                words = f", of shape {kinds[name][0]}, is in this model and not in the checkpoint"
+                words = f", of shape {kinds[name][0]}, is in this model but not in the checkpoint"
             elif here is None:
-                words = f", of shape {there[0]}, is in the checkpoint and not in this model"
+                words = f", of shape {there[0]}, is in the checkpoint but not in this model"
             else:
                 one, other = (f"{dtype} {shape}" for shape, dtype in (there, here))
-                words = f" is {one} in the checkpoint and {other} in this model"
-            raise CheckpointError(f"{name}{words}: it was saved from another model")
+                words = f" is {one} in the checkpoint but {other} in this model"
+            raise CheckpointError(f"{name}{words}: the checkpoint is of another model")
 
     def check_fingerprint(self, module: torch.nn.Module, expected: str) -> None:
-        """Compare the values with what was noted of them when they were saved.
+        """Compare the fingerprint of the values with the one stored when they were saved.
 
         Raises:
-            CheckpointError: they have other bits, so that some are not those of the run.
+            CheckpointError: the bits differ, so some values are not from this run.
         """
         read: dict[str, str] = {}
-        for name in named_tensors(module):  # one at a time, as all would take twice the memory
+        for name in named_tensors(module):  # one at a time: all at once would double the memory
             read |= tensor_digests({name: self.read(name)})
         if (found := fingerprint_of(read)) != expected:
             raise CheckpointError(
-                f"its values have the fingerprint {found}, expected {expected}, which its run.json "
-                f"names: one of the two is of another run"
+                f"its values have the fingerprint {found}, but its run.json names {expected}: one "
+                f"of the two files is from another run"
             )
 
     @property
     def names(self) -> Collection[str]:
-        """The names of all tensors."""
+        """Names of all tensors."""
         return self._files.keys()
 
     def kind_of(self, name: str) -> tuple[tuple[int, ...], str] | None:
-        """The shape of a tensor, and its type as `DTYPES` calls it; None if it is not there."""
+        """Return the shape and `DTYPES` name of a tensor; None if it is not in the files."""
         if name not in self._files:
             return None
         saved = self._files[name].get_slice(name)
@@ -189,13 +192,13 @@ class TensorFiles:
         return tensor
 
     def fill(self, module: torch.nn.Module, *, but: Collection[int] = ()) -> None:
-        """Write the values into a model's parameters and buffers, where these lie.
+        """Copy the values into a model's parameters and buffers, in place.
 
         Args:
-            module: made by the user.
-            but: the identities of those that are left alone.
+            module: the user's own model.
+            but: identities of tensors that keep their values.
         """
-        # In place: the parameters are views of flat memory that the engine goes on with.
+        # In place, because the parameters are views of flat memory that the engine keeps using.
         with torch.no_grad():
             for name, tensor in named_tensors(module).items():
                 if id(tensor) not in but:
@@ -203,7 +206,7 @@ class TensorFiles:
 
 
 def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> list[TensorParts]:
-    """Tensors on the host, by name, ready to be written; views of those that are contiguous."""
+    """Return host tensors ready for writing, by name; views if they are contiguous."""
     return [
         TensorParts.in_rows(name, tensor.dtype, tuple(tensor.shape), [bits_of(tensor).numpy()])
         for name, tensor in tensors.items()
@@ -211,29 +214,29 @@ def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> list[TensorParts]:
 
 
 VALUES = "onefold.values"
-"""The key under which the values of a parameter travel as the optimizer's state does."""
+"""Key for the values of a parameter when they are sent like optimizer state."""
 _SHARD = "onefold.shard"
-"""With a shard's number: the key under which what the shard carries in a buffer is saved."""
+"""Prefix of the key for a shard's own copy of a buffer; the shard's number follows."""
 
 
 def saved_rule(run: Mapping[str, Any], allow_changed: Collection[str]) -> AverageRule | None:
-    """The rule of the average that goes on with a checkpoint; None if none does."""
+    """Return the rule of the average that resumes from a checkpoint; None if there is none."""
     saved = None if "average" in allow_changed else run["average"]
     return None if saved is None else AverageRule.from_json(saved)
 
 
 def buffer_parts(averages: Mapping[str, torch.Tensor]) -> list[TensorParts]:
-    """The averages of buffers, by name, ready to be written beside those of the parameters."""
+    """Return the averages of buffers, by name, ready for writing with those of the parameters."""
     return tensor_parts({_key_of(name): value for name, value in averages.items()})
 
 
 def carried_parts(left: Iterable[tuple[str, int, torch.Tensor]]) -> list[TensorParts]:
-    """What shards carry in buffers: name, shard and value; copied, ready to be written."""
+    """Copy the shards' own buffers (name, shard, value) to the host, ready for writing."""
     return tensor_parts({_key_in(name, shard): v.to("cpu", copy=True) for name, shard, v in left})
 
 
 def left_by_shard(states: Iterable[SegmentState]) -> dict[int, dict[int, torch.Tensor]]:
-    """What shards carry, by the buffer's number and the shard's; copied."""
+    """Return copies of the shards' own buffers, by the numbers of buffer and shard."""
     left: dict[int, dict[int, torch.Tensor]] = {}
     for state in states:
         left.setdefault(state.segment, {})[int(state.key)] = state.value.clone()
@@ -245,10 +248,10 @@ class StoredStates:
 
     Args:
         stored: the checkpoint.
-        storage: the layouts of the run that loads it.
-        carried: numbers of the buffers that each shard has for itself.
-        allow_changed: what may differ from the run that was saved.
-        allocator: where what is handed out lies.
+        storage: memory layouts of the run that loads it.
+        carried: numbers of the buffers that each shard keeps separately.
+        allow_changed: settings that may differ from the saved run.
+        allocator: allocates the returned tensors.
     """
 
     def __init__(
@@ -259,12 +262,13 @@ class StoredStates:
         allow_changed: Collection[str],
         allocator: TensorAllocator,
     ) -> None:
-        # A checkpoint that was saved with averages in the model has what is trained beside it.
+        # A checkpoint saved while the model shows averages stores the trained values in a separate
+        # file.
         trained = stored.path("training.safetensors")
         names = ("model.safetensors", "buffers.safetensors")
         paths = [path for name in names if (path := stored.path(name)) is not None]
         self.model = TensorFiles(paths if trained is None else [trained])
-        """What the model goes on with."""
+        """Values with which training resumes."""
         self._files = TensorFiles([stored.folder / "optimizer.safetensors"])
         kept = stored.path("kept.safetensors")
         self._kept = TensorFiles([] if kept is None else [kept])
@@ -281,14 +285,14 @@ class StoredStates:
         self._strides = saved["strides"]
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """Read the copies of weights that the script referred to, by the names they have there."""
+        """Read the copies of weights that the script refers to, by their names in the file."""
         return {name: self._kept.read(name) for name in self._kept.names}
 
     def check(self) -> None:
-        """Refuse states that do not fit, before anything is changed.
+        """Raise if the states do not fit, before anything changes.
 
         Raises:
-            ValueError: a tensor is missing, or of another shape or type than is expected.
+            ValueError: a tensor is missing, or has the wrong shape or dtype.
         """
         storage = self._storage
         layouts = storage.segments, storage.masters, self._strides
@@ -296,7 +300,7 @@ class StoredStates:
         for name, values in self._values.items():
             for key in (MASTER, AVERAGE):
                 if key in values:
-                    raise ValueError(f"{key} of {name} is no tensor")
+                    raise ValueError(f"{key} of {name} is not a tensor")
         for entry in storage.masters.entries:
             if MASTER in self._keys.get(entry.name, ()):
                 self._check_kind(f"{entry.name}.{MASTER}", entry.shape, None)
@@ -307,14 +311,14 @@ class StoredStates:
             self._check_kind(key, entry.shape, DTYPES[storage.buffers.dtypes[entry.section]])
 
     def segments(self, owned: Iterable[int]) -> torch.Tensor:
-        """Pack the states of some segments, averages among them, for the process that owns them."""
+        """Pack the states of segments, including averages, for the process that owns them."""
         storage, read = self._storage, self._files.read
         layouts = storage.segments, storage.masters, self._strides
         states = take_apart(self._keys, self._values, read, owned, *layouts)
         return packed(list(states), self._allocator)
 
     def values(self, owned: Iterable[int]) -> torch.Tensor:
-        """Pack the values of some of the partitioned segments, for the process that keeps them."""
+        """Pack the values of partitioned segments for the process that stores them."""
         layout = self._storage.partitioned_layout().layout
         segments = self._storage.partitioned_segments()
         keys = {entry.name: [VALUES] for entry in layout.entries}
@@ -325,7 +329,7 @@ class StoredStates:
         return packed(list(take_apart(keys, {}, read, owned, segments, layout)), self._allocator)
 
     def buffers(self) -> torch.Tensor:
-        """Pack the averages of buffers that go on, and what shards carry, for `left_by_shard`."""
+        """Pack the averages of buffers, and the shards' own buffers for `left_by_shard`."""
         kept = [(number, str(shard), key) for number, shard, key in self._left()]
         if self._with_average:
             entries = enumerate(self._storage.buffers.entries)
@@ -351,9 +355,10 @@ class StoredStates:
             if AVERAGE in self._keys.get(entry.name, ()):
                 dtype = DTYPES[added_up_in(parameters.dtypes[entry.section])]
                 self._check_kind(f"{entry.name}.{AVERAGE}", entry.shape, dtype)
-            # Another optimizer may train parameters that had no average; theirs begins anew.
+            # Another optimizer may train parameters that had no average; their averages start
+            # fresh.
             elif self._with_optimizer:
-                raise ValueError(f"{entry.name} has no average, though the run keeps one")
+                raise ValueError(f"{entry.name} has no average, although the run keeps averages")
         for entry in buffers.entries:
             dtype = DTYPES[added_up_in(buffers.dtypes[entry.section])]
             self._check_kind(_key_of(entry.name), entry.shape, dtype)
@@ -361,10 +366,10 @@ class StoredStates:
     def _check_kind(self, name: str, shape: tuple[int, ...], dtype: str | None) -> None:
         found = self._files.kind_of(name)
         if found is None:
-            raise ValueError(f"{name} is not among its tensors")
+            raise ValueError(f"{name} is missing from its tensors")
         if found != (shape, dtype or found[1]):
             expected = f"{dtype or found[1]} {shape}"
-            raise ValueError(f"{name} is {found[1]} {found[0]}, expected {expected}")
+            raise ValueError(f"{name} is {found[1]} {found[0]}, but must be {expected}")
 
 
 def _key_in(buffer: str, shard: int) -> str:

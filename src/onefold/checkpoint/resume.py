@@ -1,18 +1,18 @@
-"""Saves a run, and resumes it on whichever devices take part then.
+"""Saves a run, and resumes it on any devices.
 
 Note: how a run is saved
 ------------------------
-Between two steps every process copies its part of the optimizer's state into memory of its own, the
-lead copies the model, and the copies are brought to the lead; that is all that training waits for.
-The lead then joins and writes them, beside training if it is asked to. The copies are read until
-the files are on the disk, so nobody makes those of the next checkpoint before.
+Between two steps, every process copies its part of the optimizer state into private memory, the
+lead copies the model, and the copies are gathered to the lead. Training waits only for these
+copies. The lead then joins and writes them, in the background on request. The writer reads the
+copies until the files are on disk, so the next checkpoint's copies must wait for it.
 
 Note: how a run is resumed
 --------------------------
-The lead alone reads files. It checks everything before anything is changed, and hands out what each
-process needs; an error that it finds is handed out too, so that all devices raise the same one.
-Finding, and taking over what was found, are two calls: `load` makes both at once, and
-`onefold.tools.answers` the second one later.
+Only the lead reads files. It checks everything before anything changes, and scatters to each
+process the values that it needs. An error is broadcast too, so that all devices raise the same one.
+Finding a checkpoint and applying it are two calls: `load` makes both at once, and
+`onefold.tools.answers` makes the second one later.
 """
 
 from __future__ import annotations
@@ -65,28 +65,29 @@ _ADVICE = Advice(where="after trainer.load", anew="trainer.load(..., allow_chang
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """A checkpoint that has been found whole and fits the run."""
+    """A checkpoint that is complete and fits the run."""
 
     stored: StoredCheckpoint
     files: StoredStates | None
-    """The files of the checkpoint, on the lead alone."""
+    """The open files of the checkpoint, on the lead only."""
     allow_changed: Collection[str]
-    """Those of `PROMISES` that may differ."""
+    """Names in `PROMISES` of settings that may differ."""
 
 
 class Checkpoints:
-    """Saves and loads one trainer; all devices make the same calls.
+    """Saves and loads the state of one trainer. All devices make the same calls.
 
-    May be made at the first of these: what a checkpoint says of earlier steps is kept elsewhere.
+    It may be created as late as the first call: a checkpoint's data about earlier steps is stored
+    elsewhere.
 
     Args:
-        engine: the devices of this process.
-        averaging: shows the averages of the model.
-        devices: who takes part.
-        position: where the run is.
-        scheduler: the scheduler of the run, if it has one, and when it is stepped.
-        note: called as a checkpoint begins, with its step, its folder and the line that asks for
-            it; returns how many entries of the run's record it has seen.
+        engine: engine of this process's devices.
+        averaging: holds the averages of the model.
+        devices: devices of the run.
+        position: current position of the run.
+        scheduler: scheduler of the run, if any, and when it is stepped.
+        note: records the start of a checkpoint, given its step, its folder and the calling line;
+            returns the count and digest of the recorded entries.
     """
 
     def __init__(
@@ -109,10 +110,10 @@ class Checkpoints:
         self.lost = False
         """Whether the last checkpoint could not be written."""
         self.recorded = 0
-        """How many entries of the run's record the checkpoint has seen that was loaded."""
+        """Number of recorded entries that the loaded checkpoint includes."""
         self._note = note
         self.kept: Callable[[], Mapping[str, torch.Tensor]] = dict
-        """Returns copies of weights that the script refers to, by name; called on the lead."""
+        """Returns copies of weights that the script refers to, by name. Called on the lead."""
 
     @property
     def _context(self) -> StepContext:
@@ -120,7 +121,7 @@ class Checkpoints:
 
     @property
     def run(self) -> str:
-        """The run's name, which one that resumes it takes over."""
+        """Name of the run. A resumed run keeps it."""
         return self._state.run
 
     def save(
@@ -136,12 +137,12 @@ class Checkpoints:
         """Write a checkpoint of the run as it is now; see `Trainer.save`.
 
         Args:
-            directory: where the checkpoints of the run lie.
-            keeping: which of them stay.
-            wait: whether to wait until it is on the disk.
+            directory: directory of the run's checkpoints.
+            keeping: rule by which checkpoints are kept.
+            wait: whether to wait until the checkpoint is on disk.
             extra: the user's own data, as JSON.
-            place: where the script is, if that is one of the places of `resumption`.
-            line: the line of the script that asks for it; empty if none does.
+            place: position of the script; None for a call of the script's own.
+            line: line of the script that requests the checkpoint; empty if none does.
         """
         folder = folder_of(directory, self._position.step)
         self.check_savable()
@@ -149,11 +150,12 @@ class Checkpoints:
         self._engine.agree(
             CallDigest(Call.SAVE, self._position.step + 1, arguments=digest(arguments))
         )
-        # Of this moment: the thread that writes must not look at a run that has gone on.
+        # Record the state now: the writer thread must not read a run that has moved on.
         recorded = self._note(self._position.step, folder, line)
         record = self._state.record(keeping, extra, place, recorded)
         self._engine.check_last_step()
-        # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
+        # The previous write still reads the rooms of all devices, which `pack` is about to
+        # overwrite.
         self._wait_until_written()
         with readable(self._context.module, self._engine.placement.gathered):
             self._saving.refuse_not_finite(self._position.step)
@@ -162,15 +164,15 @@ class Checkpoints:
             waits = self._saving.start(folder, record, self.kept() if self._lead.is_here else {})
         if wait or waits:
             self._wait_until_written()
-        if line or not recorded["entries"]:  # else a script that resumes from it is answered
+        if line or not recorded["entries"]:  # otherwise a resumed script is replayed up to here
             self._position.note_save()
         return folder
 
     def check_savable(self) -> None:
-        """Refuse state of the optimizer that no checkpoint can hold.
+        """Raise if the optimizer has state that no checkpoint can hold.
 
         Raises:
-            TypeError: it is in tensors of a class of their own.
+            TypeError: a state tensor is of a tensor subclass.
         """
         update = self._context.update
         check_kinds(update.state, name_of(update.optimizer))
@@ -178,7 +180,7 @@ class Checkpoints:
     def load(
         self, path: Path, *, allow_changed: Collection[str] = (), if_any: bool = False
     ) -> Checkpoint | None:
-        """Go on from a checkpoint, here and now; see `Trainer.load`, and `find`."""
+        """Resume from a checkpoint immediately; see `Trainer.load` and `find`."""
         found = self.find(path, allow_changed=allow_changed, if_any=if_any)
         if found is None:
             return None
@@ -202,24 +204,24 @@ class Checkpoints:
         if_any: bool = False,
         leave_out: int = 0,
     ) -> LoadedCheckpoint | None:
-        """Find a checkpoint and check that it fits; nothing changes.
+        """Find a checkpoint and check that it fits, without changing anything.
 
         Args:
-            path: a checkpoint, or a directory of them.
-            allow_changed: those of `PROMISES` that may differ.
-            if_any: whether to return None if the directory holds none.
-            leave_out: how many of the newest to pass over, as long as there is one more.
+            path: a checkpoint, or a directory of checkpoints.
+            allow_changed: names in `PROMISES` of settings that may differ.
+            if_any: whether to return None if the directory contains no checkpoint.
+            leave_out: number of newest checkpoints to skip, as long as an older one remains.
         """
         unknown = sorted(set(allow_changed) - PROMISES.keys())
         if unknown:
             raise ValueError(
-                f"expected allow_changed to name some of {list(PROMISES)}, got {unknown}"
+                f"allow_changed must contain only names from {list(PROMISES)}, but got {unknown}"
             )
         self._begin_loading(digest((sorted(allow_changed), if_any)))
         with readable(self._context.module, self._engine.placement.gathered):
             find = partial(self._find, path, allow_changed, if_any, leave_out)
             found, files = self._lead.do("checking a checkpoint", find) or (None, None)
-        # All devices learn what the lead has found; if that is an error, all of them raise it.
+        # Broadcast the lead's result; if it is an error, all devices raise it.
         text = written(json.dumps(found)) if self._lead.is_here else None
         told = json.loads(broadcast(self._context.exchange, text))
         if told is None:
@@ -231,7 +233,7 @@ class Checkpoints:
         )
 
     def kept_of(self, found: LoadedCheckpoint) -> dict[str, torch.Tensor]:
-        """Bring every device the copies of weights that the script of a checkpoint referred to."""
+        """Broadcast the copies of weights that the script of a checkpoint referred to."""
         read = None if found.files is None else found.files.kept
         kept = self._lead.do("reading weights that the script kept", read)
         if not self._context.with_others:
@@ -241,32 +243,32 @@ class Checkpoints:
         return brought
 
     def adopt_run(self, found: LoadedCheckpoint, advice: Advice = _ADVICE) -> None:
-        """Give the run the name of the one that was saved, and warn of what differs.
+        """Adopt the saved run's name, and warn about differences.
 
         Args:
             found: the checkpoint.
-            advice: what a warning tells the user to do.
+            advice: instructions for the user in the warnings.
         """
-        # Under the same name, so that pruning sees the checkpoints of both as one run's.
+        # Under the same name, pruning treats the checkpoints of both as one run's.
         self._state.run = found.stored.run["run"]
         self.recorded = found.stored.run["recorded"]["entries"]
         if self._lead.is_here:
             self._state.warn_of_differences(found.stored, found.allow_changed, advice)
 
     def take(self, found: LoadedCheckpoint, *, settings: bool = True) -> None:
-        """Make the values of a checkpoint the model's, the optimizer's and the scheduler's.
+        """Load a checkpoint into the model, the optimizer and the scheduler.
 
         Args:
             found: the checkpoint.
-            settings: whether to take the scheduler and the optimizer's settings as well.
+            settings: whether to load the scheduler and the optimizer's settings too.
         """
         self._begin_loading(digest(found.stored.run["fingerprint"]))
         self._load(found, settings=settings)
 
     def take_given_otherwise(self, found: LoadedCheckpoint) -> None:
-        """Take the settings that the script gave other values than the saved one did.
+        """Load the settings to which this script gives other values than the saved one did.
 
-        All others are the script's own, which has set them as the saved run did.
+        All other settings keep the script's values, which equal the saved ones.
         """
         run, allow_changed = found.stored.run, found.allow_changed
         groups, scheduler = self._state.given_otherwise(run, allow_changed)
@@ -283,14 +285,14 @@ class Checkpoints:
             group.update({key: from_json(v) for key, v in values.items() if key in keys})
 
     def _begin_loading(self, arguments: int) -> None:
-        self._context.update.end_step()  # one that broke off
+        self._context.update.end_step()  # an interrupted one
         self._engine.agree(CallDigest(Call.LOAD, self._position.step + 1, arguments=arguments))
         self._wait_until_written()
 
     def _load(self, found: LoadedCheckpoint, *, settings: bool = True) -> None:
         stored, files, allow_changed = found.stored, found.files, found.allow_changed
         with readable(self._context.module, self._engine.placement.gathered):
-            # From here on the trainer changes: all that could be refused was refused before.
+            # The trainer changes from here on: all checks that can fail are done.
             self._engine.agreement.torn = "trainer.load"
             self._take_model(files)
             self._take_optimizer(files)
@@ -298,8 +300,8 @@ class Checkpoints:
             now, expected = fingerprint_of(agreed_digests(self._engine)), stored.run["fingerprint"]
         if now != expected:
             raise RuntimeError(
-                f"{stored.folder} was loaded and the model's fingerprint is {now}, {expected} was "
-                f"expected: the model changes the values that are written to it"
+                f"after loading {stored.folder}, the model's fingerprint is {now} instead of "
+                f"{expected}: the model changes values that are written to it"
             )
         if settings:
             saved = stored.run["optimizer"]["settings"]
@@ -309,27 +311,27 @@ class Checkpoints:
         self._engine.agreement.torn = ""
 
     def check_trained(self, loss: str) -> None:
-        """Warn once if a step that begins trains other parameters than the loaded run did."""
+        """Warn once if a step trains different parameters than the loaded run did."""
         self._state.check_trained(loss)
 
     def check(self) -> None:
-        """Raise what the writing has raised, if it has ended; does not wait."""
+        """Re-raise the exception of a finished write, without waiting."""
         with self._noting_loss():
             self._writing.wait(limit_s=0)
 
     def finish(self) -> None:
-        """Wait until everything is written, and raise what the writing has raised."""
+        """Wait until everything is written, and re-raise the exception of the write."""
         with self._noting_loss():
             self._writing.wait()
 
     def _wait_until_written(self) -> None:
-        """Wait on all devices together until the lead has written everything."""
+        """Wait on all devices until the lead has written everything."""
         with self._noting_loss():
             self._lead.wait_for(self._writing)
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
-        """Remember that writing failed: if the script survives it, the end is saved again."""
+        """Note that the write failed: if the script continues, its end is saved again."""
         try:
             yield
         except BaseException:
@@ -339,7 +341,7 @@ class Checkpoints:
     def _find(
         self, path: Path, allow_changed: Collection[str], if_any: bool, leave_out: int
     ) -> tuple[object, StoredStates | None]:
-        """On the lead, find and check the checkpoint; return what to tell all, and its files."""
+        """Find and check a checkpoint on the lead; return what to broadcast, and its files."""
         if if_any and not has_checkpoints(path):
             return None, None
         try:
@@ -348,7 +350,7 @@ class Checkpoints:
                 check_run(found.run)
             except ValueError as error:
                 raise CheckpointError(
-                    f"{found.folder} is damaged: its run.json cannot be used: {error}"
+                    f"{found.folder} is damaged: its run.json is invalid: {error}"
                 ) from error
             storage, carried = (
                 self._context.update.storage,
@@ -357,7 +359,7 @@ class Checkpoints:
             allocator = self._context.exchange.memory.allocator
             files = StoredStates(found, storage, carried, allow_changed, allocator)
             try:
-                # Before the model, whose parameters have another dtype in another precision.
+                # Before the model, because another precision has parameters of another dtype.
                 self._state.check_precision(found.run, allow_changed)
                 files.model.check(self._context.module)
                 self._state.check_fits(found.run, allow_changed)
@@ -370,10 +372,10 @@ class Checkpoints:
         return {"folder": str(found.folder), "run": found.run}, files
 
     def _take_model(self, files: StoredStates | None) -> None:
-        # The script may have replaced buffers of the module: take them back into flat memory, which
-        # is what the lead fills and the others follow.
+        # The script may have replaced the module's buffers. Absorb them into flat memory, which the
+        # lead fills and the others follow.
         self._context.first.buffers.absorb()
-        # What is elsewhere goes to its owners, with the state of the optimizer.
+        # Partitioned parameters go to their owners, with the optimizer state.
         but = frozenset(map(id, self._engine.placement.partitioned))
         fill = None if files is None else partial(files.model.fill, self._context.module, but=but)
         self._lead.do("reading a model", fill)
@@ -381,7 +383,7 @@ class Checkpoints:
         self._engine.model_loaded()
 
     def _take_optimizer(self, files: StoredStates | None) -> None:
-        """Adopt the states of the optimizer."""
+        """Load the optimizer state."""
         partitions = self._engine.assignment.partitions
         if self._context.update.storage.mirrors:
             partitions = (range(len(self._context.update.storage.segments)),) * len(partitions)
@@ -392,10 +394,10 @@ class Checkpoints:
     def _take_buffers(
         self, run: Mapping[str, Any], files: StoredStates | None, allow_changed: Collection[str]
     ) -> None:
-        """Go on with the averages, and with what shards have left in buffers of their own."""
+        """Load the averages, and the shards' own buffers."""
         make = None if files is None else lambda device: files.buffers()
         states = list(unpack(self._lead.scatter_from_lead(make)))
-        # The owners of segments have the averages of these already.
+        # Owners of segments already have the averages of parameters.
         averages = [state for state in states if state.key == AVERAGE]
         rule = saved_rule(run, allow_changed)
         self._averaging.loaded(rule, run["average"]["steps"] if rule else 0, averages)
@@ -404,7 +406,7 @@ class Checkpoints:
             self._context.first.buffers.carried.go_on(left_by_shard(left))
 
     def _take_values(self, files: StoredStates | None) -> dict[int, torch.Tensor]:
-        """Receive the values that this process keeps; return those that it trains, by segment."""
+        """Receive the values that this process stores; return the trained ones, by segment."""
         engine = self._engine
         storage, frozen = engine.context.update.storage, engine.context.exchange.memory.frozen
         kept = storage.kept(engine.assignment.partitions)
@@ -414,7 +416,7 @@ class Checkpoints:
             if frozen is not None and state.segment >= len(storage.segments):
                 frozen.part(state.segment).copy_(state.value)
             else:
-                # Copied, as what is handed out next may come in the same memory.
+                # Clone, because the next scatter may reuse this memory.
                 trained[state.segment] = state.value.clone()
         return trained
 
@@ -424,6 +426,6 @@ class Checkpoints:
         partitions: Sequence[Sequence[int]],
         first: int,
     ) -> torch.Tensor:
-        """Pack what the process has of segments that has this as its first device."""
+        """Pack the segments of the process whose first device is ``first``."""
         own = self._devices.own if first in self._devices.own else (first,)
         return packed(chain.from_iterable(partitions[device] for device in own))

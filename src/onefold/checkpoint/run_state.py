@@ -1,4 +1,4 @@
-"""Describes where a run is, as JSON, and checks whether a saved run fits the resuming one."""
+"""Describes the state of a run as JSON, and checks whether a saved run fits the resuming one."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ __all__ = ["Advice", "RunState"]
 
 _log = logging.getLogger("onefold")
 _OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
-"""Settings that say how a device computes, and are therefore the resuming script's."""
+"""Settings of how a device computes. The resuming script's values are used."""
 _WITH_SCHEDULER = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
-"""Settings of an optimizer that its scheduler sets."""
+"""Optimizer settings that its scheduler sets."""
 _LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
 
 
 class Advice(NamedTuple):
-    """What warnings about a resumed run tell the user to do."""
+    """Instructions for the user in warnings about a resumed run."""
 
     where: str
-    """Where to set a value other than the checkpoint's."""
+    """Where to set a value that differs from the checkpoint's."""
     anew: str
-    """How to begin the scheduler with the script's settings."""
+    """How to restart the scheduler with the script's settings."""
 
 
 class RunState:
     """Everything about a run that is not a tensor.
 
     Args:
-        engine: the devices of this process.
-        averaging: shows the averages of the model.
-        devices: who takes part.
-        position: where the run is.
-        scheduler: the scheduler of the run, if it has one, and when it is stepped.
+        engine: engine of this process's devices.
+        averaging: holds the averages of the model.
+        devices: devices of the run.
+        position: current position of the run.
+        scheduler: scheduler of the run, if any, and when it is stepped.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class RunState:
         self._settings = engine.context.settings
         self._engine, self._optimizer = engine, engine.context.update.optimizer
         self._trained_then: dict[str, list[str]] = {}
-        """For each loss that a loaded run had, which parameters its last step trained."""
+        """For each loss of a loaded run, the parameters that its last step trained."""
         self._unchecked: set[str] = set()
-        """Those of them that have had no step since."""
+        """Losses of these that have had no step since."""
         self.run = uuid.uuid4().hex
-        """Name of the run; one that resumes another takes over its name."""
+        """Name of the run. A resumed run keeps it."""
 
     def record(
         self, keeping: Keeping, extra: object, place: Place, recorded: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Make ``run.json``, except for what is known only once the files are written."""
+        """Return the contents of ``run.json``, except entries that depend on the written files."""
         return {
             "format": FORMAT,
             "run": self.run,
@@ -106,7 +106,7 @@ class RunState:
         return {
             **self._position.to_json(),
             **self._settings.saved(),
-            # What was found, if it was searched for.
+            # The size that the search found, if there was a search.
             "microbatch": self._engine.microbatches.samples,
             "microbatch_trials": self._engine.microbatches.trials,
             "loss_scale": 1.0 if scale is None else scale.value,
@@ -122,42 +122,43 @@ class RunState:
         }
 
     def _group_names(self) -> list[list[str]]:
-        # Groups hold tensors; only their identity leads back to the model's names.
+        # Groups hold tensors: map them to the model's names by identity.
         names = {id(p): name for name, p in named_tensors(self._engine.context.module).items()}
         return [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
 
     def check_precision(self, run: Mapping[str, Any], allow_changed: Collection[str]) -> None:
-        """Refuse a saved run of another precision.
+        """Raise if a saved run used another precision.
 
         Raises:
-            CheckpointError: it is another one, and not among ``allow_changed``, or cannot be
-            changed.
+            CheckpointError: the precision differs and is not in ``allow_changed``, or cannot be
+                changed.
         """
         saved, name = run["precision"], self._settings.precision.name
         check_same("precision", saved, name, allow_changed, "precision")
         if Precision(saved).parameters != self._settings.precision.parameters:
             raise CheckpointError(
-                f"saved with precision {saved!r}, this run has {name!r}: its models hold "
-                f"parameters in another dtype, which cannot be changed on the way. Resume with the "
-                f"same precision"
+                f"the checkpoint has precision {saved!r}, but this run has {name!r}: the "
+                f"parameters of these precisions have different dtypes, and onefold does not "
+                f"convert them. Resume with the same precision"
             )
 
     def check_fits(self, run: Mapping[str, Any], allow_changed: Collection[str]) -> None:
-        """Refuse a saved run that this one cannot resume.
+        """Raise if this run cannot resume a saved one.
 
         Raises:
-            CheckpointError: the runs differ in something that is not among ``allow_changed``.
+            CheckpointError: the runs differ in a setting that is not in ``allow_changed``.
         """
         here = self._state()
         for name, allowed_as in ALLOWED_AS.items():
             if name != "microbatch":
                 check_same(allowed_as, run[name], here[name], allow_changed, name)
-        # One that looks for the number may go on with another's, but not with none at all.
+        # A run that searches for the size may adopt another search's result, but not a run without
+        # one.
         saved, number = run["microbatch"], self._settings.microbatch
         looked = saved is not None or run["microbatch_trials"] is not None
         if number != "auto" or not looked:
             check_same("microbatch", saved, number, allow_changed, "microbatch")
-        # The script need not ask for an average to go on with it.
+        # A resumed script does not have to request the average again.
         average, asked = saved_rule(run, allow_changed), self._averaging.asked
         if average is not None and asked is not None:
             check_same("average", average.words, asked.words, allow_changed, "an average of")
@@ -185,7 +186,7 @@ class RunState:
         self._position.check_fits(run, allow_changed)
 
     def _check_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse settings of another kind, not finite, or that the optimizer's class refuses."""
+        """Raise if a setting has another type, is not finite, or is invalid for the optimizer."""
         given = optimizers_in(self._optimizer).values()
         kinds = [type(each) for each in given for _ in each.param_groups]
         groups = zip(kinds, self._optimizer.param_groups, saved, strict=False)
@@ -195,13 +196,14 @@ class RunState:
                 if not _is_alike(value, group.get(key)):
                     raise CheckpointError(
                         f"{key} of the optimizer's group {number} is {value!r} in the checkpoint "
-                        f"and {group.get(key)!r} in this script: expected both to be of one kind"
+                        f"but {group.get(key)!r} in this script: both must have the same type"
                     )
-            # A scheduler may end at a rate of 0, where a class wants more to begin with.
+            # A scheduler may end at a rate of 0, which some classes reject as an initial rate.
             came = {**group, **{k: v for k, v in read.items() if k != "lr" or v}}
-            said = "not finite"
+            said = "which is not finite"
             wrong = [k for k in read if not _is_finite(read[k]) and _is_finite(group.get(k, 0))]
-            # A class that takes other arguments, or refuses what the script has set, says nothing.
+            # No check for a class with other arguments, or one that rejects the script's own
+            # settings.
             if not wrong and not _refusal(kind, group) and (said := _refusal(kind, came)):
                 alone = [k for k in read if k in group and not _refusal(kind, came | {k: group[k]})]
                 wrong = alone or [k for k in read if k in group and read[k] is not group[k]]
@@ -211,30 +213,30 @@ class RunState:
                 )
                 raise CheckpointError(
                     f"{', '.join(wrong)} of the optimizer's group {number} {shown} in the "
-                    f"checkpoint, {said}: expected settings that {kind.__name__} takes. Go on from "
-                    f"another checkpoint, or begin with a new optimizer: trainer.load(..., "
+                    f"checkpoint, {said}. Settings must be valid for {kind.__name__}. Resume from "
+                    f"another checkpoint, or start with a new optimizer: trainer.load(..., "
                     f"allow_changed=['optimizer'])"
                 )
 
     def taken(
         self, saved: Sequence[Mapping[str, Any]], allow_changed: Collection[str]
     ) -> list[set[str]]:
-        """For each of the optimizer's groups, which of its settings are the checkpoint's.
+        """Return, for each optimizer group, the names of the settings to take from the checkpoint.
 
-        Those that a scheduler sets come and go with the scheduler.
+        Settings that a scheduler sets are taken if and only if the scheduler is.
         """
         each = []
         for follows, values in zip(self._scheduler.followed(), saved, strict=False):
             set_by_scheduler = set(_WITH_SCHEDULER) if follows else set()
             taken = set_by_scheduler if "optimizer" in allow_changed else set(values)
-            # Without a scheduler now, the saved run may have had one.
+            # This run has no scheduler, but the saved run may have had one.
             if "scheduler" in allow_changed and (follows or self._scheduler.scheduler is None):
                 taken -= set(_WITH_SCHEDULER)
             each.append((taken & set(values)) - set(_OF_THE_SCRIPT))
         return each
 
     def adopt(self, run: Mapping[str, Any], allow_changed: Collection[str]) -> None:
-        """Go on with what a saved run had found: the loss scale and the microbatch size."""
+        """Adopt the loss scale and the microbatch size that a saved run found."""
         if self._engine.rules.scale is not None and Precision(run["precision"]).is_scaled:
             self._engine.rules.scale = LossScale(run["loss_scale"], run["good_steps"])
         if self._settings.microbatch == "auto":
@@ -247,7 +249,7 @@ class RunState:
             objective.trained = None
 
     def _trained(self) -> dict[str, list[str]]:
-        """For each loss, which parameters required a gradient as its last step began."""
+        """Return, for each loss, the parameters that required gradients in its last step."""
         flags = {name: each.trained for name, each in self._engine.objectives.items()}
         known = {name: self._names(each) for name, each in flags.items() if each is not None}
         return {**self._trained_then, **known}
@@ -256,7 +258,7 @@ class RunState:
         return [own_name(name) for name in compress(self._engine.context.parts.named, flags)]
 
     def check_trained(self, loss: str) -> None:
-        """Warn once if a step trains other parameters than the loaded run did."""
+        """Warn once if a step trains different parameters than the loaded run did."""
         if loss not in self._unchecked:
             return
         self._unchecked.remove(loss)
@@ -271,9 +273,9 @@ class RunState:
         words = [f"{listed(names)} (was {how})" for how, names in parts.items() if names]
         if self._devices.has_lead:
             _log.warning(
-                "step %d trains other parameters than the saved run did: %s. A line like `if epoch "
-                "== 2: unfreeze()` is not run again where a run goes on behind it: set "
-                "requires_grad by what holds from there on, as in `if epoch >= 2:`",
+                "step %d trains different parameters than the saved run did: %s. A line such as "
+                "`if epoch == 2: unfreeze()` does not run again if the run resumes after it. Set "
+                "requires_grad by a condition that stays true, such as `if epoch >= 2:`",
                 self._position.step + 1,
                 "; ".join(words),
             )
@@ -281,7 +283,7 @@ class RunState:
     def warn_of_differences(
         self, stored: StoredCheckpoint, allow_changed: Collection[str], advice: Advice
     ) -> None:
-        """Log differences that do not keep a run from being resumed, but are worth knowing."""
+        """Log differences that do not prevent a resume but may matter to the user."""
         run = stored.run
         here = {"device": self._devices.all[0].type, "threads": torch.get_num_threads()}
         here |= {"torch": version("torch")}
@@ -289,11 +291,11 @@ class RunState:
         for name, now in here.items():
             if saved[name] != now:
                 _log.warning(
-                    "%s was saved with %s %s, here it is %s: the mathematics is the same, the bits "
-                    "from here on may not be",
+                    "%s was saved with %s %s, but this run has %s: the mathematics is the same, "
+                    "but later bits may differ",
                     *(stored.folder, name, saved[name], now),
                 )
-        anew = f", or begin the scheduler anew with the script's settings: {advice.anew}"
+        anew = f", or restart the scheduler with the script's settings: {advice.anew}"
         groups, ours = self.given_otherwise(run, allow_changed)
         saved_groups, scheduler = run["optimizer"]["settings_at_start"], run["scheduler"] or {}
         for number, keys in enumerate(groups):
@@ -310,10 +312,10 @@ class RunState:
     def given_otherwise(
         self, run: Mapping[str, Any], allow_changed: Collection[str]
     ) -> tuple[list[set[str]], list[str]]:
-        """Find the settings that this script gave other values than the saved one did.
+        """Find the settings to which this script gives other values than the saved one did.
 
         Returns:
-            Those of each of the optimizer's groups, and those of the scheduler.
+            The names of these settings for each optimizer group, and for the scheduler.
         """
         optimizer, scheduler = run["optimizer"], run["scheduler"] or {}
         taken = self.taken(optimizer["settings"], allow_changed)
@@ -329,7 +331,7 @@ class RunState:
 def _differing(
     began: Mapping[str, Any], begins: Mapping[str, Any], keys: Collection[str]
 ) -> list[str]:
-    """Which of some settings two scripts both have, and not alike."""
+    """Return those of some settings that both scripts have, with different values."""
     return sorted(k for k in keys if k in began and k in begins and began[k] != begins[k])
 
 
@@ -342,14 +344,14 @@ def _warn_of(name: str, was: object, now: object, place: str) -> None:
 
 
 def _is_alike(came: object, here: object) -> bool:
-    """Whether a setting may take the place of another one."""
+    """Whether a saved setting can replace the script's."""
     if here is None:
         return True
     if isinstance(here, tuple):
         if not isinstance(came, tuple | list) or len(came) != len(here):
             return False
         return all(_is_alike(one, other) for one, other in zip(came, here, strict=True))
-    # Python's numbers, and tensors of one of them, stand for each other.
+    # Python numbers and one-element tensors are interchangeable.
     if _is_number(here):
         return _is_number(came)
     return isinstance(came, type(here))
@@ -367,17 +369,17 @@ def _is_finite(value: object) -> bool:
 
 
 def _refusal(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> str:
-    """What an optimizer's class says against settings, asked for one parameter of no use."""
+    """Return why an optimizer class rejects settings, by constructing it with a dummy parameter."""
     try:
         taken = inspect.signature(kind).parameters.keys() - {"params"}
         with torch.random.fork_rng(devices=[]):
             parameter = torch.nn.Parameter(torch.zeros(1, 1))
             kind([parameter], **{k: v for k, v in settings.items() if k in taken})
     except Exception as error:
-        return f"which {kind.__name__} refuses ({message_of(error)})"
+        return f"which {kind.__name__} rejects ({message_of(error)})"
     return ""
 
 
 def _grouped(names: list[list[str]]) -> dict[str, int]:
-    """Number of the group of each parameter, by its name."""
+    """Return the group number of each parameter, by name."""
     return {name: number for number, group in enumerate(names) for name in group}

@@ -1,22 +1,23 @@
-"""Writes a run as it is now to files, and has the lead work while the other devices wait for it.
+"""Writes the current state of a run to files, and lets the lead work while other devices wait.
 
-`Saving` writes from copies, or by `PartitionedState` as the devices bring what they keep.
-`LeadWork` has the lead do work while the other devices wait for it, however long it takes.
+`Saving` writes from copies, or streams partitioned state through `PartitionedState`. `LeadWork`
+runs work on the lead while the other devices wait, however long it takes.
 
-Note: who does what
--------------------
-The lead writes in a thread, as ever. When it comes to the bytes of a tensor that the devices keep
-in segments, it asks for them and waits. The training threads of all devices meet, learn what is
-asked for, send the lead their segments, and meet again; also while nothing is asked for, so that
-they know that the lead is at work (see `LeadWork`). So the lead has its own partition and one
-tensor, or two while one comes and the other is being let go. Training waits for all of it.
+Note: streaming partitioned state
+---------------------------------
+The lead writes in a background thread. When the writer reaches a tensor whose segments are
+partitioned among devices, it requests the tensor and blocks. The training threads of all devices
+meet, learn which tensor is requested, send the lead their segments, and meet again. They also meet
+while nothing is requested, so that they know that the lead is alive (see `LeadWork`). So the lead
+holds only its own partition and one tensor, or two while one arrives and the other is freed.
+Training waits for all of it.
 
-Note: slow but alive is alive
------------------------------
-Reading and writing may take longer than a device waits for another. So the lead does them in a
-thread, and meanwhile all devices meet again and again and share whether it is done: those that wait
-know that the lead is at work, and notice at once if it is not. Only the training thread of the lead
-speaks to the others; the work itself must make no call that they would have to make as well.
+Note: slow is not dead
+----------------------
+Reading and writing may take longer than the timeout. So the lead does both in a background thread,
+and meanwhile all devices repeatedly exchange whether the work is done: the waiting devices know
+that the lead is alive, and notice at once if it is not. Only the lead's training thread
+communicates; the work itself must not make collective calls.
 """
 
 from __future__ import annotations
@@ -66,16 +67,16 @@ _Result = TypeVar("_Result")
 
 _LOOK_S = 1.0
 _LOOKS_OF_A_LIMIT = 4
-"""How many times it does so, at least, within a device's time limit, however short."""
+"""Minimum number of these exchanges within the timeout, however short it is."""
 
 
 class LeadWork:
-    """The lead's work for a run; all devices make the same calls in the same order.
+    """Work that only the lead does. All devices make the same calls in the same order.
 
     Args:
-        engine: the devices of this process.
-        devices: who takes part.
-        timeout_s: the longest that a device waits for another.
+        engine: engine of this process's devices.
+        devices: devices of the run.
+        timeout_s: timeout of a device that waits for another.
     """
 
     def __init__(self, engine: Engine, devices: Devices, timeout_s: float) -> None:
@@ -83,19 +84,19 @@ class LeadWork:
         self._devices = devices
         self._timeout_s = timeout_s
         self.look_s = min(_LOOK_S, timeout_s / _LOOKS_OF_A_LIMIT)
-        """How often the lead tells the waiting devices that it is still at work."""
+        """Interval at which the lead tells the waiting devices that it is alive, in seconds."""
 
     @property
     def is_here(self) -> bool:
-        """Whether this process is the lead's."""
+        """Whether the lead is in this process."""
         return self._devices.has_lead
 
     def share(self, number: float) -> float:
-        """Return the lead's number on every device; the numbers of the others are ignored."""
+        """Return the lead's number on every device; other devices' numbers are ignored."""
         return float(self._shared(number)[0])
 
     def least(self, number: float) -> float:
-        """Return the least of the numbers of all devices, on every device."""
+        """Return the minimum of all devices' numbers, on every device."""
         return float(self._shared(number).min())
 
     def _shared(self, number: float) -> torch.Tensor:
@@ -106,39 +107,39 @@ class LeadWork:
         return self._engine.context.exchange.transport.all_gather_rows(rows)
 
     def wait_for(self, job: Background) -> None:
-        """Wait until the lead has done a job; what the job has raised is raised on the lead."""
+        """Wait until a job of the lead is done. On the lead, re-raise its exception."""
         warn_if_due = self.patience(job)
         while True:
-            # The others do not sleep: they wait in `share` for as long as the lead waits.
+            # The others do not sleep: they block in `share` for as long as the lead waits.
             done = job.wait(self.look_s) if self.is_here else True
             if self.share(float(done)) > 0:
                 return
             warn_if_due()
 
     def patience(self, job: Background) -> Callable[[], None]:
-        """Begin to wait for a job; return a function that warns now and then if that takes long."""
+        """Start waiting for a job; return a function that warns if the wait takes long."""
         began_s, warnings = time.monotonic(), 0
 
         def warn_if_due() -> None:
             nonlocal warnings
             passed_s = time.monotonic() - began_s
-            # As often as a wait would have failed, so that a hung disk does not go unnoticed.
+            # Warn once per timeout, so that a hung disk does not go unnoticed.
             if self.is_here and passed_s > (warnings + 1) * self._timeout_s:
                 warnings += 1
-                words = "%s has taken %.0f s so far, and goes on; the run waits for it"
+                words = "%s has taken %.0f s so far and is still running; the run waits for it"
                 _log.warning(words, job.what, passed_s)
 
         return warn_if_due
 
     def do(self, what: str, work: Callable[[], _Result] | None) -> _Result | None:
-        """Have the lead do work that may take long.
+        """Run work on the lead that may take long.
 
         Args:
-            what: what the work is, for a warning.
+            what: name of the work, for warnings.
             work: the work, on the lead's process; None elsewhere.
 
         Returns:
-            On the lead what the work returned; elsewhere None.
+            The result of the work on the lead; None elsewhere.
         """
         if not self._engine.context.with_others:
             return None if work is None else work()
@@ -148,15 +149,15 @@ class LeadWork:
             if self.is_here and work is not None:
                 job.start(lambda: done.append(work()))
             self.wait_for(job)
-        # If a peer is lost meanwhile, the thread may still read files that the caller is to close.
+        # If a peer is lost, the thread may still be reading files that the caller will close.
         finally:
             job.abandon()
         return done[0] if done else None
 
     def scatter_from_lead(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
-        """Hand out as the exchange does, but make one device's part at a time, by `do`.
+        """Scatter as the transport does, but make one device's part at a time, with `do`.
 
-        Making a part means reading files, and no device may take that for a hang.
+        Making a part reads files, which must not look like a hang.
 
         Args:
             make: on the lead's process; see `Transport.scatter_from_lead`.
@@ -169,8 +170,8 @@ class LeadWork:
             work = None if make is None else partial(make, device)
             made = self.do("reading the optimizer's state", work)
             part = None if made is None else partial(_part_for, device, made)
-            # All take part each time, and all but one get nothing: the lead never holds more than
-            # one device's part.
+            # All devices join each scatter, and all but one receive nothing: the lead never holds
+            # more than one device's part.
             given = exchange.transport.scatter_from_lead(part)
             if device in self._devices.own:
                 mine = given
@@ -178,18 +179,18 @@ class LeadWork:
 
 
 def _part_for(wanted: int, made: torch.Tensor, device: int) -> torch.Tensor:
-    """Return what was made for one device, and an empty stretch of it for the others."""
+    """Return the part made for one device, and an empty slice of it for the others."""
     return made if device == wanted else made[:0]
 
 
 class Saving:
-    """Writes the checkpoints of one trainer; all devices make the same calls.
+    """Writes the checkpoints of one trainer. All devices make the same calls.
 
     Args:
-        engine: the devices of this process.
-        averaging: shows the averages of the model.
-        lead: the lead's work.
-        writing: runs the writer.
+        engine: engine of this process's devices.
+        averaging: holds the averages of the model.
+        lead: runs work on the lead.
+        writing: runs the writer in the background.
     """
 
     def __init__(
@@ -198,23 +199,23 @@ class Saving:
         self._engine, self._averaging = engine, averaging
         self._lead, self._writing = lead, writing
         self._rooms: dict[str, torch.Tensor] = {}
-        """Where copies of the model's values are made, again for every checkpoint."""
+        """Host memory for copies of the model, reused by every checkpoint."""
 
     @property
     def _context(self) -> StepContext:
         return self._engine.context
 
     def refuse_not_finite(self, step: int) -> None:
-        """Have all devices raise if a value that is saved is not finite.
+        """Raise on all devices if a value to be saved is not finite.
 
-        The lead looks at what it has, and where each device keeps its partition, each of them at
-        that.
+        The lead checks the values that it holds. If parameters are partitioned, each device also
+        checks its partition.
 
         Args:
-            step: the number of the last step.
+            step: number of the last step.
 
         Raises:
-            StateError: a parameter is not finite, or a buffer has become NaN.
+            StateError: a parameter is not finite, or a buffer is NaN.
         """
         module = self._context.module
         parameters = [own_name(name) for name, _ in module.named_parameters()]
@@ -222,21 +223,21 @@ class Saving:
         found = [*self._of_partition()]
         if self._lead.is_here:
             found += self._of_lead()
-        # As a number, which all can be sent: the place of the name in a list that all have.
+        # Share the name as a number: its position in a list that all devices have.
         number = self._lead.least(min(map(names.index, found), default=math.inf))
         if not math.isfinite(number):
             return
         what = "parameter" if number < len(parameters) else "buffer"
         raise StateError(
-            f"{what} {names[int(number)]} is not finite after step {step}: no "
-            f"checkpoint is written, and those that are there stay. The loss was finite and a "
-            f"gradient, or what was computed beside it, was not. Look at the samples of that "
-            f"step, and at square roots, norms and divisions at 0; lower the learning rate, or "
-            f"set clip_norm. The run can go on from the checkpoint before"
+            f"{what} {names[int(number)]} is not finite after step {step}, so no checkpoint was "
+            f"written; existing ones are kept. The loss was finite, but a gradient, or another "
+            f"value computed with it, was not. Inspect the samples of that step, and square roots, "
+            f"norms and divisions at 0. Lower the learning rate, or set clip_norm. The run can "
+            f"resume from the previous checkpoint"
         )
 
     def _of_partition(self) -> Iterator[str]:
-        """Name what is not finite of the segments that this device keeps, if it has no more."""
+        """Yield the names of values in this device's partition that are not finite."""
         if not self._engine.placement.partitioned:
             return
         update, frozen = self._context.update, self._context.exchange.memory.frozen
@@ -249,7 +250,7 @@ class Saving:
             yield from (own_name(entries[frozen.entry_of(number)].name) for number in spoilt)
 
     def _of_lead(self) -> Iterator[str]:
-        """Name the first value that is not finite of all that the lead has."""
+        """Yield the name of the first value that is not finite among all that the lead holds."""
         first, frozen = self._context.first, self._context.exchange.memory.frozen
         of_all = [] if frozen is None else frozen.flat.sections
         with self._averaging.training_values() as trained:
@@ -261,12 +262,12 @@ class Saving:
             yield from [name for name in (found, min(spoilt, default=None)) if name is not None]
 
     def start(self, folder: Path, record: dict[str, Any], kept: Mapping[str, torch.Tensor]) -> bool:
-        """Begin to write; return whether all is written, or has failed, by now.
+        """Start writing; return whether the write has already finished or failed.
 
         Args:
-            folder: where to.
-            record: what is saved beside tensors.
-            kept: copies of weights of the script, on the lead.
+            folder: directory to write.
+            record: values to save in addition to tensors.
+            kept: copies of weights that the script refers to, on the lead.
         """
         rest_of_script = tensor_parts(kept)
         if self._engine.placement.partitioned:
@@ -275,14 +276,14 @@ class Saving:
         transport = self._context.exchange.transport
         pack(self._context.update.states(), transport.buffer)
         brought = transport.gather_to_lead()
-        # Copied by the training thread: the thread that writes reads nothing but copies.
+        # Copy in the training thread, because the writer thread must read only copies.
         if self._lead.is_here:
             given = *self._copies(), brought, rest_of_script
             self._writing.start(partial(self._write, folder, record, *given))
         return False
 
     def _stream(self, folder: Path, record: dict[str, Any], kept: Sequence[TensorParts]) -> None:
-        """Have the lead write what the devices keep, of which it never has more than a tensor."""
+        """Stream the partitioned state to the lead, which writes it one tensor at a time."""
         stream = PartitionedState(self._engine, self._lead)
         record["fingerprint"] = fingerprint_of(agreed_digests(self._engine))
         write = None
@@ -304,7 +305,7 @@ class Saving:
         rooms: list[torch.Tensor],
         kept: Sequence[TensorParts],
     ) -> None:
-        """Write a checkpoint in the background, from copies alone: training changes the rest."""
+        """Write a checkpoint in the background, from copies only: training changes the rest."""
         storage = self._context.update.storage
         states = chain.from_iterable(map(unpack, rooms))
         joined = join(states, storage.segments, storage.masters)
@@ -314,7 +315,7 @@ class Saving:
         _write_all(folder, record, joined, of_buffers, saved, rest, beside, kept)
 
     def _copies(self) -> tuple[ModelCopy, ModelCopy | None, list[TensorParts]]:
-        """Copy the model that the run goes on with, its averages if it shows them, and buffers."""
+        """Copy the trained values, the averages if the model shows them, and buffers."""
         shown = None
         if self._engine.agreement.averaged:
             shown = copy_model(self._context.module, partial(self._room, "shown"))
@@ -323,7 +324,7 @@ class Saving:
         return trained, shown, self._of_buffers()
 
     def _of_buffers(self) -> list[TensorParts]:
-        """Copy the averages of buffers, and what shards carry in buffers."""
+        """Copy the averages of buffers, and the shards' own buffers."""
         buffers = self._context.first.buffers
         buffers.note_changes()
         left = buffers.carried.left(buffers.places.names)
@@ -346,18 +347,18 @@ def _write_all(
     trained: Sequence[TensorParts],
     kept: Sequence[TensorParts],
 ) -> None:
-    """Write a checkpoint, and delete those that are no longer to be kept."""
+    """Write a checkpoint, and delete older ones that need not be kept."""
     keys, values = optimizer.keys, optimizer.values
     record["optimizer"] |= {"tensors": keys, "other_state": values, "strides": optimizer.strides}
     tensors = saved, [*optimizer.tensors, *of_buffers], rest, trained, kept
-    # The first two are there even where they hold nothing.
+    # The first two files are written even if they are empty.
     files = {
         name: each
         for name, each in zip(TENSOR_FILES, tensors, strict=True)
         if each or name in TENSOR_FILES[:2]
     }
     write_checkpoint(folder, files, record, check_run)
-    # Only now that the new one is on the disk: a failure before leaves all the old ones.
+    # Prune only when the new checkpoint is on disk: if the write fails, all old ones remain.
     if record["keep"] is not None:
         prune(folder.parent, run=record["run"], keep=record["keep"])
 
@@ -366,16 +367,16 @@ _NOTHING, _ENDED = -1, -2
 
 
 class PartitionedState:
-    """The parameters and the optimizer's state of devices that keep their parts of them alone.
+    """Parameters and optimizer state that are partitioned among devices.
 
-    All devices make one together, and then call `feed`.
+    All devices create one together, and then call `feed`.
 
     Args:
-        engine: the device of this process.
-        lead: the lead's work.
+        engine: engine of this process's device.
+        lead: runs work on the lead.
 
     Raises:
-        TypeError: a value is neither a tensor nor JSON, or of a dtype that a file cannot hold.
+        TypeError: a value is neither a tensor nor JSON, or has a dtype that a file cannot hold.
     """
 
     def __init__(self, engine: Engine, lead: LeadWork) -> None:
@@ -388,7 +389,7 @@ class PartitionedState:
         texts = self._transport.all_gather_objects({device: described(own)})
         states = [*chain.from_iterable(map(read_described, texts))]
         self.optimizer = join(states, storage.segments, storage.masters, self._coming)
-        """The optimizer's state, whose tensors come when they are asked for."""
+        """The optimizer state. Its tensors are gathered when they are read."""
         self._own: dict[tuple[int, str], list[SegmentState]] = defaultdict(list)
         for state in own:
             self._own[self._place(state)].append(state)
@@ -402,16 +403,16 @@ class PartitionedState:
         self._answers: queue.SimpleQueue[list[Bytes] | None] = queue.SimpleQueue()
 
     def parameter(self, name: str, number: int) -> TensorParts:
-        """The values of a parameter that is elsewhere; they come when they are asked for."""
+        """Return a partitioned parameter for writing; its values are gathered when read."""
         entry, dtype = self._layout.entries[number], self._layout.dtype_of(number)
         parts = self._coming(number, VALUES)
         return TensorParts(own_name(name), dtype, entry.shape, entry.stride, parts)
 
     def feed(self, writing: Background, write: Callable[[], None] | None) -> None:
-        """Bring the lead what its writer asks for, until it has ended; called on all devices.
+        """Gather the tensors that the lead's writer requests, until it ends. Collective.
 
         Args:
-            writing: runs the writer. What that has raised is left for whoever waits for it.
+            writing: runs the writer. The caller that waits for it gets its exceptions.
             write: writes the files, on the lead's process; None elsewhere.
         """
         try:
@@ -424,7 +425,7 @@ class PartitionedState:
                 else:
                     self._supply(*self._places[number])
         except BaseException:
-            # Or the writer would wait for ever, and whoever ends this process for the writer.
+            # Without an answer the writer would block forever, and the end of the process with it.
             self._answers.put(None)
             writing.abandon()
             raise
@@ -436,7 +437,7 @@ class PartitionedState:
             self._asked.put(_ENDED)
 
     def _next(self) -> int:
-        """What the lead's writer asks for: the number of a place, or that there is nothing."""
+        """Return, on all devices, the number of the requested tensor, `_NOTHING` or `_ENDED`."""
         number = _ENDED
         if self._lead.is_here:
             try:
@@ -446,7 +447,7 @@ class PartitionedState:
         return int(self._lead.share(number))
 
     def _supply(self, entry: int, key: str) -> None:
-        """Bring the lead a tensor of one parameter, and hand it to the writer there."""
+        """Gather one tensor of a parameter to the lead, and pass it to the writer."""
         pack(self._states(entry, key), self._transport.buffer)
         brought = self._transport.gather_to_lead()
         if self._lead.is_here:
@@ -467,12 +468,12 @@ class PartitionedState:
         ]
 
     def _coming(self, entry: int, key: str) -> Iterator[Bytes]:
-        """Ask for a tensor, in the writer's thread, once its bytes are looked at."""
+        """Request a tensor from the writer's thread as soon as its bytes are read."""
         self._asked.put(self._numbers[entry, key])
-        # The training thread answers or, if it fails, says so.
+        # The training thread answers, also with None if it fails.
         found = self._answers.get()
         if found is None:
-            raise CheckpointError("the checkpoint was given up, as another device did not answer")
+            raise CheckpointError("the checkpoint was abandoned: another device did not respond")
         yield from found
 
     def _place(self, state: SegmentState) -> tuple[int, str]:
