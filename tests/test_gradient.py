@@ -250,15 +250,15 @@ def two_batches() -> None:
 
 
 REFUSED: dict[str, Callable[[], object]] = {
-    "None for its optimizer.*call trainer.gradient": lambda: gradient_of().step(batch_of(1)),
-    'expected precision="bf16" or "fp32"': lambda: gradient_of(precision="bf16-params"),
+    "created with None.*Call trainer.gradient": lambda: gradient_of().step(batch_of(1)),
+    'or precision="bf16" or "fp32"': lambda: gradient_of(precision="bf16-params"),
     "no parameter that requires": lambda: gradient_of(model=Net().requires_grad_(False)),
     "discard the script's updates": lambda: trainer_of(precision="bf16-params").gradient(
         batch_of(1)
     ),
     "follows only the updates of trainer.step": averaged,
-    "two batches in one block .* the very same object .*Make it before the block": two_batches,
-    "step the scheduler in the script": (
+    "two batches in one block .* the same batch object .*Create the batch before the block": two_batches,
+    "Step the scheduler in the script": (
         lambda: gradient_of(model=(net := Net()), scheduler=StepLR(sgd(net), 1))
     ),
     r"needs a closure.*Give Trainer None .*trainer.gradient\(batch\).loss": (

@@ -37,8 +37,8 @@ WAYS = [
 ]
 """Each script with ``onefold run --checkpoint``; and as it saves itself, if it does."""
 REFUSED = {
-    "lbfgs": "what the script's own keeps would be lost",
-    "sam": "what the script's own keeps would be lost",
+    "lbfgs": "the state of the script's own optimizer would be lost",
+    "sam": "the state of the script's own optimizer would be lost",
     "reinforce": "the script calls the model itself, in the part of the run that is done",
     "replay": "the script calls the model itself, in the part of the run that is done",
 }

@@ -267,20 +267,29 @@ ALONE = {"model": ONE, "optimizer": OPTIMIZER, "loss": lambda m, batch: m(batch)
     ("changes", "words"),
     [
         ({"optimizer": {"generator": OPTIMIZER}}, "same names, .* optimizers are 'generator'"),
-        ({"model": {}}, "at least one model, got none"),
-        ({"model": {"a.b": ONE}}, r"model\['a.b'\]: expected another name"),
-        ({"model": MODELS | {"generator": 3}}, r"model\['generator'\] to be a PyTorch Module"),
-        ({"optimizer": OPTIMIZERS | {"generator": 3}}, r"expected optimizer\['generator'\] to be"),
-        ({"loss": LOSSES | {"generator": 3}}, r"expected loss\['generator'\] to be a function"),
+        ({"model": {}}, "at least one model, but got none"),
+        ({"model": {"a.b": ONE}}, r"model\['a.b'\]: choose another name"),
+        ({"model": MODELS | {"generator": 3}}, r"model\['generator'\] must be a PyTorch Module"),
+        (
+            {"optimizer": OPTIMIZERS | {"generator": 3}},
+            r"optimizer\['generator'\] must be a PyTorch",
+        ),
+        ({"loss": LOSSES | {"generator": 3}}, r"loss\['generator'\] must be a function"),
         (
             {"optimizer": OPTIMIZERS | {"generator": TWICE}},
             "is in the optimizers 'discriminator' a",
         ),
-        ({"microbatch": "auto"}, "looks for the largest microbatches of one loss"),
-        ({"scheduler": {"critic": SCHEDULE}}, "scheduler has the name 'critic': expected some of"),
+        ({"microbatch": "auto"}, "finds the largest microbatch of one loss"),
+        (
+            {"scheduler": {"critic": SCHEDULE}},
+            "scheduler has the name 'critic', but the optimizers are",
+        ),
         ({"scheduler": SCHEDULE}, "give a dict of schedulers, under the same names"),
         ({"scheduler": {"discriminator": SCHEDULE}}, "was made for another optimizer"),
-        (ALONE | {"scheduler": {"generator": SCHEDULE}}, "one scheduler, as Trainer was given one"),
+        (
+            ALONE | {"scheduler": {"generator": SCHEDULE}},
+            "a dict of schedulers, but Trainer has a single optimizer",
+        ),
     ],
 )
 def test_what_does_not_belong_together_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -294,18 +303,18 @@ def test_a_step_names_its_loss() -> None:
     trainer = trainer_of(model=models, optimizer=optimizers)
     with pytest.raises(TypeError, match=r"such as trainer.step\(batch, 'discriminator'\)"):
         trainer.step(batch_of(1))
-    with pytest.raises(ValueError, match="one of the losses 'discriminator', 'generator', got"):
+    with pytest.raises(ValueError, match="must be one of 'discriminator', 'generator', but got"):
         trainer.step(batch_of(1), "critic")
     with pytest.raises(RuntimeError, match=r"step\(\) was called by the script"):
         optimizers["generator"].step()
     trainer.average(decay=0.9)
-    words = "update_bn runs the model by the loss"
+    words = "update_bn runs the model through the loss"
     with pytest.raises(ValueError, match=words), trainer.averaged(update_bn=DATA, batch_size=4):
         raise AssertionError("the block is not entered")
     alone = make_trainer()
-    with pytest.raises(TypeError, match="no name of a loss"):
+    with pytest.raises(TypeError, match="has a single, unnamed loss"):
         alone.step(torch.ones(2, 2), "critic")
-    with pytest.raises(TypeError, match="no dict of models"):
+    with pytest.raises(TypeError, match="not a dict of models"):
         alone.evaluate(judged, DATA, batch_size=2, model="critic")
 
 
@@ -398,19 +407,22 @@ def test_bits_do_not_depend_on_devices(make: Any, precision: Any, tmp_path: Path
 @for_each(
     ("change", "message"),
     [
-        (lambda o, s: ([], squares, None), "at least one optimizer, got none"),
-        (lambda o, s: (o, squares, s[:1]), "one for each or None, got 1 sched"),
-        (lambda o, s: (o[0], squares, s), "expected a list of schedulers beside a list of opt"),
+        (lambda o, s: ([], squares, None), "at least one optimizer, but got none"),
+        (lambda o, s: (o, squares, s[:1]), "one scheduler or None for each, but got 1 sched"),
+        (lambda o, s: (o[0], squares, s), "a list of schedulers needs a list of opt"),
         (lambda o, s: (o, squares, s[0]), "or a list beside a list"),
         (lambda o, s: (o, squares, s[::-1]), "was made for another optimizer"),
         (
             lambda o, s: (o, {"a": squares, "b": squares}, None),
-            "or one loss that all of them upd",
+            "or one loss for all optimizers",
         ),
-        (lambda o, s: ([*o, o[0]], squares, None), "in the optimizers '0' and '2': expected it in"),
+        (
+            lambda o, s: ([*o, o[0]], squares, None),
+            "in the optimizers '0' and '2', but only one may",
+        ),
         (
             lambda o, s: ([o[0], squares], squares, None),
-            r"expected optimizer\['1'\] to be a PyTorch",
+            r"optimizer\['1'\] must be a PyTorch",
         ),
     ],
 )

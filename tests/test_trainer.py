@@ -196,7 +196,7 @@ def test_batches_of_a_loader_and_whole_batches_give_the_same_bits(devices: int) 
     wholes = [data[start : start + 6] for start in range(0, 20, 6)]
     assert result(loaded, batches) == result(whole, wholes)
     for other in ({"devices": devices, "shards": 3}, {"devices": 2}):
-        with pytest.raises(ValueError, match=r"was cut for .* this run has"):
+        with pytest.raises(ValueError, match=r"was cut for .* but this run has"):
             make_trainer(**other).step(batches[0])
 
 
@@ -215,7 +215,7 @@ def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
             all=(torch.device("cpu"),), own=(0,), context=LaunchContext(), trainer=trainer
         )
         settle_process(devices, Settings(shards=5, threads=None, **chosen))
-    assert caplog.text.count("3 of 16 cores at work: a CPU device has 3 threads with 5 sh") == 1
+    assert caplog.text.count("using 3 of 16 cores: a CPU device has 3 threads with 5 sh") == 1
     assert "onefold run --devices auto train.py" in caplog.text
 
 
@@ -227,12 +227,12 @@ def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
     [
         ({"clip_norm": math.nan}, "expected clip_norm to be more than 0, got nan"),
         ({"timeout_s": math.inf}, "expected timeout_s to be finite"),
-        ({"shares": 4}, "expected shares to be a list of numbers, got 4"),
+        ({"shares": 4}, "shares must be a list of integers, but got 4"),
         (
             {"shares": (1, 1)},
             r"the shares \(1, 1\) have 2 devices and 2 shards; this run has 2 devices",
         ),
-        ({"loss": None}, "expected loss to be a function of model and batch, got None"),
+        ({"loss": None}, "loss must be a function of model and batch, but got None"),
         ({"model": [line()], "optimizer": sgd(line())}, "expected model to be a torch.nn.Module"),
         ({"optimizer": "sgd"}, "expected a torch.optim.Optimizer, got str"),
         ({"devices": 5}, "5 devices cannot share 4 shards: a shard is never divided"),
@@ -246,12 +246,12 @@ def test_an_argument_that_is_not_usable_is_refused(choice: dict[str, Any], words
 @for_each(
     ("devices", "words"),
     [
-        (["cpu", "cuda:7"], r"^cuda:7 is not there: PyTorch sees \d GPUs on this machine"),
-        (["cpu", "cuda:1"], "devices of a run must be of one kind, got cpu, cuda:1"),
-        (["mps"], "^expected cpu or cuda devices, got mps"),
-        (["gpu"], "expected .*'gpu'"),
-        ("cpu", "expected .*a list of devices"),
-        (2, "expected .*a list of devices"),
+        (["cpu", "cuda:7"], r"^cuda:7 does not exist: PyTorch sees \d GPUs on this machine"),
+        (["cpu", "cuda:1"], "devices of a run must have the same type, but got cpu, cuda:1"),
+        (["mps"], "^devices must be cpu or cuda devices, but got mps"),
+        (["gpu"], "devices must be .*'gpu'"),
+        ("cpu", "devices must be a list of devices"),
+        (2, "devices must be a list of devices"),
     ],
 )
 def test_devices_that_cannot_be_had_are_explained(

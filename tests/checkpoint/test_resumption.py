@@ -457,7 +457,10 @@ def without_an_optimizer(life: Life) -> None:
         (lambda life: begun(life)[0].gradient(points(8)), "goes on at the very sample where a run"),
         (lambda life: (begun(life), begun(life)), "onefold run --checkpoint follows one Trainer"),
         (a_scheduler_of_the_scripts, "a learning rate scheduler is attached to the optimizer"),
-        (without_an_optimizer, "what the script's own keeps would be lost. Call trainer.save"),
+        (
+            without_an_optimizer,
+            "so the state of the script's own optimizer would be lost. Call trainer.save",
+        ),
     ],
 )
 def test_what_could_not_go_on_is_refused(runs: Runs, script: Any, words: str) -> None:

@@ -102,7 +102,7 @@ def test_a_trainer_is_of_no_use_in_a_forked_child(tmp_path: Path) -> None:
         mine.close,
     ):
         words = said_by_child(call)
-        assert words.startswith(f"RuntimeError: the Trainer was made in process {os.getpid()}")
+        assert words.startswith(f"RuntimeError: this Trainer was created in process {os.getpid()}")
     assert list(tmp_path.iterdir()) == []
     assert mine.step(points(8)).number == 2
 

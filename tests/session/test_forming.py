@@ -73,7 +73,7 @@ def test_fewer_gpus_than_processes_are_refused(
 ) -> None:
     """It was a run on the processor, without a word."""
     words = (
-        f"^expected a GPU for each of the 4 processes .* on this host; process {rank} sees {gpus}"
+        f"^the launcher started 4 processes on this host, .* but process {rank} sees {gpus}"
         rf"\. .*--nproc-per-node {gpus}.*CUDA_VISIBLE_DEVICES"
     )
     with pytest.raises(LaunchError, match=words):

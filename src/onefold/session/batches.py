@@ -1,4 +1,4 @@
-"""The batches of a run: its loaders, and what the script gives to a step, cut into shards."""
+"""The batches of a run: its loaders, and step batches cut into shards."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from onefold.watch.timing import Moment, host_now_s
 __all__ = ["Batches", "Wait", "read_now"]
 
 Wait = tuple[Moment, Moment]
-"""When a step's wait for its batch began, and when it ended."""
+"""Start and end of a step's wait for its batch."""
 
 
 class Batches:
-    """Makes the loaders of a run, and cuts the batches of its steps.
+    """Creates the loaders of a run, and cuts the batches of its steps.
 
     Args:
-        engine: the devices of this process.
-        devices: who takes part.
-        position: where the run is.
-        gather: brings the payloads of a batch's shards to every device.
+        engine: engine of this process's devices.
+        devices: devices of the run.
+        position: current position of the run.
+        gather: gathers the payloads of a batch's shards to every device.
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class Batches:
         self._engine, self._devices, self._position = engine, devices, position
         self._settings, self._gather = engine.context.settings, gather
         self.note_reading: Callable[[bool], None] = lambda reads: None
-        """Called as a wait for a batch of a loader begins, and as it ends."""
+        """Called at the start and the end of a wait for a loader's batch."""
         self.datasets: dict[int, Any] = {}
-        """Those of the loaders for steps, by the loaders' numbers."""
+        """Data sets of the loaders for steps, by loader number."""
 
     def loader(
         self, dataset: Any, collate: Collate | None, *, whole: bool = False, **choices: Any
     ) -> Loader:
-        """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``.
+        """Create a loader for `evaluate` and `predict`.
 
         Args:
             dataset, collate, choices: see `Loader`.
-            whole: have the first device compute each batch as one shard.
+            whole: whether the first device computes each batch as one shard.
         """
-        # What a device computes of each batch is then one stretch of it.
+        # In a row: each device computes one contiguous slice of the batch.
         choices |= {"dataset": dataset, "collate": collate}
 
         def shares() -> Shares:
@@ -67,7 +67,7 @@ class Batches:
         return self._asked(ScriptCall("pass", given=choices), lambda: self._made(**choices))
 
     def loader_of_steps(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
-        """Make a loader for `step`, whose place in the data is part of a checkpoint."""
+        """Create a loader for `step`, whose position is part of a checkpoint."""
         choices |= {"shares": lambda: self._engine.assignment.shares, "gather": self._gather}
         choices |= {"dataset": dataset, "collate": collate}
 
@@ -98,7 +98,7 @@ class Batches:
         return made
 
     def cut(self, batch: object, dim: int) -> tuple[ShardedBatch, Wait]:
-        """Cut a step's batch; return it with the time in which it was waited for."""
+        """Cut a step's batch; return it with the start and end of the wait for it."""
         start, shares = host_now_s(), self._engine.assignment.shares
         dim = checked_dim(dim)
         if isinstance(batch, ShardedBatch):
@@ -117,14 +117,14 @@ class Batches:
             for part in cut.parts:
                 self._checked(part, shares)
         if cut.samples == 0:
-            raise ValueError("the batch is empty: expected at least one sample")
+            raise ValueError("the batch is empty, but a step needs at least one sample")
         if cut.samples < shares.shards and not self._position.step:
             load("shard.advice").say_few(cut.samples, shares.shards)
         if cut.others and self._settings.microbatch is not None:
             raise ValueError(
-                "microbatch cuts each shard by its samples, and this batch has parts of "
-                "other lengths (another loader's batch, onefold.Scatter or onefold.Broadcast): "
-                "expected microbatch=None. Use more shards instead: each is smaller"
+                "microbatch cuts each shard by samples, but this batch has parts of other lengths "
+                "(another loader's batch, onefold.Scatter or onefold.Broadcast). Pass "
+                "microbatch=None, and use more shards instead: each is smaller"
             )
         return cut, cut.waited or (start, host_now_s())
 
@@ -132,13 +132,13 @@ class Batches:
         theirs = batch.shares
         if (theirs.shards, theirs.devices) != (ours.shards, ours.devices):
             raise ValueError(
-                f"the batch was cut for {theirs.shards} shards and {theirs.devices} devices, this "
-                f"run has {ours.shards} and {ours.devices}: use a loader of this trainer"
+                f"the batch was cut for {theirs.shards} shards and {theirs.devices} devices, but "
+                f"this run has {ours.shards} and {ours.devices}. Use a loader of this trainer"
             )
         self._position.check(batch)
         return batch
 
 
 def read_now(part: Any) -> Any:
-    """Read a batch that a loader has handed out before the script came to where its run goes on."""
+    """Read a batch that a loader returned unread during replay."""
     return part.unread() if isinstance(part, ShardedBatch) and part.unread else part

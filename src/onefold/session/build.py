@@ -1,4 +1,4 @@
-"""Makes a model without its values, where devices keep less than all of them."""
+"""Creates a model without parameter values if devices store only parts of them."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ Model = TypeVar("Model")
 
 
 LEAST_BYTES = 4096
-"""Smaller tensors have their values from the beginning."""
+"""Size in bytes below which tensors get their values immediately."""
 
 
 def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwargs) -> Model:
-    """Make a model without its values, where devices keep less than all of them.
+    """Create a model without parameter values if devices store only parts of them.
 
-    With ``--placement partition``, ``offload`` and ``pipeline``, operations that make and fill
-    tensors (``empty``, ``randn``, ``normal_``, and with them ``torch.nn.init``) are recorded, and
-    the Trainer repeats them where each value is kept, a parameter at a time. Code that computes
-    with a parameter before that, also after this call, gets its values: they then lie in a file, of
-    which the system keeps in memory what there is room for. The bits are those of
-    ``make(*args, **kwargs)``, and random numbers go on as they do after that. With ``--placement
-    replicate`` this is that call. `onefold plan` needs no values at all.
+    With ``--placement partition``, ``offload`` and ``pipeline``, operations that create and fill
+    tensors (``empty``, ``randn``, ``normal_``, and therefore ``torch.nn.init``) are recorded, and
+    the Trainer repeats them where each value is stored, one parameter at a time. Code that computes
+    with a parameter earlier, even after this call, gets its values: they are then in a file, which
+    the operating system caches in memory as far as there is room. The bits equal those of
+    ``make(*args, **kwargs)``, and the random state afterwards is the same. With ``--placement
+    replicate`` this simply calls ``make``. `onefold plan` needs no values at all.
 
     Args:
-        make: the class of a model, or a function that makes one, several in a list or a dict, or a
-            model and what belongs to it.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        make: a model class, or a function that returns a model, several models in a list or dict,
+            or a model and related objects.
+        args: positional arguments of ``make``.
+        kwargs: keyword arguments of ``make``.
 
     Raises:
-        OSError: the file has no room; ``--offload-dir`` names its folder.
+        OSError: there is no space for the file; ``--offload-dir`` sets its directory.
 
     >>> onefold.build(torch.nn.Linear, 3, 2).weight.shape
     torch.Size([2, 3])
     """
     options = current_context().options
-    # A plan looks at sizes alone, perhaps at those of a model that fits nowhere.
+    # A plan needs only sizes, possibly of a model that fits nowhere.
     if options.placement_kind.keeps_whole and "plan" not in options.tools:
         return make(*args, **kwargs)
     recording = Recording(SparseAllocator(home_of(options.offload_dir)), LEAST_BYTES)
@@ -54,7 +54,7 @@ def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwarg
         with recording.active():
             made = make(*args, **kwargs)
     except BaseException:
-        # A script may have kept some of it.
+        # The script may hold references to some of the tensors.
         recording.draw_all()
         raise
     recording.finish(made)

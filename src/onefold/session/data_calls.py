@@ -1,4 +1,4 @@
-"""Calls of a script that go through data: evaluations, predictions, statistics of averages."""
+"""Calls that iterate over a data set: evaluation, prediction, statistics of averages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def over_data(
     *,
     whole: bool = False,
 ) -> dict[str, Any]:
-    """Make a call over a data set, in its order, which all devices must make."""
+    """Run a call over a data set, in its order. Collective."""
     part = session.parts.on_part(function, model)
     batches = session.batches.loader(**chosen, whole=whole)
     with session.telling_others():
@@ -62,10 +62,10 @@ def averaged(
         return
     if len(session.parts.losses) > 1:
         raise ValueError(
-            "update_bn runs the model by the loss, and this Trainer has several: expected the "
-            "block without update_bn, where statistics are averaged like everything else"
+            "update_bn runs the model through the loss, but this Trainer has several losses. Use "
+            "the block without update_bn, which averages statistics like all other values"
         )
-    # Before anything is shown: what is unusable is refused here.
+    # Create the loader first, so that invalid arguments raise before the model shows averages.
     batches = session.batches.loader(data, collate, batch_size=batch_size, workers=workers)
     with session.hooks.around(asked), session.averaging.block(step, recomputes=True):
         size = batches.track.size

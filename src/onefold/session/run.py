@@ -1,4 +1,4 @@
-"""A run as its tools see it: `RunSetup` before any device is used, then `RunView`."""
+"""A run as tools see it: `RunSetup` before any device is used, `RunView` afterwards."""
 
 from __future__ import annotations
 
@@ -37,36 +37,36 @@ __all__ = ["RunSetup", "RunTools", "RunView"]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RunSetup:
-    """The parts of a Trainer; tools may replace settings and losses before the engine is made."""
+    """Parts of a Trainer. Tools may replace settings and losses before the engine is created."""
 
     context: LaunchContext
     user: UserParts
     settings: Settings
     losses: Mapping[str, LossFunction]
-    """The losses that the engine computes."""
+    """Losses that the engine computes."""
     optimizer: torch.optim.Optimizer = field(init=False)
 
 
 class RunTools(Protocol):
-    """The tools of a run, called in this order on every device."""
+    """The tools of a run. Every device calls these methods in this order."""
 
     def adjust(self, start: RunSetup) -> None:
         """Replace settings before they are checked."""
 
     def prepare(self, start: RunSetup) -> None:
-        """Act on checked arguments, before any device is used; may end the script."""
+        """Act on checked arguments before any device is used; may end the script."""
 
     def build_hooks(self, run: RunView) -> None:
-        """Make the hooks of the run."""
+        """Create the hooks of the run."""
 
 
 _NO_RECORD = {"entries": 0, "head": ""}
-"""What a checkpoint has seen of the record of a run that has none."""
+"""State of the record in a checkpoint if the run has no record."""
 
 
 @dataclass(kw_only=True, eq=False)
 class RunView:
-    """A run, as its tools see it."""
+    """A run as tools see it."""
 
     context: LaunchContext
     engine: Engine
@@ -75,33 +75,33 @@ class RunView:
     scheduler: RunScheduler
     changes: Callable[[], Modifying]
     averaging: Callable[[], Averaging]
-    """Both are made at the first call."""
+    """Modifying block and averages; both are created at the first call."""
     batches: Batches
     telling_others: Callable[[], AbstractContextManager[None]]
-    """Surrounds code that may raise between two calls to the other devices."""
+    """Context manager for code that may raise between two collective calls."""
     count: Callable[[ScriptCall, Step, ShardedBatch | None], Step]
-    """Counts a step that a hook answers, calls `Hook.after_step`, and returns the step with its
-    number. The batch is None if the script made it and it was not cut."""
+    """Counts a replayed step, calls `Hook.after_step`, and returns the step with its number. The
+    batch is None if the script made it and it was not cut."""
     left: Callable[[], bool]
-    """Whether this process left the run, or failed in it."""
+    """Whether this process has left the run, or failed in it."""
     note_checkpoint: Callable[[int, Path, str], Mapping[str, Any]] = lambda *about: _NO_RECORD
-    """Notes a checkpoint in the record, if there is one; see `Checkpoints`."""
+    """Records a checkpoint, if the run has a record; see `Checkpoints`."""
     progress: Progress | None = None
-    """The table through which the launcher asks the run to stop, if there is one."""
+    """Table through which the launcher requests a stop, if there is one."""
     places: Progress | None = None
-    """The table in which devices note where they are, if there is one."""
+    """Table in which devices record their positions, if there is one."""
     recorded_in: Path | None = None
-    """The folder of the run's record, if it is recorded."""
+    """Folder of the run's record, if it is recorded."""
     lock: FolderLock | None = None
-    """Of the directory in which the run saves itself, if it does; the lead's process holds it."""
+    """Lock of the directory of automatic checkpoints, if any; the lead's process holds it."""
     begun_after: int = 0
-    """After which step the run resumes; 0 if it begins."""
+    """Step after which the run resumes; 0 if it begins."""
     is_answered: bool = False
-    """Whether the record answers the script up to there."""
+    """Whether the script is replayed up to that step."""
     note_left_out: Callable[[int], None] = lambda kept: None
-    """Notes in the record, if there is one, how many entries of the end of a run stay in it."""
+    """Records how many entries of a finished run remain when the script extends it."""
     found: list[Callable[[Any], None]] = field(default_factory=list)
-    """Called with each finding of a tool that another tool may record."""
+    """Functions called with each finding of a tool, so that another tool may record it."""
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -114,5 +114,5 @@ class RunView:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether `checkpoints` was used."""
+        """Whether `checkpoints` has been created."""
         return "checkpoints" in vars(self)

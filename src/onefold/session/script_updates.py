@@ -1,15 +1,15 @@
-"""Updates that a script makes by itself, of gradients that it asks for.
+"""Updates that a script makes itself, from gradients that `Trainer.gradient` computes.
 
-`GradientSteps` tells which calls of `Trainer.gradient` belong to one step. `ScriptOptimizer` stands
-in for the optimizer of a Trainer that was given none.
+`GradientSteps` decides which calls of `Trainer.gradient` belong to one step. `ScriptOptimizer`
+stands in for the optimizer of a Trainer without one.
 
-Note: several gradients of a step
----------------------------------
-Line searches and two-pass optimizers ask for several gradients of one batch before they update
-once. These calls are one step: they have one number, and so the same random numbers, and the batch
-counts as used once. A step lasts as long as the very same batch object is given; one that was
-given inside of `Trainer.modifying` ends with that block, so that a script may take the same batch
-(all of its data, say) for the next step.
+Note: several gradients per step
+--------------------------------
+Line searches and two-pass optimizers compute several gradients of one batch before each update.
+These calls are one step: they share a step number, and therefore the random numbers, and the batch
+counts as used once. A step lasts as long as the script passes the same batch object. If it passed
+the object inside `Trainer.modifying`, the step ends with that block, so that a script may use the
+same batch (all of its data, for example) for the next step.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ __all__ = ["NO_STEP", "GradientSteps", "ScriptOptimizer", "check_by_script", "st
 _log = logging.getLogger("onefold")
 
 _MOST_BLOCKS = 4
-"""Blocks of changes that one step may well have; of two-pass optimizers it has two."""
+"""Number of `Trainer.modifying` blocks without a warning in one step; two-pass optimizers use 2."""
 
 NO_STEP = (
-    "trainer.step was called of a Trainer that was made with None for its optimizer, so that the "
-    "script makes the updates: call trainer.gradient(batch), and update the parameters in `with "
-    "trainer.modifying():`; or give Trainer an optimizer"
+    "trainer.step was called, but this Trainer has no optimizer (it was created with None), so the "
+    "script makes the updates. Call trainer.gradient(batch) and update the parameters in `with "
+    "trainer.modifying():`, or pass an optimizer to Trainer"
 )
-"""The message of a step that nobody could update."""
+"""Error message of a step without an optimizer."""
 
 
 class ScriptOptimizer(torch.optim.Optimizer):
-    """Holds the parameters that get a gradient, and has neither settings nor state.
+    """Holds the parameters that require gradients, without settings or state.
 
     Args:
-        module: the model, made by the user.
+        module: the user's model.
 
     Raises:
-        ValueError: no parameter of it requires a gradient.
+        ValueError: no parameter requires a gradient.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -63,69 +63,71 @@ class ScriptOptimizer(torch.optim.Optimizer):
         super().__init__(trained, {})
 
     def step(self, closure: Any = None) -> Any:
-        """Refuse: there is nothing that could update."""
+        """Raise, because the script makes the updates itself."""
         raise RuntimeError(NO_STEP)
 
 
-# Which elements a device has makes no difference: it updates none.
+# Its device partition does not matter, because it updates no elements.
 BY_ELEMENT.add(ScriptOptimizer)
 
 
 def check_by_script(scheduler: LRScheduler | None, precision: Precision) -> None:
-    """Refuse what a Trainer without an optimizer cannot do.
+    """Raise if the arguments need an optimizer that the Trainer does not have.
 
     Raises:
-        ValueError: a scheduler was given, or a precision in which Trainer's optimizer keeps values
-            that are finer than the model's.
+        ValueError: there is a scheduler, or the precision keeps float32 masters, which only the
+            Trainer's optimizer could update.
     """
     if scheduler is not None:
         raise ValueError(
-            f"scheduler is a {type(scheduler).__name__}, and Trainer was given None for its "
-            f"optimizer: step the scheduler in the script, beside the optimizer that it belongs to"
+            f"scheduler is a {type(scheduler).__name__}, but Trainer has no optimizer (it was "
+            f"created with None). Step the scheduler in the script, together with the script's "
+            f"optimizer"
         )
     if precision.parameters is not None:
         raise ValueError(
-            f'precision="{precision.name}" has Trainer\'s optimizer update float32 values, of '
-            f"which the model holds rounded ones, and Trainer was given None for its optimizer: "
-            f'expected precision="{str(precision.name).removesuffix("-params")}" or "fp32"'
+            f'precision="{precision.name}" needs an optimizer in Trainer: it updates float32 '
+            f"values, of which the model holds rounded copies. Pass an optimizer, or "
+            f'precision="{str(precision.name).removesuffix("-params")}" or "fp32"'
         )
 
 
 def stand_in(module: torch.nn.Module, options: RunOptions) -> ScriptOptimizer:
-    """Return the stand-in for the optimizer of a script that has its own.
+    """Return a stand-in for the optimizer of a script that makes its own updates.
 
     Args:
         module: the user's model.
-        options: say whether the launcher is to save the run by itself.
+        options: whether the launcher is to save the run automatically.
 
     Raises:
         ValueError: the launcher would save the run without the state of the script's optimizer.
     """
     if options.checkpoint:
         raise ValueError(
-            "onefold run --checkpoint saves the state of Trainer's optimizer, and this Trainer was "
-            "given None for it: what the script's own keeps would be lost. Call trainer.save(..., "
-            "extra=...) and trainer.load in the script, with what its optimizer keeps"
+            "onefold run --checkpoint saves the state of Trainer's optimizer, but this Trainer has "
+            "none (it was created with None), so the state of the script's own optimizer would be "
+            "lost. Call trainer.save(..., extra=...) and trainer.load in the script, with that "
+            "state"
         )
     return ScriptOptimizer(module)
 
 
 class Place(NamedTuple):
-    """Where in a script a gradient is asked for."""
+    """Position in a script at which it requests a gradient."""
 
     step: int
-    """How many steps are done."""
+    """Number of finished steps."""
     block: int
-    """Number of the block of changes that the script is in; 0 outside of any."""
+    """Number of the open `Trainer.modifying` block; 0 if none is open."""
     blocks: int
-    """How many blocks it has opened so far."""
+    """Number of blocks opened so far."""
 
 
 class GradientSteps:
-    """Makes gradients; remembers the batch of the last one, and where it was given.
+    """Computes gradients, and remembers the last batch and the position of its call.
 
     Args:
-        session: the Trainer's part in the run.
+        session: session of the Trainer.
     """
 
     def __init__(self, session: Session) -> None:
@@ -133,27 +135,27 @@ class GradientSteps:
         self.forget()
 
     def forget(self) -> None:
-        """Have the next call begin a step, whatever its batch is."""
+        """Make the next call begin a step, regardless of its batch."""
         self._batch: object = None
         self._loss = ""
         self._last = Place(-1, 0, 0)
         self._blocks_before = 0
 
     def goes_on(self, batch: object, place: Place, loss: str) -> bool:
-        """Whether a call belongs to the step of the call before it.
+        """Whether a call belongs to the same step as the previous call.
 
-        Outside of a block another loss begins another step.
+        Outside a block, a different loss begins a new step.
 
         Raises:
-            RuntimeError: it is in the same block as that call, and has another batch.
+            RuntimeError: the call is in the same block as the previous one, but has another batch.
         """
         last, same = self._last, batch is self._batch
         if place.block and place.block == last.block and not same:
             raise RuntimeError(
                 "trainer.gradient was called with two batches in one block of `with "
-                "trainer.modifying():`, which is one step: expected the very same object in all "
-                "calls. Make it before the block (batch = (x, y), not gradient((x, y)) in a "
-                "closure), and a block for each batch"
+                "trainer.modifying():`, but a block is one step and needs the same batch object in "
+                "all calls. Create the batch before the block (batch = (x, y), not gradient((x, "
+                "y)) in a closure), and use a block for each batch"
             )
         if not same or place.step != last.step or last.block not in (0, place.block):
             return False
@@ -166,23 +168,23 @@ class GradientSteps:
         ):
             self._warned = True
             _log.warning(
-                "trainer.gradient has been given the same batch object again, after more than %d "
-                "blocks of trainer.modifying: all of it counts as one step, with the same random "
-                "numbers. For the next step give a new object, such as (x, y) made in the loop, or "
-                "call gradient inside the block, whose end is the step's",
+                "trainer.gradient received the same batch object again after more than %d blocks "
+                "of trainer.modifying: all of them count as one step, with the same random "
+                "numbers. For the next step, pass a new object, such as (x, y) created in the "
+                "loop, or call gradient inside the block, whose end ends the step",
                 _MOST_BLOCKS,
             )
         return True
 
     def note(self, batch: object, place: Place, loss: str, *, begins: bool) -> None:
-        """Note a call that has succeeded, and whether it began a step, which is done by now."""
+        """Record a successful call, and whether it began a step. A step that it began is done."""
         if begins:
             self._blocks_before = place.blocks
         self._batch, self._last = batch, place._replace(step=place.step + begins)
         self._loss = loss
 
     def gradient(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
-        """Leave a batch's gradient in ``.grad``; see `Trainer.gradient`."""
+        """Compute a batch's gradient into ``.grad``; see `Trainer.gradient`."""
         session = self._session
         name = session.parts.loss_name(loss)
         session.engine.take_spans()
@@ -208,6 +210,6 @@ class GradientSteps:
                         asked.batch, asked.number, name=name, asked_to_stop=asked.asked_to_stop
                     )
                 note()
-                # Its update is the script's, and comes later.
+                # Not the update: the script makes it later.
                 session.note_done(cut if asked.begins else None, outcome)
         return session.told(asked, outcome, waited)

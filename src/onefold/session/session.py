@@ -1,15 +1,15 @@
-"""A Trainer's part in a run, from its start to its end.
+"""The lifetime of a Trainer in a run.
 
-The Trainer is the face and computes nothing; the engine computes and knows no run. What lies
-between them is here: the order in which a step, its checkpoints, its observers and a request to
-stop follow each other, and who is told of a failure.
+`Trainer` is the public interface and computes nothing; `Engine` computes and does not know the run.
+`Session` connects them: it orders steps, checkpoints, observers and stop requests, and reports
+failures to the other devices.
 
-Note: who is told of a failure
-------------------------------
-An exception on one device leaves the others waiting for a call that it never makes. So whatever may
-raise between two calls to the others runs in `telling_others`, which closes the exchange with the
-reason: every wait then ends with it. What fails before any such call (an unusable argument in
-``__init__``) is found by the others when this process ends.
+Note: reporting failures
+------------------------
+An exception on one device leaves the others waiting for a call that it never makes. So code that
+may raise between two collective calls runs in `telling_others`, which closes the exchange with the
+exception as the reason: every wait then ends with it. Failures before the first collective call (an
+invalid argument in ``__init__``) reach the others when this process exits.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ class Session:
     """One Trainer of a run, on this process's devices.
 
     Args:
-        context: how this process was started.
+        context: launch context of this process.
         user: model, optimizers, losses and scheduler.
-        settings: the settings of the run.
-        devices: devices that the script has this process drive; None if it names none.
-        shares: how many shards each device runs; None for even shares.
-        tools: the tools around the steps.
+        settings: settings of the run.
+        devices: devices that the script assigns to this process; None if it names none.
+        shares: number of shards of each device; None for even shares.
+        tools: tools that add hooks to the run.
 
     Raises:
-        TypeError, ValueError: an argument is of a wrong type or value.
+        TypeError, ValueError: an argument has a wrong type or value.
         LaunchError: a device does not exist.
-        DisagreementError: another device of the run was given something else.
+        DisagreementError: another device of the run received different arguments.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Session:
         self._context, self._process = context, os.getpid()
         start = RunSetup(context=context, user=user, settings=settings, losses=user.losses)
         tools.adjust(start)
-        # Refused before any device is used or another device is contacted.
+        # Check before any device is used or another device is contacted.
         user.check(start.settings)
         optimizer = user.optimizer
         if optimizer is None:
@@ -102,9 +102,9 @@ class Session:
         keep_code_private(user, settings)
         check_devices(self.devices.own_devices.values(), settings)
         chosen = shares_of(self.devices, settings.shards, shares)
-        # Before the engine, whose first additions must have the run's number of threads.
+        # Before the engine is created: its first sums must use the run's number of threads.
         settle_process(self.devices, settings)
-        # Only now, as a Trainer whose arguments are refused takes nothing.
+        # After all checks: a Trainer that raises must not take the model from its holder.
         take_from_holders(user.module)
         self.engine = assemble(
             user.module,
@@ -119,22 +119,23 @@ class Session:
         )
         self.hooks = self.engine.hooks
         self.asked_to_stop = False
-        """Whether the script is to stop; the same on all devices, as a step agrees on it.
+        """Whether the script is to stop. All devices have the same value, because a step agrees on
+        it.
 
-        Not where the run saves itself: a resumed script, which is not asked again, would differ.
+        It stays False if the run saves itself: a resumed script is replayed without the request,
+        and would differ.
         """
         self._scheduler = RunScheduler(user.scheduler, settings.scheduler_every, optimizer)
         self.position = Position(self._scheduler.end_epoch)
         self._left = self._is_over = False
-        # From here on the model belongs to this Trainer, and what is written to it is looked at in
-        # the end.
+        # The model now belongs to this Trainer, and the end of the script checks it for writes.
         hold(user.module, self.close)
         this = weakref.ref(self)
         at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
         self.batches = Batches(self.engine, self.devices, self.position, self.whole)
-        """Makes loaders, and cuts what steps are given."""
+        """Creates loaders, and cuts the batches of steps into shards."""
         self.run = self._run()
-        """What the tools of the run see."""
+        """The run as its tools see it."""
         tools.build_hooks(self.run)
 
     def _run(self) -> RunView:
@@ -154,32 +155,32 @@ class Session:
 
     @cached_property
     def changes(self) -> Modifying:
-        """The block in which a script may change the model."""
+        """The block in which a script may modify the model."""
         made: Modifying = load("passes.modifying").Modifying(self.engine)
         return made
 
     @cached_property
     def averaging(self) -> Averaging:
-        """The averages of the model, if the run keeps any."""
+        """Averages of the model, if the run keeps any."""
         made: Averaging = load("passes.averaged").Averaging(self.engine)
         return made
 
     @cached_property
     def gradients(self) -> Any:
-        """The `GradientSteps` of this session; see `Trainer.gradient`."""
+        """`GradientSteps` of this session; see `Trainer.gradient`."""
         return load("session.script_updates").GradientSteps(self)
 
     def set_shares(self, counts: Sequence[int]) -> None:
-        """Have each device run this many shards from the next batch on.
+        """Assign this many shards to each device from the next batch on.
 
         Raises:
-            TypeError, ValueError: the counts are no shares of this run.
+            TypeError, ValueError: the counts are not valid shares of this run.
         """
         shares = shares_of(self.devices, self.settings.shards, counts)
         self.engine.assignment = self.engine.assignment.with_shares(shares)
 
     def whole(self, batch: ShardedBatch) -> Any:
-        """Bring the payload of all of a batch's shards to every device, on the host."""
+        """Gather the payloads of all shards of a batch to every device, on the host."""
         with self.telling_others():
             batch = read_now(batch)
             asked = ScriptCall("payloads", given=batch)
@@ -191,7 +192,7 @@ class Session:
             )
 
     def result(self, words: str, make: Callable[[], _Value]) -> _Value:
-        """What a call gives to the script, which hooks may have answered."""
+        """Return the result of a call; a hook may replay it."""
         value: _Value = self.hooks.call(ScriptCall("result", words=words), make)
         return value
 
@@ -206,7 +207,7 @@ class Session:
             return folder
 
     def load(self, directory: Path, **choices: Any) -> Any:
-        """Go on from a checkpoint; see `Trainer.load`."""
+        """Resume from a checkpoint; see `Trainer.load`."""
         asked = ScriptCall("load", given=directory.absolute(), choices=choices)
         try:
             with self.telling_others(but=CheckpointError):
@@ -219,7 +220,7 @@ class Session:
 
     @property
     def replaying(self) -> bool:
-        """Whether a resumed script runs through what is done."""
+        """Whether a resumed script is being replayed."""
         return bool(self.hooks.call(ScriptCall("replaying"), lambda: False))
 
     def step(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
@@ -233,7 +234,7 @@ class Session:
 
     def _step(self, asked: ScriptCall) -> Step:
         engine, name = self.engine, asked.name
-        # Drop the times of a step that failed, if the script survived it.
+        # Drop the spans of a failed step whose error the script caught.
         engine.take_spans()
         cut, waited = self.batches.cut(asked.given, asked.dim)
         with self.telling_others():
@@ -243,8 +244,8 @@ class Session:
                 stop = asked.asked_to_stop
                 outcome = engine.step(asked.batch, asked.number, name=name, asked_to_stop=stop)
             self._scheduler.note_step(self.position.here, name, updates=outcome.verdict.updates)
-        # The step is done for everybody. The position follows before anything else can fail, or a
-        # checkpoint might count the batch as unused.
+        # All devices have committed the step. Update the position first, or a checkpoint could
+        # count the batch as unused.
         self.note_done(cut, outcome)
         engine.end_step()
         return self.told(asked, outcome, waited)
@@ -258,13 +259,13 @@ class Session:
             self._scheduler.check_step(self.position.here)
 
     def note_done(self, cut: ShardedBatch | None, outcome: StepResult) -> None:
-        """Note that a step is done; None for one that was done before."""
+        """Record a finished step; ``cut`` is None if its batch was counted before."""
         self.asked_to_stop |= outcome.verdict.stops and not self.hooks.saves_run
         if cut is not None:
             self.position.note_step(cut)
 
     def told(self, asked: ScriptCall, outcome: StepResult, waited: Wait) -> Step:
-        """A step that is made, of which all hooks are told."""
+        """Return a finished step, after calling all hooks with it."""
         cut = asked.cut
         assert cut is not None
         spans, own = self.engine.take_spans(), self.devices.own[0]
@@ -276,7 +277,7 @@ class Session:
         return step
 
     def _count(self, asked: ScriptCall, step: Step, batch: ShardedBatch | None) -> Step:
-        """Count a step that a hook has answered, and tell all hooks of it."""
+        """Count a replayed step, and call all hooks with it."""
         if batch is None:
             self.position.step += 1
         else:
@@ -288,7 +289,7 @@ class Session:
 
     @contextmanager
     def modifying(self, *, optimizer_state: bool | None) -> Iterator[None]:
-        """Open the block in which the model may be changed; see `Trainer.modifying`."""
+        """Open the block in which the script may modify the model; see `Trainer.modifying`."""
         asked = ScriptCall("modifying")
         with (
             self.telling_others(),
@@ -301,8 +302,8 @@ class Session:
 
     def close(self) -> None:
         """Leave the run; see `Trainer.close`."""
-        # The last save needs all devices. If this script is failing, the others do not come: leave
-        # it to the failure, which ends the run.
+        # The last save needs all devices. If this script is failing, the others do not join it:
+        # return and let the failure end the run.
         failing = is_failing()
         saves_with_others = self.hooks.saves_run and self.engine.context.with_others
         if saves_with_others and not self._left and failing:
@@ -316,19 +317,19 @@ class Session:
         self.engine.context.exchange.close()
 
     def drop(self) -> None:
-        """Leave the model to the script, which has no Trainer any more; waits for nobody."""
-        # A run that saves itself ends with its program, which saves the model as it is then.
+        """Return the model to a script that dropped its Trainer, without waiting for devices."""
+        # A run that saves itself ends with its process, which then saves the model's final state.
         if self._is_over or self.hooks.saves_run or os.getpid() != self._process:
             return
         try:
             self.engine.refuse_raced()
         except DisagreementError as error:
-            at_good_end(partial(_raise, error))  # nobody hears what is raised here
+            at_good_end(partial(_raise, error))  # an exception raised here would be ignored
         self._leave(together=False)
         self.hooks.close()
 
     def refuse_raced(self) -> None:
-        """Refuse parameters of which the values are left to chance, at the end of the script."""
+        """Raise at the end of the script if this process wrote to shared parameters, a race."""
         if not self._is_over:
             self.engine.refuse_raced()
 
@@ -338,22 +339,23 @@ class Session:
 
     @contextmanager
     def telling_others(self, but: type[Exception] | None = None) -> Iterator[None]:
-        """Tell the other devices what is raised here, except ``but``, which they raise as well."""
+        """Report an exception to the other devices, except ``but``, which they raise too."""
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"the Trainer was made in process {self._process}, and this is process "
-                f"{os.getpid()}, a forked child of it: what it does would be done twice. Use the "
-                f"Trainer where it was made"
+                f"this Trainer was created in process {self._process} and cannot be used in its "
+                f"forked child {os.getpid()}, which would repeat its work. Use it only in the "
+                f"process that created it"
             )
         try:
             yield
             self.engine.agreement.note_call(0)
         except RunStopped:
-            raise  # on all devices alike, and everything is saved
+            raise  # all devices raise it, and everything is saved
         except BaseException as error:
-            load("system.output").show_output()  # the script may print what it catches
+            load("system.output").show_output()  # first, because the script may catch it and print
             if but is None or not isinstance(error, but):
-                # Alone, nobody else is left waiting: a script that survives the error may go on.
+                # With a single device, no peer is left waiting: a script may catch the error and
+                # continue.
                 self._left |= self.engine.context.with_others
                 self.engine.context.exchange.close(error)
             raise

@@ -1,4 +1,4 @@
-"""The model, optimizers and losses that a script gives to its Trainer, one or several of each."""
+"""The model, optimizers and losses that a script passes to Trainer, one or several of each."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ __all__ = ["GivenOptimizer", "GivenScheduler", "UserParts", "keep_code_private"]
 GivenOptimizer = (
     Optimizer | Mapping[str, Optimizer] | list[Optimizer] | tuple[Optimizer, ...] | None
 )
-"""What a script may give for the optimizer."""
+"""Type of Trainer's optimizer argument."""
 _One = LRScheduler | None
 GivenScheduler = _One | Mapping[str, LRScheduler] | list[_One] | tuple[_One, ...]
-"""What a script may give for the scheduler."""
+"""Type of Trainer's scheduler argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserParts:
-    """What a script gives to its Trainer, brought into one form."""
+    """A script's arguments of Trainer, in one form."""
 
     module: torch.nn.Module
-    """The model; of several, a `torch.nn.ModuleDict`."""
+    """The model; several models form a `torch.nn.ModuleDict`."""
     optimizer: Optimizer | None
-    """Of all trained parameters; of several, `onefold.update.optimizers.Optimizers`; None if the
-    script updates by itself."""
+    """Optimizer of all trained parameters; several form `onefold.update.optimizers.Optimizers`.
+    None if the script makes the updates."""
     losses: Mapping[str, LossFunction]
-    """The losses by name; one alone has an empty name."""
+    """The losses by name. The name of a single loss is empty."""
     scheduler: LRScheduler | None
-    """Of several optimizers, `onefold.update.optimizers.Schedulers`; None if there is none."""
+    """The scheduler; several form `onefold.update.optimizers.Schedulers`. None if there is none."""
     stages: Sequence[torch.nn.Module] | None = None
-    """Where the model may be cut; None to find that out."""
+    """Modules that may become stages; None to find them."""
 
     @classmethod
     def of(
@@ -57,11 +57,11 @@ class UserParts:
         scheduler: GivenScheduler,
         stages: Sequence[torch.nn.Module] | Literal["auto"] = "auto",
     ) -> UserParts:
-        """Bring a script's arguments into one form.
+        """Convert a script's arguments to one form.
 
         Raises:
-            TypeError, ValueError: a dict or list is empty, or has names or values that cannot be
-                used; or names of optimizers differ from those of several losses.
+            TypeError, ValueError: a dict or list is empty, or has invalid names or values; or
+                optimizers and losses have different names.
         """
         module = _joined_modules(model) if isinstance(model, Mapping) else model
         losses = _named("loss", loss) if isinstance(loss, Mapping) else {"": loss}
@@ -74,15 +74,15 @@ class UserParts:
         if isinstance(scheduler, Mapping):
             scheduler = _joined_schedulers(_named("scheduler", scheduler, LRScheduler), optimizer)
         if isinstance(stages, str) and stages != "auto":
-            raise ValueError(f'expected stages to be "auto" or modules, got {stages!r}')
+            raise ValueError(f'stages must be "auto" or modules, but got {stages!r}')
         cut = None if stages == "auto" else tuple(stages)
         return cls(module, optimizer, losses, scheduler, cut)
 
     def check(self, settings: Settings) -> None:
-        """Refuse what is not usable, before any work is done.
+        """Raise if a part is not usable, before any work is done.
 
         Raises:
-            TypeError, ValueError: a part is of a wrong type or cannot be trained.
+            TypeError, ValueError: a part has a wrong type or cannot be trained.
         """
         check_model(self.module)
         if self.optimizer is None:
@@ -97,24 +97,22 @@ class UserParts:
         for name, loss in self.losses.items():
             if not callable(loss):
                 where = f"loss[{name!r}]" if name else "loss"
-                raise TypeError(
-                    f"expected {where} to be a function of model and batch, got {loss!r}"
-                )
+                raise TypeError(f"{where} must be a function of model and batch, but got {loss!r}")
         if settings.compile:
             load("shard.compiling").check_layers(self.module)
         if len(self.losses) > 1 and settings.microbatch == "auto":
             raise ValueError(
-                'microbatch="auto" looks for the largest microbatches of one loss, and this '
-                "Trainer has several: expected a number of samples that fits for all of them"
+                'microbatch="auto" finds the largest microbatch of one loss, but this Trainer has '
+                "several. Pass a number of samples that fits for all of them"
             )
 
     def loss_name(self, name: str | None) -> str:
-        """Return the name of the loss that a script means; None for the only one.
+        """Return the name of the loss for a call; None selects the only one.
 
         Raises:
-            TypeError: it names none where there are several, or one where there is one without a
-                name.
-            ValueError: there is no loss of that name.
+            TypeError: the name is missing although there are several losses, or is given although
+                the only loss has no name.
+            ValueError: there is no loss with that name.
         """
         if name and name in self.losses:
             return name
@@ -123,48 +121,47 @@ class UserParts:
         known = ", ".join(map(repr, self.losses))
         if name is None:
             raise TypeError(
-                f"this Trainer has several losses: expected the name of one, such as "
-                f"trainer.step(batch, {next(iter(self.losses))!r}); it has {known}"
+                f"this Trainer has several losses, so the call must name one, such as "
+                f"trainer.step(batch, {next(iter(self.losses))!r}). The losses are {known}"
             )
         if "" in self.losses:
             raise TypeError(
-                f"expected no name of a loss, as this Trainer was given a single one, got {name!r}"
+                f"loss={name!r} was passed, but this Trainer has a single, unnamed loss"
             )
-        raise ValueError(f"expected one of the losses {known}, got {name!r}")
+        raise ValueError(f"loss must be one of {known}, but got {name!r}")
 
     def on_part(
         self, function: Callable[[torch.nn.Module, Any], object], name: str | None
     ) -> Callable[[torch.nn.Module, Any], object]:
-        """Have a function of model and batch be given one of several models; all if None.
+        """Wrap a function of model and batch so that it gets one of several models; all if None.
 
         Raises:
-            TypeError: there is but one model.
-            ValueError: there is no model of that name.
+            TypeError: there is only one model.
+            ValueError: there is no model with that name.
         """
         if name is None or not callable(function):
             return function
         if not isinstance(self.module, torch.nn.ModuleDict):
             raise TypeError(
-                f"model={name!r} chooses one of several models: this Trainer was given "
-                f"{type(self.module).__name__}, and no dict of models"
+                f"model={name!r} selects one of several models, but this Trainer has a single "
+                f"{type(self.module).__name__}, not a dict of models"
             )
         if name not in self.module:
             known = ", ".join(map(repr, self.module))
-            raise ValueError(f"expected one of the models {known}, got {name!r}")
+            raise ValueError(f"model must be one of {known}, but got {name!r}")
         part = self.module[name]
         return lambda _, batch: function(part, batch)
 
 
 def _named(what: str, given: Mapping[str, Any], kind: type = object) -> dict[str, Any]:
     if not given:
-        raise ValueError(f"expected at least one {what}, got none")
+        raise ValueError(f"Trainer needs at least one {what}, but got none")
     for name, each in given.items():
         if not isinstance(name, str) or not name or not name.isprintable():
-            raise TypeError(f"expected names of one line in the dict of {what}, got {name!r}")
+            raise TypeError(f"names in the {what} dict must be one-line strings, but got {name!r}")
         if not isinstance(each, kind):
             raise TypeError(
-                f"expected {what}[{name!r}] to be a PyTorch {kind.__name__}, got "
-                f"{type(each).__name__}"
+                f"{what}[{name!r}] must be a PyTorch {kind.__name__}, but got {type(each).__name__}"
             )
     return dict(given)
 
@@ -172,8 +169,8 @@ def _named(what: str, given: Mapping[str, Any], kind: type = object) -> dict[str
 def _listed_schedulers(given: Sequence[Any], optimizer: object) -> dict[str, Any] | None:
     if not isinstance(optimizer, list | tuple) or len(given) != len(optimizer):
         raise ValueError(
-            f"expected a list of schedulers beside a list of optimizers, one for each or None, got "
-            f"{len(given)} schedulers"
+            f"a list of schedulers needs a list of optimizers of the same length, with one "
+            f"scheduler or None for each, but got {len(given)} schedulers"
         )
     return {str(n): each for n, each in enumerate(given) if each is not None} or None
 
@@ -185,7 +182,7 @@ def _joined_modules(models: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDic
         try:
             joined[name] = module
         except KeyError as error:
-            raise ValueError(f"model[{name!r}]: expected another name, {error.args[0]}") from None
+            raise ValueError(f"model[{name!r}]: choose another name, {error.args[0]}") from None
     return joined
 
 
@@ -194,10 +191,10 @@ def _joined_optimizers(optimizers: dict[str, Any], losses: Mapping[str, LossFunc
         return Optimizers(optimizers)
     if optimizers.keys() != losses.keys():
         raise ValueError(
-            f"expected an optimizer for each loss, under the same names, or one loss that all of "
-            f"them update. One optimizer may be that of several losses: optimizer={{'a': one, 'b': "
-            f"one, 'c': other}}. The optimizers are {', '.join(map(repr, optimizers))}, the losses "
-            f"{', '.join(map(repr, losses))}"
+            f"optimizers and losses have different names: pass one optimizer per loss, under the "
+            f"same names, or one loss for all optimizers. Several losses may share an optimizer: "
+            f"optimizer={{'a': one, 'b': one, 'c': other}}. The optimizers are "
+            f"{', '.join(map(repr, optimizers))}, the losses {', '.join(map(repr, losses))}"
         )
     first: dict[int, str] = {}
     by_loss = {name: first.setdefault(id(optimizers[name]), name) for name in losses}
@@ -207,17 +204,17 @@ def _joined_optimizers(optimizers: dict[str, Any], losses: Mapping[str, LossFunc
 def _joined_schedulers(schedulers: dict[str, Any], optimizer: Optimizer | None) -> LRScheduler:
     if not isinstance(optimizer, Optimizers):
         raise TypeError(
-            "expected one scheduler, as Trainer was given one optimizer, got a dict of schedulers"
+            "got a dict of schedulers, but Trainer has a single optimizer. Pass one scheduler"
         )
     for name in schedulers:
         if name not in optimizer.given:
             known = ", ".join(map(repr, optimizer.given))
-            raise ValueError(f"scheduler has the name {name!r}: expected some of {known}")
+            raise ValueError(f"scheduler has the name {name!r}, but the optimizers are {known}")
     return Schedulers(schedulers, optimizer)
 
 
 def _check_apart(optimizer: Optimizers, module: torch.nn.Module) -> None:
-    """Refuse a parameter that two optimizers hold: each would have its own state of it."""
+    """Raise if two optimizers share a parameter: each would keep its own state of it."""
     names = {id(p): name for name, p in module.named_parameters()}
     owner: dict[int, str] = {}
     for name, each in optimizer.given.items():
@@ -226,12 +223,12 @@ def _check_apart(optimizer: Optimizers, module: torch.nn.Module) -> None:
             if other != name:
                 raise ValueError(
                     f"parameter {names[id(parameter)]} is in the optimizers {other!r} and "
-                    f"{name!r}: expected it in one. Divide the parameters, or give two losses that "
-                    f"one optimizer (loss may be a dict where optimizer is not)"
+                    f"{name!r}, but only one may update it. Split the parameters, or use one "
+                    f"optimizer for both losses (loss may be a dict if optimizer is not)"
                 )
 
 
 def keep_code_private(user: UserParts, settings: Settings) -> None:
-    """Choose a folder for compiled code, ahead of the compiler, which loads what it finds there."""
+    """Choose a private folder for compiled code first: the compiler runs any code that it finds."""
     if settings.compile or calls_compiled(user.module, *user.losses.values()):
         keep_code_in(have_private_caches(lambda: str(folder_until_the_end().path)))
