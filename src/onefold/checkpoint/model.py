@@ -366,7 +366,7 @@ class StoredStates:
     def _check_kind(self, name: str, shape: tuple[int, ...], dtype: str | None) -> None:
         found = self._files.kind_of(name)
         if found is None:
-            raise ValueError(f"{name} is missing from its tensors")
+            raise ValueError(f"{name} is not among its tensors")
         if found != (shape, dtype or found[1]):
             expected = f"{dtype or found[1]} {shape}"
             raise ValueError(f"{name} is {found[1]} {found[0]}, but must be {expected}")
