@@ -257,7 +257,7 @@ REFUSED: dict[str, Callable[[], object]] = {
         batch_of(1)
     ),
     "follows only the updates of trainer.step": averaged,
-    "two batches in one block .* the same batch object .*Create the batch before the block": two_batches,
+    "two batches in one block .* same batch object .*Create the batch before the": two_batches,
     "Step the scheduler in the script": (
         lambda: gradient_of(model=(net := Net()), scheduler=StepLR(sgd(net), 1))
     ),
