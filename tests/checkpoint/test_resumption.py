@@ -495,7 +495,7 @@ def test_a_directory_of_nothing_that_fits_is_refused(runs: Runs, tmp_path: Path)
             runs.start(for_longer(1))
     runs.folder = tmp_path / "full"
     with (
-        pytest.raises(OSError, match="cannot write checkpoints to .*: File too large"),
+        pytest.raises(OSError, match=r"cannot write checkpoints to .*: File too large"),
         full_disk(1024),
     ):
         runs.start(for_longer(1))
