@@ -62,7 +62,7 @@ FAULTS = {
     "raise": (FAILED, 1),
     "inside": (FAILED, 1),
     "exit": (r"device 1 \(cpu, process \d+\) ended with exit code 3 in step 4", 3),
-    "leave": (r"device 1 .*ended.* its script came to an end before the others'", 1),
+    "leave": (r"device 1 .*ended.* its script finished before the others'", 1),
 }
 CASES = [("shared", kind) for kind in ("kill", "stop", "raise", "exit", "leave")]
 CASES += [("collective", kind) for kind in ("kill", "stop", "inside")]

@@ -83,7 +83,7 @@ def test_who_lacks_the_secret_is_refused(apart: type[Apart], theirs: Mapping[str
     run = apart("train", {"ONEFOLD_SECRET": SECRET}, theirs)
     code, said = run.finish(0)
     assert code != 0
-    assert "that was written without the secret of this run: start every process" in said
+    assert "written without the secret of this run. Set the same ONEFOLD_SECRET" in said
     assert SECRET not in said
 
 

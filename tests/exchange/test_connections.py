@@ -145,13 +145,13 @@ def test_who_does_not_know_it_is_named(theirs: bytes) -> None:
     said = prove_all([SECRET, SECRET, theirs], Wire(3))
     for rank, other in ((0, 2), (1, 2), (2, 0)):
         assert said[rank].startswith(
-            f"device {other} has not shown that it belongs to this run, as device {rank} expects"
+            f"device {other} did not authenticate to device {rank}. Set the same"
         )
         assert "ONEFOLD_SECRET" in said[rank]
 
 
 def refused(trade: Trade) -> None:
-    with pytest.raises(DisagreementError, match=r"^device 1 has not shown"):
+    with pytest.raises(DisagreementError, match=r"^device 1 did not authenticate"):
         prove(SECRET, 0, trade)
 
 
@@ -253,7 +253,7 @@ def test_a_process_without_the_secret_says_so() -> None:
     inner = HashStore()
     sealed(inner).set("key", "x")
     assert refuse_sealed("key", b"plain") == b"plain"
-    with pytest.raises(DisagreementError, match=r"ONEFOLD_SECRET and this one has not \(key\)"):
+    with pytest.raises(DisagreementError, match=r"ONEFOLD_SECRET, but this one does not \(key\)"):
         refuse_sealed("key", inner.get("key"))
 
 

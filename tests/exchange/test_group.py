@@ -70,7 +70,7 @@ def test_two_processes_on_one_card_are_named_to_all(three: list[LaunchContext]) 
     cards = ["0000:3b of host a", "0000:3b of host b", "0000:3b of host a"]
     errors = endings(3, lambda rank: agree_on_devices(meeting(three[rank]), "cuda", cards[rank]))
     assert [type(error) for error in errors] == [DisagreementError] * 3
-    assert all(str(e).startswith("devices 0 and 2 are one card, or parts of one") for e in errors)
+    assert all(str(e).startswith("devices 0 and 2 are the same card, or parts") for e in errors)
 
 
 def test_a_name_is_drawn_by_the_lead_for_each_trainer(three: list[LaunchContext]) -> None:
@@ -158,7 +158,7 @@ def test_trainers_and_the_group_of_a_script_leave_each_other_alone(tmp_path: Pat
             ([], []),
             ([], [1]),
             [
-                "DisagreementError: device 1 has refused a device",
+                "DisagreementError: device 1 rejected a process",
                 "DisagreementError: device 1 knows somebody",
             ],
         ),
@@ -203,9 +203,9 @@ def free_port() -> int:
     ("host", "words"),
     [
         ("no-such-machine.invalid", "the name no-such-machine.invalid does not resolve on "),
-        ("127.0.0.1", "nobody listens at this port yet"),
-        ("a stranger", "what listens there is no store of PyTorch"),
-        ("silence", r"nobody answers (timed out; is there a firewall?)"),
+        ("127.0.0.1", "no process listens at this port yet"),
+        ("a stranger", "the program that listens there is not a store of PyTorch"),
+        ("silence", r"no answer (timed out; is there a firewall?)"),
     ],
 )
 def test_who_cannot_be_reached_is_named_with_the_reason(
@@ -226,16 +226,16 @@ def test_who_cannot_be_reached_is_named_with_the_reason(
     with pytest.raises(PeerTimeout) as caught:
         reach_store(replace(WORLD, address=address), 0.3)
     assert f"did not reach device 0 at {address} within 0.3 s: {words}" in str(caught.value)
-    said = f"device 0 cannot be reached at {address}, as {words}"
+    said = f"device 0 cannot be reached at {address}: {words}"
     assert said in caplog.text or host == "a stranger"  # for whom PyTorch waits that long
 
 
 def test_what_cannot_be_an_address_is_refused_at_once(listening: int) -> None:
     context = replace(WORLD, address=f"{'a' * 70}:29500")
-    with pytest.raises(LaunchError, match="expected the name of a machine in MASTER_ADDR, got aaa"):
+    with pytest.raises(LaunchError, match="MASTER_ADDR must be the name of a machine, but got aaa"):
         reach_store(context, 60)
     context = replace(WORLD, rank=0, address=f"127.0.0.1:{listening}")
-    with pytest.raises(LaunchError, match=r"EADDRINUSE.*Expected MASTER_PORT to be a port that is"):
+    with pytest.raises(LaunchError, match=r"EADDRINUSE.*Set MASTER_PORT to a port that is free"):
         reach_store(context, 60)
 
 

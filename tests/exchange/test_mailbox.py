@@ -81,7 +81,7 @@ def test_files_and_messages_keep_their_order() -> None:
 
     with mailboxes(2) as boxes:
         assert together(2, call)[0] == [b"common", b"mine", b"three"]
-        with pytest.raises(PeerLost, match="its script came to an end"):
+        with pytest.raises(PeerLost, match="its script finished"):
             boxes[0].receive_file(1)
         for call_of_closed in CALLS.values():
             with pytest.raises(OnefoldError, match=r"^this trainer has left its run"):
@@ -92,12 +92,12 @@ ENDS: dict[str, tuple[Wait, type[OnefoldError], str]] = {
     "hangs up": (
         lambda box: None,
         PeerLost,
-        r"^device 1 \(process \d+\) ended without saying why.*device 0 waits for it in step 7$",
+        r"^device 1 \(process \d+\) ended without a reason: .*device 0 waits for it in step 7$",
     ),
     "leaves": (
         lambda box: box.tell_end(),
         PeerLost,
-        r"^device 1 \(process \d+\) ended: its script came to an end before the others'",
+        r"^device 1 \(process \d+\) ended: its script finished before the others'",
     ),
     "fails": (
         lambda box: box.tell_failure(ArithmeticError("over the top")),
@@ -193,8 +193,8 @@ def test_calls_in_another_order_are_a_disagreement(wait: str, theirs: Wait) -> N
         boxes[0].step = 3
         error, _ = endings(2, lambda rank: (WAITS[wait], theirs)[rank](boxes[rank]))
     assert type(error) is DisagreementError
-    assert "device 1 is at another point of the program than device 0 (step 3)" in str(error)
-    assert "the same calls of the trainer in the same order" in str(error)
+    assert "device 1 and device 0 made different trainer calls (step 3)" in str(error)
+    assert "all devices must make the same calls in the same order" in str(error)
 
 
 @for_each("stopped", [False, True])

@@ -1,38 +1,24 @@
-"""Reaches processes through torch.distributed: those of other hosts, and those that drive GPUs.
+"""Connects processes through torch.distributed: those on other hosts, and those that drive GPUs.
 
-Tensors go from every device straight to the one that needs them, point to point: no library chooses
-an order of addition, and every device hears from every other one, so the one that is gone can be
-named.
+Every device sends tensors point to point to the device that needs them. So no library chooses an
+order of addition, and every device hears from every other one, so that a lost device can be named.
 
-Note: how sends and receipts are matched
+Note: how sends and receives are matched
 ----------------------------------------
-Nothing names a message: between two devices the n-th send meets the n-th receipt. So both ends list
-what they trade in the same order (see `CollectiveMemory.publish`), and the sort in `move` is
-stable and goes by chunk, which both ends number alike.
+No message has a name: between two devices the n-th send meets the n-th receive. So both ends list
+their messages in the same order (see `CollectiveMemory.publish`).
 
 Note: groups of messages on accelerators
 ----------------------------------------
 NCCL starts a batch of messages as one group, and hangs if the group is very large. So a batch is
-started in several groups: each has a few messages for each pair of devices and direction, taken in
-their order. The other end counts the same messages, so both have each of them in the same group.
+started in several groups: each has a few messages for each pair of devices and direction, in their
+order. The other end counts the same messages, so both put each message into the same group.
 
-Note: every wait says its limit
--------------------------------
-gloo waits for a message as long as was said when the group was made, which is the limit of that
-attempt to connect, and not of the run; what is said later holds for collective calls alone. So a
-wait for a tensor of the host names the limit. On a GPU a wait only has the stream wait.
-
-Note: by way of the host
-------------------------
-Between two neighbors of a pipeline messages go both ways at one time, which NCCL cannot have
-without both ends naming them in one order (it would wait for ever); the host's connections can. So
-tensors of a GPU are copied to the host and sent from there.
-
-Note: the order of a failure
-----------------------------
-A device that fails first writes why into the store, then cuts its connections. Whoever is woken by
-the cut then finds the reason there. A failure that another device caused is not written: the first
-cause must stay.
+Note: through the host
+----------------------
+Neighbors in a pipeline send to each other at the same time. NCCL would hang, because it needs both
+ends to issue these messages in one order; the host's connections do not. So tensors of a GPU are
+copied to the host and sent from there.
 """
 
 from __future__ import annotations
@@ -68,23 +54,24 @@ __all__ = ["MOST_OF_A_GROUP", "CollectiveTransport", "Moving", "Operation", "gro
 T = TypeVar("T")
 _log = logging.getLogger("onefold")
 _FAILURE_KEY = "onefold/failure"
+# How long an error waits for the reason that a failing device writes to the store.
 _LAST_WORDS_S = 1.0
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "peer")
 
 
 def _nobody(peer: int | None) -> None:
-    """Take no note of a wait."""
+    """Ignore a wait."""
 
 
 class CollectiveTransport(Transport):
-    """One process of a group, which drives one device.
+    """Transport of one process of a group, which drives one device.
 
     Args:
         device: the device that this process drives.
         joined: a process group whose ranks are the devices' numbers, with a backend for the host
             and for ``device``.
-        timeout_s: the limit of the group, for error messages.
-        allocator: where its `buffer` lies.
+        timeout_s: the timeout of the group, for error messages.
+        allocator: allocates its `buffer`.
         note_wait: called when a wait begins, and when it ends.
     """
 
@@ -109,7 +96,7 @@ class CollectiveTransport(Transport):
         self._leaving: list[tuple[torch.Tensor, dist.Work]] = []
 
     def all_gather_bytes(self, message: bytes = b"", among: Ranks = None) -> Sequence[bytes]:
-        # torch.frombuffer refuses an empty buffer, so an empty message travels as one byte.
+        # torch.frombuffer rejects an empty buffer, so an empty message is sent as one byte.
         own = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)
         if among is None or len(among) == self.size:
             found = [*self.gather(own)]
@@ -127,7 +114,7 @@ class CollectiveTransport(Transport):
         return self.gather(row)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather one contiguous tensor from each process, all of a shape and dtype: (D, *shape)."""
+        """Gather a contiguous tensor, of one shape and dtype, from each process: (D, *shape)."""
         rows = tensor.new_empty(self.size, *tensor.shape)
         with self._naming_the_lost():
             dist.all_gather([*rows], tensor, group=self._group)
@@ -137,27 +124,29 @@ class CollectiveTransport(Transport):
         """Overwrite the tensors of every process with the lead's."""
         with self._naming_the_lost():
             for tensor in tensors:
-                # As bytes: backends know fewer dtypes than PyTorch, and must not round any.
+                # Send bytes: backends know fewer dtypes than PyTorch, and bytes are never
+                # converted.
                 dist.broadcast(tensor.view(torch.uint8), group=self._group, group_src=0)
 
     def peers(self) -> list[int]:
-        """The other devices, from the next one on, so that not all send to device 0 first."""
+        """List the other devices, from the next one on, so that not all send to device 0 first."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def move(self, operations: Sequence[Operation]) -> Moving:
-        """Begin to receive and to send: everybody's first chunks first.
+        """Start to receive and to send, every device's first chunks first.
 
-        What belongs to no chunk goes ahead of all chunks. Within a chunk the receipts come first:
-        gloo runs the two directions of a connection one after the other if both ends begin by
-        sending.
+        Operations without a chunk come before all chunks.
         """
-        # The sort must be stable: parts of one chunk are matched by their place in the list.
+        # Receives first within a chunk: gloo runs the two directions of a connection one after the
+        # other if both ends start by sending. The sort must be stable, because parts of one chunk
+        # are matched by their place in the list.
         ordered = sorted(
             (op for op in operations if op.part.numel()),
             key=lambda op: (-1 if op.chunk is None else op.chunk, op.sends),
         )
         works: list[dist.Work] = []
         with self._naming_the_lost():
+            # Both ends cut the same groups; see the note on groups.
             for group in groups_of(ordered, self.size):
                 started = [
                     dist.P2POp(
@@ -172,18 +161,19 @@ class CollectiveTransport(Transport):
         return Moving(ordered, works, self._limit, self._naming_the_lost)
 
     def begin_sending(self, peer: int, tensor: torch.Tensor) -> None:
-        """Begin to send bytes of the host, which must stay as they are until `finish_sending`."""
+        """Start to send bytes of the host, which must not change until `finish_sending`."""
         with self._naming_the_lost():
-            # What has left by now need not be kept any longer.
+            # Keep tensors alive only while they are being sent.
             self._leaving = [(t, work) for t, work in self._leaving if not work.is_completed()]
-            # The length first: a receiver must know the size of what it receives.
+            # Send the length first, because the receiver must allocate memory.
             for part in (torch.tensor([tensor.numel()]), *([tensor] if tensor.numel() else [])):
                 work = dist.isend(part, group=self._group, group_dst=peer)
-                assert work is not None  # this process is one of the group
+                # isend returns None only outside of the group.
+                assert work is not None
                 self._leaving.append((part, work))
 
     def receive_bytes(self, peer: int) -> torch.Tensor:
-        """Wait for bytes that a device has begun to send: (n,) uint8 on the host."""
+        """Wait for bytes that a device started to send: (n,) uint8 on the host."""
         size = torch.empty(1, dtype=torch.int64)
         with self._naming_the_lost():
             self._receive(size, peer)
@@ -195,6 +185,8 @@ class CollectiveTransport(Transport):
     def _receive(self, tensor: torch.Tensor, peer: int) -> None:
         work = dist.irecv(tensor, group=self._group, group_src=peer)
         assert work is not None
+        # gloo's default is the timeout of the attempt that made the group; one set later holds only
+        # for collective calls. So pass this run's limit. On a GPU only the stream waits.
         work.wait(self._limit)
 
     def finish_sending(self) -> None:
@@ -216,7 +208,8 @@ class CollectiveTransport(Transport):
             return self.receive_bytes(0)
         for peer in range(1, self.size):
             self.begin_sending(peer, make(peer))
-            self.finish_sending()  # one at a time: the lead never holds more than one device's part
+            # Send one part at a time, so that the lead never holds more than one.
+            self.finish_sending()
         return make(0)
 
     def send(self, device: int, target: int, message: Message) -> None:
@@ -230,13 +223,13 @@ class CollectiveTransport(Transport):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        # Asked for at every call, so that none keeps the group alive after `close`.
+        # A property, so that no caller keeps the group alive after `close`.
         if self._joined is None:
             raise has_left(self._failure)
         return self._joined
 
     def close(self, failure: BaseException | None = None) -> None:
-        # The group's threads end with its last reference; let that be while Python still runs.
+        # The group's threads end with its last reference. Drop it while Python still runs.
         group, self._joined = self._joined, None
         self._watch.close()
         if failure is None:
@@ -244,35 +237,42 @@ class CollectiveTransport(Transport):
         told = Failure.of(failure, device=self.rank, step=self.step)
         self._failure = self._failure or told.words
         break_off()
-        # Write why before the cut that makes the others look for it; see the note at the head.
+        # Write the reason before cutting connections: the cut makes the others look for it. Do not
+        # write a failure that another device caused, because the first cause must stay.
         if not isinstance(failure, PeerError):
             self._tell(told)
-        self._connections.cut()  # or whoever waits for us would wait up to the limit
+        # Without the cut, a device that waits for this one would wait for the whole timeout.
+        self._connections.cut()
         if group is not None and self.device.type != "cpu":
-            # What is queued behind a message that never comes would keep the device for ever, and
-            # with it a script that saves its model after the error.
+            # Work queued behind a message that never arrives would occupy the GPU forever, and
+            # block a script that saves its model after the error.
             try:
                 group.abort()
-            except RuntimeError as error:  # the failure that led here is the one to report
-                _log.warning("messages under way could not be given up: %s", error)
+            except RuntimeError as error:
+                # Do not raise: the failure that led here is the one to report.
+                _log.warning("pending messages could not be aborted: %s", error)
 
     def _tell(self, told: Failure) -> None:
         text = msgspec.json.encode(told).decode()
-        # Only if nobody has written yet: the first failure is the one to report.
+        # Write only if the key is unset: the first failure is the one to report.
         try:
             self._store.compare_set(_FAILURE_KEY, "", text)
-        except RuntimeError as error:  # the store is gone, and with it everybody to tell
-            _log.warning("device %d could not tell the others of its failure: %s", self.rank, error)
+        except RuntimeError as error:
+            # The store is gone, and with it every device that could read the report.
+            _log.warning(
+                "device %d could not report its failure to the others: %s", self.rank, error
+            )
 
     @contextlib.contextmanager
     def _naming_the_lost(self) -> Iterator[None]:
-        """Turn an error of the backend into one that names the lost device, where it is known."""
+        """Replace an error of the backend by one that names the lost device, if it is known."""
         self._note_wait(-1)
         try:
             with self._lateness.waiting():
                 yield
         except RuntimeError as error:
-            # An error of this device's own, such as a lack of memory, is not the peers' doing.
+            # An error of this device itself, such as running out of memory, is not caused by a
+            # peer.
             if not _is_of_connection(error):
                 error.add_note(f"raised in step {self.step}, on device {self.rank}")
                 raise
@@ -282,24 +282,25 @@ class CollectiveTransport(Transport):
 
     def _explain(self, error: RuntimeError) -> PeerError | DisagreementError:
         step = self.step
-        # Ask the store only after this: a stopped peer may be the one that serves it.
+        # Check this before asking the store: the stopped peer may be the process that serves it.
         if self._watch.stopped is not None:
             rank = self._watch.stopped
             pid = self._watch.pids[rank]
             return PeerLost.stopped(rank, pid, waiting=self.rank, step=step)
         timed_out = "timed out" in str(error).lower()
-        # Before the wait for a reason, which gives the others time to say that they wait, too.
+        # Report before waiting for a reason: this gives other devices time to report that they
+        # wait, too.
         _asked(lambda: self._lateness.say_waiting(in_vain=timed_out), None)
         told = _asked(self._failure_told, None)
         if told is not None:
             return told.error()
-        # No reason was given: either a script has ended in order, or nobody could write one.
+        # No reason was given: either a script ended normally, or no device could write one.
         gone: list[int] = _asked(self._who_left, [])
         if gone:
-            what = "ended: its script came to an end before the others'"
+            what = "ended: its script finished before the others'"
             return PeerLost.in_step(gone[0], what, waiting=self.rank, step=step)
-        # A backend that times out closes its connections, so the others see a lost connection to a
-        # device that has nothing wrong with it. So the question is asked for either error.
+        # A backend that times out closes its connections, so that other devices see a lost
+        # connection to a device without a fault. So ask which device is late for either error.
         late: list[int] = _asked(self._lateness.late, [])
         if timed_out or late:
             who = f"device {', '.join(map(str, late))}" if late else "another device"
@@ -322,7 +323,7 @@ class CollectiveTransport(Transport):
 
 
 def _asked(question: Callable[[], T], otherwise: T) -> T:
-    """Ask the store, which may have gone with the device that is lost, or not have the answer."""
+    """Query the store, which may be gone with the lost device, or have no answer."""
     try:
         return question()
     except RuntimeError as error:
@@ -331,39 +332,41 @@ def _asked(question: Callable[[], T], otherwise: T) -> T:
 
 
 def _is_of_connection(error: RuntimeError) -> bool:
-    """Whether a backend lost a peer or timed out; PyTorch has no error type of its own for it."""
+    """Whether a backend lost a peer or timed out; PyTorch has no error type for this."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
-    # gloo raises plain RuntimeErrors, so there is only the message to go by.
+    # gloo raises plain RuntimeErrors, so only the message tells.
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS)
 
 
 class Operation(NamedTuple):
-    """One tensor on its way to a peer or from it."""
+    """A tensor to send to a peer or to receive from it."""
 
     sends: bool
-    """Whether this process sends it; otherwise it receives it."""
+    """Whether this process sends the tensor; otherwise it receives it."""
     peer: int
     part: torch.Tensor  # (n,), contiguous; sent or overwritten in place
     chunk: int | None = None
-    """Number of the chunk within its partition; None for what is no chunk."""
+    """Number of the chunk within its partition; None if the tensor is not a chunk."""
 
 
 MOST_OF_A_GROUP = 128
-"""Messages that are started at one time on accelerators."""
+"""Maximum number of messages that an accelerator starts at once."""
 
 
 def groups_of(operations: Sequence[Operation], size: int) -> list[list[Operation]]:
     """Split a batch into groups that are started one after the other; see the note on groups.
 
     Args:
-        operations: all of them on one kind of device.
-        size: how many devices there are; with more than 64, each device trades one message with
-            each other one in a group.
+        operations: all of them on one type of device.
+        size: the number of devices; with more than 64, a group has one message for each other
+            device and direction.
     """
     if not operations or operations[0].part.device.type == "cpu":
         return [list(operations)] if operations else []
+    # In and out for each peer. Both ends compute the same number, because it depends only on the
+    # size.
     each = max(1, MOST_OF_A_GROUP // (2 * (size - 1)))
     counts = Counter[tuple[int, bool]]()
     groups: defaultdict[int, list[Operation]] = defaultdict(list)
@@ -375,13 +378,13 @@ def groups_of(operations: Sequence[Operation], size: int) -> list[list[Operation
 
 
 class Moving:
-    """Tensors that are on their way; they must stay as they are until `finish`.
+    """Tensors in flight, which must not change until `finish`.
 
     Args:
-        operations: what was started, in this order.
-        works: one for each of them, or one for each group (NCCL).
-        limit: how long to wait for each tensor of the host.
-        naming: makes the context in which to wait, which explains errors.
+        operations: the started operations, in this order.
+        works: one for each operation, or one for each group (NCCL).
+        limit: the timeout for each tensor of the host.
+        naming: makes the context for waiting, which explains errors.
     """
 
     def __init__(
@@ -394,8 +397,8 @@ class Moving:
         self._naming = naming
         self._parts = [operation.part for operation in operations]
         self._waits: dict[int | None, list[Callable[[], object]]] = {}
-        """By the chunk that comes; None for all else."""
-        # NCCL fuses a batch into one work, so a single chunk cannot be waited for by itself.
+        """Waits by the chunk that arrives; None for all others."""
+        # NCCL fuses a batch into one work, so it cannot wait for a single chunk.
         self._as_one = len(works) != len(operations)
         if self._as_one:
             self._waits[None] = [work.wait for work in works]
@@ -407,8 +410,8 @@ class Moving:
             self._waits.setdefault(chunk, []).append(wait)
 
     def wait_for(self, chunk: int) -> None:
-        """Wait until the chunk of this number has come from all peers."""
-        # With NCCL this only has the current stream wait, so nothing is lost by waiting for all.
+        """Wait until the chunk of this number has arrived from all peers."""
+        # Under NCCL only the current stream waits, so waiting for all costs the host nothing.
         self._wait_once(None if self._as_one else chunk)
 
     def finish(self) -> None:
@@ -418,7 +421,7 @@ class Moving:
         self._parts = []
 
     def _wait_once(self, chunk: int | None) -> None:
-        """Wait for each and forget it: gloo never returns from a second wait for a receipt."""
+        """Wait for each and drop it: gloo never returns from a second wait for a receive."""
         waits = self._waits.pop(chunk, [])
         with self._naming():
             while waits:

@@ -1,25 +1,23 @@
-"""Memory of one process of several that cannot see each other's: tensors are moved.
+"""Memory of one of several processes that share none, so that tensors are sent.
 
-In `CollectiveMemory` partial sums go from every device straight to the owner of each partition,
-stage by stage while backward runs if the model has stages, and the updated partitions straight back
-to everybody. `CollectiveStageExchange` brings gradients to their
-owners through torch.distributed as well.
+`CollectiveMemory` sends partial sums from every device straight to the owner of each partition,
+stage by stage during backward if the model has stages, and the updated partitions straight back to
+all devices. `CollectiveStageExchange` sends gradients to their owners through torch.distributed as
+well.
 
 Note: what is in flight, and who may touch it
 ---------------------------------------------
-``publish`` starts sending the other owners' partitions of this device's partial sums, and receiving
-its own partition of theirs; ``collect`` starts what is left. Until ``finish`` the transport still
-reads what it sends. The device may add to a chunk of its partition all the same, once that has
-arrived: a partition is sent to its owner alone, so this device's part of its own partition is in no
-message. ``publish_parameters``
-receives into the parameters themselves; nobody computes with them between ``collect`` and
-``publish_parameters``.
+``publish`` starts to send the other owners' partitions of this device's partial sums, and to
+receive its own partition of theirs; ``collect`` starts the rest. Until ``finish`` the transport
+still reads what it sends. The device may nevertheless add to a chunk of its partition that has
+arrived: a partition is sent only to its owner, so no message contains this device's part of its own
+partition. ``publish_parameters`` receives into the parameters themselves, which no device reads
+between ``collect`` and ``publish_parameters``.
 
 Note: all sums to all devices
 -----------------------------
-With `Storage.mirrors` the partition of each device is everything, so all that a step sends leaves
-while backward runs, and nothing after it. What a device adds to may then be on its way out as well:
-it waits until the stage has left. Two devices send the same bytes as with partitions, and D of them
+With `Storage.mirrors` the partition of each device is the whole model, so everything that a step
+sends leaves during backward. Two devices send as many bytes as with partitions, and D devices send
 D / 2 times as many.
 """
 
@@ -61,19 +59,19 @@ from onefold.exchange.reduction import (
 __all__ = ["CollectiveMemory", "CollectiveStageExchange"]
 
 _LEARNING = 3
-"""After so many first collections devices agree on the order in which stages are sent: in a first
-step a loss may turn out to need another form, and no stage may come early."""
+"""First steps after which devices agree on the sending order of stages. One is not enough: the
+loss may turn out to need another path, and then no stage is sent early."""
 
 
 class CollectiveMemory(Memory):
-    """One device's memory, which receives the others' partial sums over the partition that it owns.
+    """Memory of one device, which receives the others' partial sums for its own partition.
 
     Args:
         storage: the sizes.
-        start: this process's values, replaced by the lead's.
-        transport: to the other devices; its allocator has this process's model, if its device is
-            the processor, or keeps nothing.
-        assignment: who takes part.
+        start: this process's values; the lead's replace them.
+        transport: connects this device to the others; its allocator allocates this process's model
+            if its device is the CPU, or keeps no parameters.
+        assignment: which device runs which shards and owns which parameters.
     """
 
     _own: defaultdict[int, Partial]
@@ -95,17 +93,19 @@ class CollectiveMemory(Memory):
         self._early = storage.early
         self._take_turns([ROOT] if self._early is None else range(len(self._early))[::-1])
         self._came: list[int] = []
-        """The stages of this step, as they came."""
+        """Stages of this step, in the order of their publication."""
         self._learns = 0 if self._early is None else _LEARNING
         self._shares = assignment.shares
         self._written = 0
         self._waiting: set[int] = set()
         self._moving: list[Moving] = []
-        # A file takes no memory where there is none to spare; all else is with its owners.
+        # A file does not take host memory, so it may hold all parameters. Otherwise owners keep
+        # their own.
         self.is_partitioned = storage.stages is not None and (
             allocator.apart or not allocator.on_disk
         )
         self._make_private(start, {self._rank: transport.device})
+        # All memory must exist: every process broadcasts the same sections in the same order.
         self.broadcast_from_lead(start.buffers)
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
@@ -119,17 +119,19 @@ class CollectiveMemory(Memory):
         self.transport.broadcast_from_lead([values])
 
     def _take_turns(self, stages: Sequence[int]) -> None:
-        """Have the stages of partial sums be sent in this order; alike on all devices."""
+        """Set the sending order of the stages of partial sums; the same on all devices."""
         self._turns = {stage: turn for turn, stage in enumerate(stages)}
-        """The turn of each stage; of one, where sums are sent as a whole."""
+        """Turn of each stage; a single one if sums are sent as a whole."""
         cuts = [[self._cut_stage(each, stage) for stage in stages] for each in self.partitions]
         self.summed = [list(chain.from_iterable(each)) for each in cuts]
         self._bounds = [[0, *accumulate(map(len, each))] for each in cuts]
-        """For each device, where the chunks of each turn begin among all of them."""
+        """Index of each turn's first chunk, for each device."""
 
     def _learn_turns(self) -> None:
-        """Take the order in which the stages came on the first device to which all have come."""
+        """Adopt the publication order of the first device that has published all stages."""
         if self._learns:
+            # Devices may differ, for instance if one runs no shards; all adopt the order of the
+            # same device.
             self._learns -= 1
             orders = self.transport.all_gather_values({self._rank: self._came})
             order = next((each for each in orders if len(each) == len(self._turns)), None)
@@ -137,7 +139,7 @@ class CollectiveMemory(Memory):
                 self._take_turns(order)
 
     def start_step(self, shares: Shares) -> None:
-        # Of a step that failed something may be left.
+        # A failed step may have left messages or turns behind.
         self._shares, self._written, self._waiting, self._moving = shares, 0, set(), []
         self._came = []
 
@@ -157,21 +159,24 @@ class CollectiveMemory(Memory):
         self._send([slot * len(self._turns) + self._turns[stage]])
 
     def _send(self, written: Iterable[int]) -> None:
-        """Start what has its turn, now that some parts of partial sums are written."""
+        """Send the parts of partial sums whose turn it is, now that more of them are written."""
+        # A part that is written out of turn waits, because messages are matched by their order.
         self._waiting.update(written)
         while self._written in self._waiting:
             self._waiting.remove(self._written)
             self._start_next()
 
     def _start_next(self) -> None:
-        """Start to send the next part of this device's sums, and to receive the others' next one.
+        """Start to send the next part of this device's sums, and to receive the others' next part.
 
-        Every process starts the same parts in the same order, as messages are matched by it.
+        Every process starts the same parts in the same order.
         """
         number, self._written = self._written, self._written + 1
         slot, turn = divmod(number, len(self._turns))
         shares, operations = self._shares, []
         for peer in self.transport.peers():
+            # Devices may have different numbers of blocks: both ends compute from the shares which
+            # exist.
             if slot < len(blocks_of(shares.shards_of(self._rank), shares.shards)):
                 operations += self._part(True, peer, self._own[slot], peer, turn)
             if slot < len(blocks_of(shares.shards_of(peer), shares.shards)):
@@ -196,6 +201,7 @@ class CollectiveMemory(Memory):
         transport, table = self.transport, self.table
         blocks = (blocks_of(shares.shards_of(n), shares.shards) for n in range(transport.size))
         parts = max(map(len, blocks)) * len(self._turns) if partials else 0
+        # Every device starts the same number of parts, also those for blocks that it does not have.
         while self._written < parts:
             self._start_next()
         shards = {peer: shares.shards_of(peer) for peer in transport.peers()}
@@ -205,30 +211,33 @@ class CollectiveMemory(Memory):
         tables = transport.move(self._tables_to_move(shares))
 
         def finish() -> None:
-            # In this order everywhere, as messages are matched by their order alone.
+            # In this order on every device, because messages are matched by their order alone.
             for moving in (*self._moving, swapped, tables):
                 moving.finish()
             for peer, row in rows.items():
                 table.take_row(peer, shards[peer], row)
-            # The table is complete and the same everywhere, so that all bring everybody's buffers
-            # or none does: if a shard changed any.
+            # The table is now complete and the same on every device, so either all devices exchange
+            # buffers or none does.
             if table.changed.any():
                 transport.move(self._rows_to_move(shares, [table.rows_memory])).finish()
             self._learn_turns()
 
         def wait_for(number: int) -> None:
+            # Chunks are numbered by turn, so the number tells which messages bring it.
             turn = bisect_right(self._bounds[self._rank], number) - 1
             for moving in self._moving[turn :: len(self._turns)]:
+                # A mirror's own sums are also being sent. Wait until they have left before adding
+                # to them.
                 moving.finish() if self.storage.mirrors else moving.wait_for(number)
 
-        # The sums may still be on their way: the owner adds each chunk as it comes.
+        # The sums may still be on their way: the owner adds each chunk when it arrives.
         return Arrivals(wait_for, finish)
 
     def partial(self, place: Published) -> PartitionSums:
         return self._own[place.slot] if place.device == self._rank else self._received[place]
 
     def publish_parameters(self) -> None:
-        # While nobody has all parameters, each is with its owner, and stays there.
+        # While no device has all parameters, they stay with their owners.
         if self.trained[self._rank].is_there:
             self._all_gather(self.trained[self._rank], self._updated)
 
@@ -236,7 +245,7 @@ class CollectiveMemory(Memory):
         self._all_gather(whole, self.summed)
 
     def _all_gather(self, flat: FlatTensors, chunks: Sequence[Sequence[Chunk]]) -> None:
-        # Straight into the memory: each stretch has one owner, so no two messages overlap.
+        # Receive straight into the memory: each stretch has one owner, so no two messages overlap.
         operations = []
         for peer in self.transport.peers():
             operations += _moves(True, peer, flat, chunks[self._rank])
@@ -244,16 +253,16 @@ class CollectiveMemory(Memory):
         self.transport.move(operations).finish()
 
     def _tables_to_move(self, shares: Shares) -> list[Operation]:
-        """List what leaves and comes of the tables that lie on a device: totals, then values."""
-        # Those on the host travel with the row; these go by themselves, so that the host need not
-        # wait for the device to know them.
+        """List what to send and receive of tables on a device: totals, then values."""
+        # Tables on the host are part of the row. These are sent separately, so that the host does
+        # not wait for the device to compute them.
         if self.table.on_host:
             return []
         values = [self.table.values] if self.table.width else []
         return self._rows_to_move(shares, [self.table.numbers, *values])
 
     def _rows_to_move(self, shares: Shares, tables: Sequence[torch.Tensor]) -> list[Operation]:
-        """List what leaves (our shards' rows) and comes (those of all others) of some tables."""
+        """List what to send (this device's shards) and receive (all others) of some tables."""
         own = runs_of(shares.shards_of(self._rank))
         operations = []
         for peer in self.transport.peers():
@@ -281,11 +290,11 @@ def _moves(
 class CollectiveStageExchange(StageExchange):
     """The stage exchange of one process of a group.
 
-    Within `in_pipeline` only those devices hear each other that compute the same stages.
+    Within `in_pipeline` it connects only the devices that compute the same stages.
 
     Args:
-        memory: of this device; the allocator of its transport keeps what comes, if the device is
-            the processor.
+        memory: the memory of this device; the allocator of its transport holds what arrives if the
+            device is the CPU.
     """
 
     prefetches = True
@@ -295,11 +304,11 @@ class CollectiveStageExchange(StageExchange):
         super().__init__(memory.storage, assignment, self._transport.rank)
         self._everybody = range(self._transport.size)
         self._column = assignment.shares.column_of(self.rank)
-        """The devices that compute the same stages, this one too."""
+        """Devices that compute the same stages, including this one."""
         self._among: Sequence[int] = self._everybody
         self._underway: list[Moving] = []
-        """Parameters that were requested ahead of their use, here or elsewhere."""
-        # Frozen parameters with them.
+        """Parameters that were requested before their use, here or on another device."""
+        # Includes frozen parameters, which stages gather in the same message.
         kept = self.storage.kept(assignment.partitions)
         self._kept = [by_stage(self.partitioned_layout, numbers) for numbers in kept]
 
@@ -314,18 +323,19 @@ class CollectiveStageExchange(StageExchange):
     def exchange(self, call: StageMessage) -> list[Delivery]:
         transport = self._transport
         if isinstance(call, ParameterRequest) and self._is_alone_with(call.stage):
+            # No message: no other device has a part of this stage, or takes part in the request.
             self._fill(call, self._numbered(self._kept[self.rank][call.stage]))
             return []
         headers = self._all_gather_headers(transport, self._among, call)
         others = [header for rank, header in headers.items() if rank != self.rank]
-        # One copy for all that request a stage, where it is kept elsewhere than on the device.
+        # Copy a stage once for all devices that request it, if it is not stored on the device.
         requested = {header.stage for header in others if header.is_request}
         kept = self._kept[self.rank]
         own = {
             stage: [(n, each.to(transport.device)) for n, each in self._numbered(kept[stage])]
             for stage in requested
         }
-        # For each pair of devices, what one end sends is listed as the other lists its receipts.
+        # In each pair of devices, one end lists its sends in the order of the other's receives.
         at_once: list[Operation] = []
         ahead: list[Operation] = []
         coming: dict[int, dict[int, torch.Tensor]] = {}
@@ -338,10 +348,12 @@ class CollectiveStageExchange(StageExchange):
                 asked += _swap(peer, (each for _, each in own[headers[peer].stage]), [])
             awaited = ahead if headers[self.rank].is_ahead else at_once
             awaited += _swap(peer, [], self._awaited(call, peer))
-        # In one order everywhere, and begun before anything is waited for.
+        # Same order on every device. Start both before waiting, or devices would wait for each
+        # other.
         moving, prefetched = transport.move(at_once), transport.move(ahead)
         self._underway += [prefetched] if ahead else []
         if isinstance(call, ParameterRequest):
+            # Own segments need no message; copy them while the others arrive.
             self._fill(call, own.get(call.stage) or self._numbered(kept[call.stage]))
             if not call.ahead:
                 moving.finish()
@@ -360,20 +372,20 @@ class CollectiveStageExchange(StageExchange):
             self._underway.pop(0).finish()
 
     def _is_alone_with(self, stage: int) -> bool:
-        """Whether nobody else takes part in a request: outside of a pipeline's shards."""
+        """Whether no other device takes part in a request: outside of a pipeline's shards."""
         kept, everything = self._kept[self.rank][stage], self.partitioned_layout.segments[stage]
-        # What lies in no stage all devices request, and so its owner takes part as well.
+        # All devices request the root stage (parameters in no stage), so its owner takes part too.
         return self._among != self._column and stage != ROOT and len(kept) == len(everything) > 0
 
     def _awaited(self, call: StageMessage, peer: int) -> list[torch.Tensor]:
-        """Where what a device has of the parameters that this one requests is to lie."""
+        """Buffers for the parameters that this device requests and ``peer`` keeps."""
         if not isinstance(call, ParameterRequest):
             return []
         layout = self.partitioned_layout
         return [layout.in_room(n, call.buffer) for n in self._kept[peer][call.stage]]
 
     def _new_segment(self, number: int) -> torch.Tensor:
-        """Memory for the gradient of a segment: (numel,)."""
+        """Allocate memory for the gradient of a segment: (numel,)."""
         _, nbytes, dtype = self.layout.places[number]
         device = self._transport.device
         if device.type == "cpu":

@@ -1,39 +1,33 @@
-"""What devices trade in a step: one algorithm over any memory and any transport.
+"""Exchanges the data of a step between devices: one algorithm over any memory and any transport.
 
-`join` chooses memory and transport for the devices of a run, and compares before it shares.
-`LocalMemory` is the memory of a process that drives all devices.
+`join` chooses memory and transport for the devices of a run. `LocalMemory` is the memory of a
+process that drives all devices.
 
 Note: the order of a step, and who may touch what
 -------------------------------------------------
-1. ``agree`` returns when every device has begun the same call, with what each of them reports (see
-   `onefold.core.call_digest`). Until then nobody computes with the parameters, so whoever changed
-   them between two calls has finished.
+1. ``agree`` returns when every device has started the same call, with the reports of all devices
+   (see `onefold.core.call_digest`). Until then no device reads the parameters, so a device that
+   changed them between two calls has finished.
 2. Every device *publishes* its partial sums and fills its own rows of the `ShardTable`.
-3. ``collect`` returns when all have published. From then on the whole table may be read, and the
-   totals of this process's own partitions are ready.
-4. The owner updates its partitions of the parameters, and nobody else touches them.
-5. ``publish_parameters`` returns when every device has every partition. From then on partial sums
-   and table may be written again. Where the script updates, ``all_gather_gradient`` takes the place
-   of 4 and 5.
+3. ``collect`` (a reduce-scatter) returns when all devices have published. From then on the whole
+   table may be read, and the totals of this process's own partitions are ready.
+4. The owner updates its partitions of the parameters; no other device touches them.
+5. ``publish_parameters`` (an all-gather) returns when every device has every partition. From then
+   on partial sums and table may be overwritten. If the script makes the update,
+   ``all_gather_gradient`` replaces 4 and 5.
 
 With `Storage.mirrors` each device has the totals of all segments and updates all parameters in 4,
-and nothing is traded in 5.
+and sends nothing in 5.
 
 Every device of the run makes the same calls in the same order. ``agree``, ``collect`` and
-``publish_parameters`` may block, for the transport's limit at the most; they raise `PeerError` when
-another device is lost, has failed, or does not arrive.
-
-Note: compare first
--------------------
-Whatever follows takes for granted that all processes have the same sizes: shared memory is cut and
-messages are matched by them. So the descriptions are compared before the first of either, by means
-that depend on no size.
+``publish_parameters`` may block, at most for the timeout of the transport. They raise `PeerError`
+if another device is lost, fails, or does not arrive.
 
 Note: why nothing waits in a process that drives all devices
 -------------------------------------------------------------
 One thread issues all work. Kernels and copies of a device run in the order of its stream, and
-PyTorch makes a copy between two GPUs wait for both streams, and both for the copy. So the order of
-the calls is the order of reads and writes, though the host never waits for it.
+PyTorch orders a copy between two GPUs in both streams. So the order of calls is the order of reads
+and writes, although the host never waits.
 """
 
 from __future__ import annotations
@@ -63,25 +57,26 @@ __all__ = ["Exchange", "exchange_over", "has_memory_in_common", "join"]
 
 
 class Exchange:
-    """Trades partial sums and parameters between this process's devices and all others of the run.
+    """Exchanges partial sums and parameters between this process's devices and all others of the
+    run.
 
     Args:
         memory: the memory of this process's devices.
-        transport: reaches the other processes.
-        reduction: adds up gradients: whole partial sums that are published, or stage by stage.
+        transport: connects this process to the others.
+        reduction: sums gradients: whole partial sums that are published, or stage by stage.
     """
 
     def __init__(self, memory: Memory, transport: Transport, reduction: Reduction) -> None:
         self.memory, self.transport, self.reduction = memory, transport, reduction
         self.table = memory.table
-        """Own rows may be written before `collect`; all rows may be read after it."""
+        """This process's rows may be written before `collect`; all rows may be read after it."""
 
     def agree(self, step: int, message: bytes) -> Sequence[bytes]:
-        """Wait until every process has begun the same call.
+        """Wait until every process has started the same call.
 
         Args:
-            step: the step that the run is at, for error messages.
-            message: what this process reports about its call; of one length everywhere.
+            step: the step of the run, for error messages.
+            message: this process's report about its call; of the same length in every process.
 
         Returns:
             The messages of all processes, in device order.
@@ -90,45 +85,47 @@ class Exchange:
         return self.transport.all_gather_bytes(message)
 
     def collect(self, shares: Shares) -> None:
-        """Wait until every device has published, and add up this process's partitions.
+        """Wait until every device has published, and sum this process's partitions.
 
         Raises:
-            LossError: a weight that an accelerator has computed is negative or not finite.
+            LossError: an accelerator computed a weight that is negative or not finite.
         """
+        # Weights that a GPU computes are read here, once, instead of after every shard.
         self.table.await_weights()
         self.reduction.collect(shares)
 
     def totals(self, device: int) -> Sequence[torch.Tensor | None]:
-        """The gradient of each segment that an own device updates, until ``publish_parameters``.
+        """Gradient of each segment that a device of this process updates.
 
-        A segment has None where no shard gave a gradient.
+        Valid until ``publish_parameters``. None for a segment without a gradient from any shard.
         """
         return self.reduction.totals(device)
 
     def publish_parameters(self) -> None:
         """Wait until the updated partitions are in every device's parameters."""
+        # Every mirror makes the same update of all parameters, so there is nothing to send.
         if not self.memory.storage.mirrors:
             self.memory.publish_parameters()
         self._release()
 
     def all_gather_gradient(self, whole: FlatTensors) -> None:
-        """Bring all gradients to every process, in place of update and `publish_parameters`.
+        """Gather all gradients in every process, instead of an update and `publish_parameters`.
 
         Args:
-            whole: has the layout of gradients, and holds those that this process has added up;
-                complete afterwards, and nobody's but the caller's.
+            whole: memory with the layout of gradients, which holds this process's sums and is
+                complete afterwards. It belongs to the caller.
         """
         if not self.memory.storage.mirrors:
             self.memory.all_gather_gradient(whole)
         self._release()
 
     def _release(self) -> None:
-        # The totals are views of the partial sums: both go, now that every update is done.
+        # The totals are views of the partial sums. Release both, after every update is finished.
         self.reduction.release()
         self.memory.release()
 
     def close(self, failure: BaseException | None = None) -> None:
-        """Leave the run, telling the others why if this process failed. May be called again."""
+        """Leave the run, and report a failure of this process. May be called again."""
         self.transport.close(failure)
 
 
@@ -147,19 +144,19 @@ def join(
 
     Args:
         storage: the sizes.
-        start: this process's values, replaced by the lead's.
-        assignment: who takes part.
-        devices: which devices this process drives.
-        description: what must be the same in every process, in bytes that can be compared.
-        compare: raises if the descriptions of all processes differ.
+        start: this process's values; the lead's replace them.
+        assignment: which device runs which shards and owns which parameters.
+        devices: the devices that this process drives.
+        description: what must be the same in every process, as bytes to compare.
+        compare: raises if the descriptions differ between processes.
         timeout_s: the longest wait for another device.
-        allocator: where the model of this process lies, if its devices are the processor or keep
-            nothing.
+        allocator: allocates the model of this process if its devices are the CPU or keep no
+            parameters.
 
     Raises:
-        DisagreementError: another device has another description, or is of another kind.
-        PeerError: another device did not join, or failed while it did.
-        ValueError: the exchange that was asked for cannot serve these devices.
+        DisagreementError: another device has another description, or is of another type.
+        PeerError: another device did not join, or failed while joining.
+        ValueError: the requested exchange does not support these devices.
     """
     if len(devices.own) == len(devices.all):
         alone = LocalTransport(assignment.devices[0], allocator)
@@ -167,16 +164,18 @@ def join(
     others, in_common = load("exchange.others"), has_memory_in_common(devices)
     transport = others.join_others(assignment, devices, timeout_s, allocator, in_common=in_common)
     try:
+        # Compare before anything else is sent: shared memory is cut and messages are matched by
+        # sizes, which must be equal. Comparing depends on no size.
         compare(transport.all_gather_objects({devices.own[0]: description}))
         return exchange_over(transport, storage, start, assignment)
-    # Also for KeyboardInterrupt: the others must not wait for the limit.
+    # KeyboardInterrupt too: the other processes must not wait for the whole timeout.
     except BaseException as error:
         transport.close(error)
         raise
 
 
 def has_memory_in_common(devices: Devices) -> bool:
-    """Whether all devices of a run use the same memory."""
+    """Whether all devices of a run can use the same memory."""
     if len(devices.own) == len(devices.all):
         return True
     can_share = devices.all[devices.own[0]].type == "cpu" and devices.context.one_host
@@ -186,14 +185,14 @@ def has_memory_in_common(devices: Devices) -> bool:
 def exchange_over(
     transport: Transport, storage: Storage, start: Start, assignment: Assignment
 ) -> Exchange:
-    """Make the exchange that goes with a transport; all processes must call this together.
+    """Make the exchange for a transport. All processes must call this together.
 
     Args:
-        transport: to the other processes; closed with the exchange. Its allocator has this
-            process's model, if its devices are the processor or keep nothing.
+        transport: connects this process to the others; closed with the exchange. Its allocator
+            allocates this process's model if its devices are the CPU or keep no parameters.
         storage: the sizes.
-        start: this process's values, replaced by the lead's.
-        assignment: who takes part.
+        start: this process's values; the lead's replace them.
+        assignment: which device runs which shards and owns which parameters.
     """
     has_stages = storage.stages is not None
     if isinstance(transport, LocalTransport):
@@ -210,7 +209,7 @@ def exchange_over(
 
 
 class LocalMemory(Memory):
-    """All devices driven by one process, each with flat memory of its own.
+    """All devices are driven by one process, each with its own flat memory.
 
     A single device uses gradients where backward left them.
 
@@ -218,7 +217,7 @@ class LocalMemory(Memory):
         storage: the sizes.
         start: the values of the lead's model.
         assignment: names all D devices.
-        allocator: where the model lies, if the devices are the processor, or keep nothing.
+        allocator: allocates the model if the devices are the CPU or keep no parameters.
     """
 
     def __init__(
@@ -231,8 +230,8 @@ class LocalMemory(Memory):
         self._own: dict[Published, Partial | LocalGradients] = {}
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
-        # Copies of the first device's model follow it at the next step. But what it keeps of frozen
-        # parameters is not what it computes with.
+        # Copies of the first device's model are updated at the next step. Its frozen parameters are
+        # kept in separate memory, though, so store them now.
         if self.frozen is not None:
             self.frozen.keep()
 
@@ -240,28 +239,32 @@ class LocalMemory(Memory):
         self.partial(Published(device, slot)).write(gradients)
 
     def collect(self, shares: Shares, *, partials: bool = True) -> None:
-        pass  # all is here
+        # All partial sums are in this process already.
+        pass
 
     def partial(self, place: Published) -> Partial | LocalGradients:
         """The memory of a partial sum, allocated when shares first need this slot."""
         if place not in self._own:
             layout, device = self.storage.gradients, self._devices[place.device]
             is_alone = len(self._devices) == 1
+            # A single partial sum is added to nothing, so backward's tensors can stay where they
+            # are.
             self._own[place] = (
                 LocalGradients(layout) if is_alone else Partial.private(layout, device)
             )
         return self._own[place]
 
     def home(self, device: int) -> FlatTensors | None:
-        # The total may stay in anyone's partial sum where all devices are the processor, or parts
-        # of one GPU; among several GPUs the owner needs it in memory of its own.
+        # If all devices are the CPU, or parts of one GPU, the total may stay in any partial sum.
+        # With several GPUs the owner needs it in its own memory.
         if len(set(self._devices)) == 1:
             return None
         own = self.partial(Published(device, 0))
         return own.flat if isinstance(own, Partial) else None
 
     def publish_parameters(self) -> None:
-        # Non-blocking: the next kernels of both devices come after the copy in their streams.
+        # Non-blocking: the next kernels of both devices are queued behind the copy in their
+        # streams.
         for owner, chunks in enumerate(self._updated):
             source = self.trained[owner]
             for receiver, parameters in self.trained.items():
@@ -269,4 +272,5 @@ class LocalMemory(Memory):
                     parameters.chunk(chunk).copy_(source.chunk(chunk), non_blocking=True)
 
     def all_gather_gradient(self, whole: FlatTensors) -> None:
-        pass  # one process has all partitions, so it is complete already
+        # This process has all partitions, so the gradient is complete already.
+        pass

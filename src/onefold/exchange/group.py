@@ -2,20 +2,21 @@
 
 Note: no default group
 ----------------------
-PyTorch's default group is the script's, or a launcher's. Ours is none that `torch.distributed`
-would find: whether ``is_initialized()``, and what ``get_world_size()`` returns, must not depend on
-the exchange, or a line left over from DistributedDataParallel would change the result.
+PyTorch's default group belongs to the script, or to a launcher. `torch.distributed` does not know
+onefold's group: ``is_initialized()`` and ``get_world_size()`` must not depend on the exchange, or a
+line left over from DistributedDataParallel would change the result.
 
 Note: the keys of the store
 ---------------------------
-Until there is a group, processes know each other only through the store of the run: each sets a key
-under its own rank and waits for those of the others. Each of these keys has one writer and is never
-removed, so there is no race for it; what every Trainer needs anew has its number in the key.
+Before there is a group, processes know each other only through the store of the run: each sets a
+key under its own rank and waits for the keys of the others. Each key has one writer and is never
+removed, so there is no race for it; keys that every Trainer needs again contain its number.
 
 Note: the store of another launcher
 -----------------------------------
-Its processes find each other there. A name may not resolve, or a port refuse, only because the
-lead's machine is not up yet. So neither ends the wait, but both are named while it lasts.
+Processes of another launcher find each other through a store at the lead's address. A name may fail
+to resolve, or a port refuse, only because the lead's machine is not up yet. So neither ends the
+wait, but both are logged meanwhile.
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ _ATTEMPTS = 4
 _CONNECTED_S = 2.5
 _JOINED, _REFUSED = "joined", "refused"
 _MOST_OF_PROOF = 1 << 20
-"""In bytes: a process that has not proved anything yet must not choose how much memory is used."""
+"""Bytes. A process that has not authenticated must not decide how much memory is used."""
 _GOODBYE_S = 2.0
 
 _stores: dict[tuple[LaunchContext, int], Store] = {}
 _sealed: list[Store] = []
-"""What PyTorch calls in Python must be kept there; it would only keep its own part of it."""
+"""Stores that PyTorch calls. They must be kept here: PyTorch keeps only its own part of them."""
 
 
 class Rendezvous:
@@ -90,7 +91,7 @@ class Rendezvous:
 
     Args:
         context: how this process was started.
-        size: how many devices take part; others may have been started and have left.
+        size: the number of devices that take part; others may have started and left.
         timeout_s: the longest wait for the others.
     """
 
@@ -99,14 +100,12 @@ class Rendezvous:
 
     @cached_property
     def store(self) -> Store:
-        """Made once per process.
-
-        Under onefold's launcher it is a file without a name, which the kernel opens for this user
-        only: there is no open port, and nothing that could be removed or left behind.
-        """
+        """The store, created once per process."""
         context, key = self.context, (self.context, self.size)
         if key not in _stores:
             base: Store = (
+                # A file without a name, which the kernel opens for this user only: there is no open
+                # port, and nothing that could be removed or left behind.
                 FileStore(f"/proc/self/fd/{context.store_descriptor}", self.size)
                 if context.store_descriptor >= 0
                 else reach_store(context, self.timeout_s)
@@ -118,10 +117,10 @@ class Rendezvous:
         return _stores[key]
 
     def apart(self, prefix: str) -> Store:
-        """The store by a connection of its own, for a thread that may be kept waiting there.
+        """Return the store with its own connection, for a thread that may be blocked there.
 
         Args:
-            prefix: what the keys are put under.
+            prefix: prefix of the keys.
         """
         twin: Store = self.store.underlying_store.clone()  # type: ignore[attr-defined]  # likewise
         if isinstance(twin, SealedStore):
@@ -129,27 +128,27 @@ class Rendezvous:
         return PrefixStore(f"onefold/{self.context.run_id}/{prefix}", twin)
 
     def has_ended(self, rank: int) -> bool:
-        """Whether the script of a device has ended."""
+        """Whether the script of a device ended."""
         progress = progress_of(self.context)
         if progress is not None:
             return progress.has_ended(rank)
         return bool(self.store.check([f"ended/{rank}"]))
 
     def publish(self, topic: str, text: str) -> None:
-        """Write a text of this process, for all others to read."""
+        """Write a text of this process for all others."""
         self.store.set(f"{topic}/{self.context.rank}", text)
 
     def all_gather(self, topic: str, text: str) -> list[str]:
-        """Write a text of this process, and wait for those of all, in the order of their ranks."""
-        # Written before waiting for anyone, or all would wait for each other.
+        """Write a text of this process, and wait for the texts of all, in rank order."""
+        # Write before waiting, or all would wait for each other.
         self.publish(topic, text)
         return self.read({rank: f"{topic}/{rank}" for rank in range(self.size)})
 
     def read(self, keys: Mapping[int, str]) -> list[str]:
-        """Wait for one key of each of some ranks, and return their values.
+        """Wait for one key of each given rank, and return their values.
 
         Raises:
-            PeerLost: a script has ended without writing its own.
+            PeerLost: a script ended without writing its key.
             PeerTimeout: a process did not write in time.
         """
         store, context = self.store, self.context
@@ -165,7 +164,7 @@ class Rendezvous:
         waiting = Waiting(
             context.rank,
             self.timeout_s,
-            # Looked for once more after its end: the process may have set the key just before it.
+            # Check the key again after the end: the process may have set it just before.
             ended=lambda rank: self.has_ended(rank) and is_missing(rank),
             host_has_others=context.local_rank > 0,
         )
@@ -177,18 +176,18 @@ class Rendezvous:
 
 
 def agree_on_devices(meeting: Rendezvous, kind: str, card: str = "") -> None:
-    """Compare the devices of all processes, before anything else joins them.
+    """Compare the devices of all processes, before they connect.
 
-    Processes of two kinds would wait for each other in different exchanges or backends, and NCCL
-    refuses two processes on one card, in words that name neither.
+    Processes with two types of device would wait for each other in different exchanges or backends,
+    and NCCL rejects two processes on one card without naming either.
 
     Args:
-        meeting: of all processes.
-        kind: of this process's device: ``cpu``, ``cuda``, or that of another accelerator.
-        card: which one it is, alike in all processes that see it; empty where nobody knows.
+        meeting: connects all processes.
+        kind: type of this process's device: ``cpu``, ``cuda``, or another accelerator.
+        card: the card, with the same name in all processes that see it; empty if unknown.
 
     Raises:
-        DisagreementError: a process computes on another kind of device, or two on one card.
+        DisagreementError: a process computes on another type of device, or two on one card.
         PeerTimeout: a process did not join in time.
     """
     texts = meeting.all_gather("kind", f"{kind} {card}")
@@ -196,24 +195,24 @@ def agree_on_devices(meeting: Rendezvous, kind: str, card: str = "") -> None:
     for rank, other in enumerate(kinds):
         if other != kinds[0]:
             raise DisagreementError(
-                f"device {rank} computes on {other} and device 0 on {kinds[0]}: the devices of a "
-                f"run must be of one kind. Check that every process sees its GPUs "
+                f"device {rank} computes on {other}, but device 0 on {kinds[0]}: all devices of a "
+                f"run must be of one type. Check that every process sees its GPUs "
                 f"(CUDA_VISIBLE_DEVICES), or hide them from all"
             )
         if cards[rank] and (first := cards.index(cards[rank])) < rank:
             raise DisagreementError(
-                f"devices {first} and {rank} are one card, or parts of one ({cards[rank]}): "
-                f"expected a card for each process. Start fewer processes; one process can drive "
-                f"several devices of a card, by Trainer(devices=[...])"
+                f"devices {first} and {rank} are the same card, or parts of it ({cards[rank]}), "
+                f"but each process needs its own card. Start fewer processes; one process can "
+                f"drive several devices of a card with Trainer(devices=[...])"
             )
 
 
 def agree_on_name(meeting: Rendezvous, trainer: int) -> str:
-    """Agree on a name for one Trainer, which the lead draws and nobody can guess.
+    """Agree on a name for one Trainer, which the lead draws and no other process can guess.
 
     Args:
-        meeting: of all processes.
-        trainer: number of the Trainer among those of the script, from 0.
+        meeting: connects all processes.
+        trainer: number of the Trainer in the script, from 0.
 
     Raises:
         PeerTimeout: the lead did not join in time.
@@ -226,31 +225,31 @@ def agree_on_name(meeting: Rendezvous, trainer: int) -> str:
 
 
 class JoinedGroup(NamedTuple):
-    """A group that this process has joined."""
+    """A group that this process joined."""
 
     group: dist.ProcessGroup
     store: Store
-    """The store behind the group; failures are reported in it."""
+    """The store behind the group, in which failures are reported."""
     connections: Connections
-    """The group's TCP connections, so that they can be cut."""
+    """The group's TCP connections, which can be cut."""
     watch: PeerWatch
     """Watches the peers on this host."""
     lateness: LateWatch
-    """Finds out which device the others wait for."""
+    """Finds the device that the others wait for."""
     left: Callable[[], list[int]]
-    """Lists the devices whose program has ended."""
+    """Lists the devices whose program ended."""
 
 
 def join_group(meeting: Rendezvous, kind: str, trainer: int) -> JoinedGroup:
     """Join a group of all devices of the run for one Trainer, and prove that all belong to it.
 
-    A group that the script has made itself is left alone; ours is then made beside it. A later
-    Trainer gets another one: that of a Trainer that failed may be waiting for messages for ever.
+    A group that the script made is left alone; onefold makes its own. A later Trainer gets another
+    group, because a failed Trainer's group may be waiting for messages forever.
 
     Args:
-        meeting: of all processes; its limit is that of all waits in the group.
-        kind: of the devices.
-        trainer: number of the Trainer among those of the script, from 0.
+        meeting: connects all processes; its timeout applies to all waits in the group.
+        kind: type of the devices.
+        trainer: number of the Trainer in the script, from 0.
 
     Raises:
         DisagreementError: a process does not know the secret of the run.
@@ -263,20 +262,22 @@ def join_group(meeting: Rendezvous, kind: str, trainer: int) -> JoinedGroup:
         return simulated
     if not context.one_host and not context.secret and context.rank == 0 and trainer == 0:
         _log.warning(
-            "this run goes over several hosts without a secret: whoever reaches them may take "
-            "part in it. Set ONEFOLD_SECRET to the same long random text for every process"
+            "this run uses several hosts without a secret, so anyone who reaches them can join it. "
+            "Set ONEFOLD_SECRET to the same long random text for every process"
         )
     group, store, connections = _connect(meeting, kind, trainer)
     if not dist.is_initialized():
+        # The script has no group of its own, so no other code tears this one down at exit.
         _note_membership(group, meeting)
-    # `break_off` has unregistered it if the script survived a failure. Never registered twice.
+    # After a failure that the script survived, `break_off` has unregistered it. Never register it
+    # twice.
     if _memberships:
         atexit.unregister(_leave)
         atexit.register(_leave)
     rank = group.rank()
     here = host_identity()
     texts = all_gather_objects(group, json.dumps([here, os.getpid()]).encode())
-    # A process id means something on its own host and in its own namespace only.
+    # A process id is meaningful only on its own host and in its own namespace.
     found = enumerate(map(json.loads, texts))
     pids = {r: int(pid) for r, (host, pid) in found if host == here and r != rank}
     lateness = LateWatch(store, rank, group.size())
@@ -287,15 +288,16 @@ def join_group(meeting: Rendezvous, kind: str, trainer: int) -> JoinedGroup:
 def _connect(
     meeting: Rendezvous, kind: str, trainer: int
 ) -> tuple[dist.ProcessGroup, Store, Connections]:
-    """Connect all processes, and have each prove that it belongs to the run.
+    """Connect all processes, and let each prove that it belongs to the run.
 
-    gloo takes whoever first sends it the number of a peer for that peer. A stranger who reaches its
-    port while it listens breaks the connections with that, so then all processes make them anew.
+    gloo accepts as a peer any process that sends it the peer's number first. An intruder who
+    reaches its port while it listens breaks the connections with that; then all processes make
+    them again.
     """
     context, timeout_s = meeting.context, meeting.timeout_s
     for attempt in range(1, _ATTEMPTS + 1):
         name = f"{trainer}/{attempt}"
-        # Waits for all, or the first would listen for long.
+        # Wait for all processes, or the first one would listen for a long time.
         hosts = meeting.all_gather(f"begins/{name}", _address_toward(context.address))
         limit_s = min(timeout_s, _CONNECTED_S * 2**attempt) if attempt < _ATTEMPTS else timeout_s
         group = None
@@ -303,17 +305,22 @@ def _connect(
         try:
             with noted_connections(connections), gloo_interface(context, hosts):
                 group, store = _make_group(meeting, kind, limit_s, trainer, attempt)
-            # Ahead of every other message: nothing that a stranger sends is used before its proof.
+            # Before every other message, so that nothing an intruder sends is used before its
+            # proof.
             trade = partial(all_gather_objects, group, most=_MOST_OF_PROOF)
             prove(context.proof, group.rank(), trade, connections.ends())
         except RuntimeError as error:
             problem = error
-            connections.cut()  # or the others wait for this process
+            # Otherwise the others wait for this process.
+            connections.cut()
         except DisagreementError:
+            # Tell the others before raising: they wait for this outcome, and must not try again.
             meeting.publish(f"ends/{name}", _REFUSED)
             raise
         outcomes = meeting.all_gather(f"ends/{name}", str(problem or _JOINED))
         if group is not None and all(outcome == _JOINED for outcome in outcomes):
+            # The group was made with the short limit of an attempt; from here on the run's limit
+            # applies.
             Groups.set_limit(group, timedelta(seconds=timeout_s))
             return group, store, connections
         connections.cut()
@@ -321,13 +328,12 @@ def _connect(
             dist.destroy_process_group(group) if dist.is_initialized() else Groups.end(group)
         if _REFUSED in outcomes:
             raise DisagreementError(
-                f"device {outcomes.index(_REFUSED)} has refused a device that has not shown that "
-                f"it belongs to this run: start every process with the same ONEFOLD_SECRET, or "
-                f"none with any"
+                f"device {outcomes.index(_REFUSED)} rejected a process that did not authenticate. "
+                f"Set the same ONEFOLD_SECRET for every process of the run, or for none"
             )
-        # The first may fail by a stranger who has come between.
+        # An intruder may disturb the first attempt, so this alone is no reason to warn.
         level = logging.INFO if attempt == 1 else logging.WARNING
-        advice = "is there a firewall? Else set GLOO_SOCKET_IFNAME to the interface to the others"
+        advice = "check for a firewall, or set GLOO_SOCKET_IFNAME to the right interface"
         _log.log(
             level, "attempt %d to connect all devices failed (%s): %s", attempt, advice, outcomes
         )
@@ -340,7 +346,7 @@ def _make_group(
     context = meeting.context
     backend = collective_backend(kind)
     limit = timedelta(seconds=timeout_s)
-    # Bound to its GPU, or NCCL may guess one, and open a context on it.
+    # Bind it to its GPU. Otherwise NCCL may guess one, and create a context on it.
     index = None if kind == "cpu" else torch.accelerator.current_device_index()
     device = None if index is None else torch.device(kind, index)
     if dist.is_initialized():
@@ -362,18 +368,19 @@ def _make_group(
 def all_gather_objects(
     group: dist.ProcessGroup, text: bytes, most: int | None = None
 ) -> list[bytes]:
-    """Gather a text from every process of a group, of ``most`` bytes, in the order of their ranks.
+    """Gather a text of at most ``most`` bytes from every process of a group, in rank order.
 
     Raises:
-        RuntimeError: a process announces a longer one.
+        RuntimeError: a process announces a longer text.
     """
     size = group.size()
     lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
     counts = [int(length) for length in lengths]
+    # Checked before memory is allocated: the length comes from a process that may be an intruder.
     if most is not None and not all(0 <= count <= most for count in counts):
         raise RuntimeError(f"a process announces {counts} bytes, over {most}")
-    # all_gather takes one length from all, and frombuffer neither an empty nor a read-only one.
+    # all_gather needs one length from all, and frombuffer rejects an empty or a read-only buffer.
     padded = bytearray(text.ljust(max(1, *counts), b"\0"))
     own = torch.frombuffer(padded, dtype=torch.uint8)
     parts = [torch.empty_like(own) for _ in range(size)]
@@ -382,26 +389,26 @@ def all_gather_objects(
 
 
 def tell_end(context: LaunchContext) -> None:
-    """Announce that this script has ended: others may wait for a Trainer that it never makes.
+    """Announce that this script ended, because others may wait for a Trainer that it never makes.
 
-    For processes of PyTorch's launcher; workers of onefold's note it in `Progress`.
+    Used under PyTorch's launcher; workers of onefold's launcher note it in `Progress`.
     """
     if context.size == 1 or _memberships:
         return
     try:
         Rendezvous(context, context.size, _GOODBYE_S).publish("ended", "1")
-    # The launcher is gone, and with it whoever might wait.
+    # The launcher is gone, and with it every process that might wait.
     except (RuntimeError, PeerTimeout) as error:
-        _log.info("device %d could not say that it ends: %s", context.rank, error)
+        _log.info("device %d could not report its end: %s", context.rank, error)
 
 
 def break_off() -> None:
-    """Leave without waiting for the others, as this process has failed, or is a forked child."""
+    """Leave without waiting for the others, after a failure or in a forked child."""
     atexit.unregister(_leave)
 
 
 def who_left() -> list[int]:
-    """List the devices whose program has ended."""
+    """List the devices whose program ended."""
     return [
         rank
         for meeting, _ in _memberships
@@ -411,39 +418,40 @@ def who_left() -> list[int]:
 
 
 _memberships: list[tuple[Rendezvous, list[dist.ProcessGroup]]] = []
-"""None, or one: with a group for each Trainer so far."""
+"""Empty, or the one membership: with a group for each Trainer so far."""
 
 
 def _note_membership(group: dist.ProcessGroup, meeting: Rendezvous) -> None:
-    """Have a group of ours ended together with all others, when this process ends."""
+    """Register a process group to be destroyed with all others at process exit."""
     if not _memberships:
         _memberships.append((meeting, []))
-        os.register_at_fork(after_in_child=break_off)  # a child is not the device
+        # A forked child is not the device, so it must not leave in its name.
+        os.register_at_fork(after_in_child=break_off)
     _memberships[0][1].append(group)
 
 
 def _leave() -> None:
-    """Leave together: tearing down a group can hang while a peer still uses it.
+    """Leave together, because destroying a group can hang while a peer still uses it.
 
-    A process that has waited long enough leaves without the others. If they wait for this device,
-    its closing connections end their wait.
+    A process that waited long enough leaves without the others. If they wait for this device, its
+    closing connections end their wait.
     """
     for meeting, groups in _memberships:
         store, rank, size = meeting.store, meeting.context.rank, meeting.size
         try:
             store.set(_left_key(rank), "1")
             store.wait([_left_key(other) for other in range(size)], _FAREWELL)
-            # Under PyTorch's launcher the lead may serve the store, so it stays until everybody has
-            # read that all are here, or their last read would fail.
+            # Under PyTorch's launcher the lead may serve the store. It stays until every process
+            # has read all keys, or their last read would fail.
             store.add(_SEEN_KEY, 1)
             limit = time.monotonic() + _FAREWELL.total_seconds()
             while rank == 0 and store.add(_SEEN_KEY, 0) < size and time.monotonic() < limit:
                 time.sleep(0.002)
         except RuntimeError as error:
-            _log.info("the other devices did not end in order: %s", error)
+            _log.info("the other devices did not end normally: %s", error)
             return
-        # Drop every reference to the store while Python still runs: its threads would otherwise
-        # go on while the interpreter is taken apart.
+        # Drop every reference to the store while Python still runs. Its threads would otherwise run
+        # while the interpreter shuts down.
         close_watches()
         _stores.clear()
         while groups:
@@ -460,11 +468,11 @@ _PAUSE_S = 0.1
 
 
 def reach_store(context: LaunchContext, timeout_s: float) -> Store:
-    """Serve the store, if this is the lead and its launcher does not, or connect to it.
+    """Serve the store if this is the lead and its launcher does not serve it; else connect to it.
 
     Raises:
-        LaunchError: the port is taken, or the host has an impossible name.
-        PeerTimeout: nobody serves the store at its address.
+        LaunchError: the port is taken, or the host name is invalid.
+        PeerTimeout: no process serves the store at its address.
     """
     host, _, port = context.address.rpartition(":")
     place = (host.strip("[]"), int(port))
@@ -475,34 +483,32 @@ def reach_store(context: LaunchContext, timeout_s: float) -> Store:
         if waiting.is_over:
             raise PeerTimeout(
                 f"device {context.rank} did not reach device 0 at {context.address} within "
-                f"{timeout_s:g} s: {found}. Expected MASTER_ADDR to be the machine of device 0, by "
-                f"a name or address that every machine knows, and MASTER_PORT to be open there",
+                f"{timeout_s:g} s: {found}. Set MASTER_ADDR to the machine of device 0, by a name "
+                f"or address that every machine knows, and open MASTER_PORT there",
                 device=0,
                 step=0,
             )
-        waiting.say(
-            partial("device 0 cannot be reached at {}, as {}".format, context.address, found)
-        )
+        waiting.say(partial("device 0 cannot be reached at {}: {}".format, context.address, found))
         time.sleep(_PAUSE_S)
     return found
 
 
 def _connected(place: tuple[str, int], timeout_s: float) -> Store | str:
-    """The store that is served at an address, or why it cannot be had."""
+    """Return the store that is served at an address, or why it is not available."""
     try:
-        # PyTorch says nothing until its own limit, so Python tries first.
+        # PyTorch reports nothing before its own limit, so Python tries first.
         with socket.create_connection(place, timeout=_TRY_S):
             pass
     except UnicodeError:
         raise LaunchError(
-            f"expected the name of a machine in MASTER_ADDR, got {place[0]}"
+            f"MASTER_ADDR must be the name of a machine, but got {place[0]}"
         ) from None
     except socket.gaierror as error:
         return f"the name {place[0]} does not resolve on {socket.gethostname()} ({error.strerror})"
     except ConnectionRefusedError:
-        return "nobody listens at this port yet"
+        return "no process listens at this port yet"
     except OSError as error:
-        return f"nobody answers ({error.strerror or error}; is there a firewall?)"
+        return f"no answer ({error.strerror or error}; is there a firewall?)"
     made: list[Store] = []
 
     def make() -> None:
@@ -510,11 +516,11 @@ def _connected(place: tuple[str, int], timeout_s: float) -> Store | str:
         with suppress(RuntimeError):
             made.append(TCPStore(*place, timeout=limit, wait_for_workers=False))
 
-    # A thread, as PyTorch waits without a limit for the answer of a stranger at the port.
+    # A thread, because PyTorch waits without a limit for an answer of another program at the port.
     thread = threading.Thread(target=make, daemon=True)
     thread.start()
     thread.join(min(_STORE_S, timeout_s))
-    return made[0] if made else "what listens there is no store of PyTorch"
+    return made[0] if made else "the program that listens there is not a store of PyTorch"
 
 
 def _serve(context: LaunchContext, place: tuple[str, int], timeout_s: float) -> Store:
@@ -523,20 +529,23 @@ def _serve(context: LaunchContext, place: tuple[str, int], timeout_s: float) -> 
         with socket.create_server((host, 0)):
             pass
     except OSError:
-        host = "127.0.0.1"  # the others' address is none of this machine, but a service's, say
+        # The others' address may not belong to this machine, but to a service, for instance.
+        host = "127.0.0.1"
     try:
         return TCPStore(
             host,
             port,
             is_master=True,
             timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,  # who is missing is seen by what they write
-            multi_tenant=True,  # the script may have made a store there
+            # This constructor would wait without naming a missing process; the keys name it.
+            wait_for_workers=False,
+            # The script may have created a store at this port.
+            multi_tenant=True,
         )
     except RuntimeError as error:
         raise LaunchError(
-            f"device 0 cannot let the others join at {context.address}: {error}. Expected "
-            f"MASTER_PORT to be a port that is free on its machine"
+            f"device 0 cannot open the store of the run at {context.address}: {error}. Set "
+            f"MASTER_PORT to a port that is free on its machine"
         ) from None
 
 
@@ -545,22 +554,22 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @contextmanager
 def gloo_interface(context: LaunchContext, hosts: Sequence[str]) -> Iterator[None]:
-    """Have gloo listen where all other processes reach it, and where nobody else does.
+    """Bind gloo to the interface through which the other processes reach it.
 
-    On one host that is loopback. On several it is the address of the host's own name, unless that
-    is a loopback address, as on Debian: then that of the interface toward the others, which is
-    found for IPv4 only. A choice that the user has made in the environment takes precedence.
+    On one host this is loopback. On several hosts it is the address of the host's own name, unless
+    that is a loopback address, as on Debian. Then it is the interface toward the others, which is
+    found for IPv4 only. The user's choice in the environment takes precedence.
 
     Args:
         context: how this process was started.
-        hosts: an address of each process; empty for those that know none.
+        hosts: an address of each process; empty for processes that know none.
     """
     name = "lo" if context.one_host else _interface_toward([context.address, *hosts])
     if not name or _GLOO_INTERFACE in os.environ:
         yield
         return
-    # gloo reads the variable while a group is made, and init_process_group has no argument for it.
-    # It is removed again, as programs that the script starts may make groups of their own.
+    # gloo reads the variable while a group is made; init_process_group has no argument for it.
+    # Remove it afterwards, because programs that the script starts may make their own groups.
     os.environ[_GLOO_INTERFACE] = name
     try:
         yield
@@ -569,8 +578,8 @@ def gloo_interface(context: LaunchContext, hosts: Sequence[str]) -> Iterator[Non
 
 
 def _interface_toward(hosts: Sequence[str]) -> str:
-    """The interface to the first of some hosts that is another; empty if gloo needs none."""
-    # What gloo does if no interface is set; where it cannot, it uses loopback.
+    """Return the interface to the first host that is another one; empty if gloo needs none."""
+    # gloo does the same if no interface is set; if it fails, gloo uses loopback.
     with suppress(OSError), socket.socket() as probe:
         probe.bind((socket.gethostname(), 0))
         if not ip_address(probe.getsockname()[0]).is_loopback:
@@ -578,8 +587,9 @@ def _interface_toward(hosts: Sequence[str]) -> str:
     own = next(filter(None, map(_address_toward, hosts)), "0.0.0.0")
     with socket.socket() as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                # SIOCGIFADDR, the kernel's request for an interface's IPv4 address.
+            with suppress(OSError):
+                # SIOCGIFADDR, the kernel's request for an interface's IPv4 address. It raises if
+                # the interface has none.
                 found = fcntl.ioctl(probe, 0x8915, name.encode().ljust(40, b"\0"))
                 if found[20:24] == socket.inet_aton(own):
                     return name
@@ -589,9 +599,10 @@ def _interface_toward(hosts: Sequence[str]) -> str:
 
 
 def _address_toward(place: str) -> str:
-    """The own IPv4 address from which a host is reached; empty if none, or if it is loopback."""
+    """Return this host's IPv4 address toward a host; empty if none, or if it is loopback."""
     with socket.socket(type=socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(((place.rpartition(":")[0] or place).strip("[]"), 9))  # sends nothing
+        # Connecting a datagram socket sends nothing; it only chooses a route.
+        probe.connect(((place.rpartition(":")[0] or place).strip("[]"), 9))
         own: str = probe.getsockname()[0]
         return "" if ip_address(own).is_loopback else own
     return ""

@@ -1,20 +1,20 @@
-"""Connects all processes of a host: for short messages, and for prompt notice of a dead one.
+"""Connects all processes of a host, for short messages and for prompt notice of a dead process.
 
-Every process holds a socket to every other one. The kernel closes the sockets of a process that
-ends, whatever ended it; where a child still holds a copy, a pidfd reports the end all the same. So
-whoever waits notices a dead peer at once.
+Every process has a socket to every other one. The kernel closes the sockets of a process when it
+ends, for whatever reason; if a child still holds a copy, a pidfd reports the end anyway. So a
+process that waits detects a dead peer at once.
 
 `connected` connects every process of one host with every other one. The sockets have abstract
-names: there is no port and no file, and nothing to clean up. Anyone on the host can list such
+names: there is no port and no file, and nothing to clean up. Any user of the host can list such
 names, and connect to them. So a name is derived from an address that only the processes of the run
-know, both ends look at the other's user, and who connects gives its number first.
+know, both ends check the other's user, and the connecting process sends its number first.
 
-Note: a peer's last words
--------------------------
-A process that fails sends why and hangs up at once. If it leaves messages unread, the kernel
-reports a reset connection before it delivers what the process sent. It also reports the end too
-early to who finds no message just before the process sends its last and hangs up. So neither is
-final until a second read has found nothing: the reason comes last (see `_read`, `_explain_unsent`).
+Note: the last message of a peer
+--------------------------------
+A process that fails sends the reason and hangs up at once. If it leaves messages unread, the kernel
+reports a reset connection before it delivers what the process sent. The kernel also reports an end
+of stream too early if a reader finds no message just before the process sends its last one and
+hangs up. So neither is final until a second read finds nothing (see `_read`, `_explain_unsent`).
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ class Peer:
     pidfd: int | None
     stillness: StoppedProcess
     has_left: bool = False
-    """Whether it has said that it comes to its end in order."""
+    """Whether the peer announced a normal end."""
     frames: deque[bytes] = field(default_factory=deque)
     files: deque[int] = field(default_factory=deque)
-    """Descriptors that came with frames."""
+    """Descriptors that arrived with frames."""
 
 
 class Mailbox:
-    """Reaches all other processes of the run on this host.
+    """Connects this process to all other processes of the run on this host.
 
     Args:
-        peers: connections to them, by their numbers; closed with the mailbox.
+        peers: connections to the others, by their numbers; closed with the mailbox.
         rank: number of this process.
-        timeout_s: the longest that any call here waits.
+        timeout_s: the longest wait of any call.
     """
 
     def __init__(self, peers: Mapping[int, Peer], *, rank: int, timeout_s: float) -> None:
@@ -81,10 +81,10 @@ class Mailbox:
         self.timeout_s = timeout_s
         self._is_late = False
         self.note_wait: NoteWait = lambda peer: None
-        """Called with the device for which this one has waited for a while, and None in the end."""
+        """Called with the device for which this one waits, and with None when the wait ends."""
         self.step = 1
-        """The step that the run is at, for error messages; set by the owner of the mailbox."""
-        # Spinning saves a wake-up, but with more processes than cores it starves the peer.
+        """Step of the run, for error messages; set by the owner of the mailbox."""
+        # Spinning saves a wake-up, but starves the peer if there are more processes than cores.
         self._spin_s = _SPIN_S if self.size <= len(os.sched_getaffinity(0)) else 0.0
         self._peers = dict(peers)
         self._closed = False
@@ -92,14 +92,15 @@ class Mailbox:
         _let_go_in_children(self)
 
     def all_gather_bytes(self, message: bytes = b"", among: Ranks = None) -> list[bytes]:
-        """Wait for every process to call this, and return the messages of all, by rank.
+        """Wait until every process makes this call; return the messages of all, in rank order.
 
         Args:
-            message: a short one, from this process.
-            among: the ranks of those that meet, in ascending order; all if absent.
+            message: a short message of this process.
+            among: ranks of the processes that take part, in ascending order; all by default.
 
         Raises:
-            PeerLost, PeerFailed, PeerTimeout: a process has ended, failed, or did not call in time.
+            PeerLost, PeerFailed, PeerTimeout: a process ended, failed, or did not make the call in
+                time.
             OnefoldError: this mailbox is closed.
         """
         self._check_open()
@@ -114,7 +115,7 @@ class Mailbox:
         return [frames[rank][1:] for rank in ranks]
 
     def _receive_each(self, peers: Iterable[Peer], kind: bytes) -> dict[int, bytes]:
-        """Wait for one frame of a kind from each of some peers."""
+        """Wait for one frame of a kind from each of the given peers."""
         try:
             return self._received(peers, kind)
         finally:
@@ -131,13 +132,13 @@ class Mailbox:
                 self._drain(peer)
                 if peer.frames:
                     frame = found[peer.number] = peer.frames.popleft()
-                    # Messages of each sender stay in order, so another kind is another call, not a
-                    # late one.
+                    # Messages of one sender stay in order, so a frame of another kind belongs to
+                    # another call; it is not a late frame of this one.
                     if not frame.startswith(kind):
                         raise DisagreementError(
-                            f"device {peer.number} is at another point of the program than device "
-                            f"{self.rank} (step {self.step}): all devices must make the same calls "
-                            f"of the trainer in the same order"
+                            f"device {peer.number} and device {self.rank} made different trainer "
+                            f"calls (step {self.step}): all devices must make the same calls in "
+                            f"the same order"
                         )
                     pending.remove(peer)
             if not pending:
@@ -147,7 +148,8 @@ class Mailbox:
                     self._is_late = True
                     self.note_wait(pending[0].number)
             else:
-                os.sched_yield()  # the peer may be waiting for this very core
+                # Yield, because the peer may be waiting for this core.
+                os.sched_yield()
 
     def send_file(self, rank: int, descriptor: int) -> None:
         """Send an open file to a process."""
@@ -159,20 +161,21 @@ class Mailbox:
             self._explain_unsent(error, peer)
 
     def receive_file(self, rank: int) -> int:
-        """Receive an open file, which must be the very next thing that a process sends."""
+        """Receive an open file, which must be the next frame from the process."""
         self._check_open()
         peer = self._peers[rank]
         self._receive_each([peer], _FILE)
         return peer.files.popleft()
 
     def tell_failure(self, failure: BaseException) -> None:
-        """Tell every peer that this process has failed, and why."""
+        """Report to every peer that this process failed, and why."""
         told = Failure.of(failure, device=self.rank, step=self.step)
+        # Keep the first failure, because later ones usually follow from it.
         self._failure = self._failure or told.words
         self._tell(_FAILED + msgspec.json.encode(told))
 
     def tell_end(self) -> None:
-        """Tell every peer that this process leaves in order, and has not been killed."""
+        """Report to every peer that this process ends normally, and was not killed."""
         self._tell(_LEAVING)
 
     def _tell(self, frame: bytes) -> None:
@@ -204,8 +207,9 @@ class Mailbox:
             raise msgspec.json.decode(frame[1:], type=Failure).error()
         if frame == _LEAVING:
             peer.has_left = True
+            # This is not a frame for a caller, so look for the next one.
             return self._drain(peer)
-        # End of stream. Frames already queued are still valid, so raise only once they are used.
+        # End of stream. Queued frames are still valid, so raise only after they are used.
         if not frame:
             if not peer.frames:
                 self._raise_ended(peer)
@@ -215,10 +219,10 @@ class Mailbox:
         return True
 
     def _wait_for_news(self, peers: list[Peer], limit: float) -> bool:
-        """Wait for `LOOK_S` at most; return whether a peer has sent something or ended."""
+        """Wait at most `LOOK_S`; return whether a peer sent something or ended."""
         if self._wait_readable(peers, LOOK_S):
             return True
-        # A stopped peer neither sends nor ends: nothing but a look at its state shows it.
+        # A stopped peer neither sends nor ends, so only its process state shows it.
         for peer in peers:
             self._look_at(peer)
         if time.monotonic() > limit:
@@ -236,7 +240,7 @@ class Mailbox:
         )
 
     def _wait_readable(self, peers: list[Peer], within_s: float) -> bool:
-        """Return whether a peer has sent something or ended."""
+        """Return whether a peer sent something or ended."""
         poller = select.poll()
         ends: dict[int, Peer] = {}
         for peer in peers:
@@ -248,8 +252,8 @@ class Mailbox:
         ready = {descriptor for descriptor, _ in events}
         for descriptor in ready & ends.keys():
             peer = ends[descriptor]
-            # Ended, yet its socket is open in a child. It may have sent between poll's look at the
-            # socket and its look at the pidfd, so read once more before calling it lost.
+            # The process ended, but its socket is open in a child. It may have sent between poll's
+            # checks of the socket and of the pidfd, so read once more before calling it lost.
             if peer.socket.fileno() not in ready:
                 self._drain(peer)
                 if not peer.frames:
@@ -262,10 +266,10 @@ class Mailbox:
 
     def _raise_ended(self, peer: Peer) -> NoReturn:
         how = (
-            "ended: its script came to an end before the others', or closed its Trainer"
+            "ended: its script finished before the others', or closed its Trainer"
             if peer.has_left
-            else "ended without saying why: it was killed (by somebody, or by the system for lack "
-            "of memory), has ended itself by os._exit, or dropped its Trainer"
+            else "ended without a reason: it was killed (by a user, or by the system for lack of "
+            "memory), called os._exit, or dropped its Trainer"
         )
         what = f"(process {peer.pid}) {how}"
         raise PeerLost.in_step(peer.number, what, waiting=self.rank, step=self.step)
@@ -277,22 +281,25 @@ class Mailbox:
             self._explain_unsent(error, peer)
 
     def _explain_unsent(self, error: OSError, peer: Peer) -> NoReturn:
-        """Turn an error of the socket into one that says what happened to the peer."""
+        """Replace an error of the socket by one that reports the state of the peer."""
+        # SO_SNDTIMEO expired: the peer's queue was full for the whole limit.
         if isinstance(error, BlockingIOError):
             raise self._late([peer]) from None
         if not isinstance(error, ConnectionError):
             raise error
-        while self._drain(peer):  # the reason comes last; see the note at the head
+        # Read everything before raising: the reason comes last (see the note at the head).
+        while self._drain(peer):
             continue
         self._raise_ended(peer)
 
 
 def _read(connection: socket.socket) -> tuple[bytes, array[int]]:
-    """The next message, with the descriptors that came with it; nothing once the peer has hung up.
+    """Return the next message and its descriptors; empty after the peer has hung up.
 
     See the note at the head.
     """
     files = array("i")
+    # Twice, because a first reset or end of stream may hide a message that is still queued.
     for _ in range(2):
         try:
             beside = socket.CMSG_LEN(files.itemsize)
@@ -310,7 +317,7 @@ _open_mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
 
 
 def _let_go_in_children(mailbox: Mailbox) -> None:
-    """Close the sockets in forked children, so that the peers notice when the parent ends."""
+    """Close the sockets in forked children, so that peers notice when the parent ends."""
     if not _open_mailboxes:
         os.register_at_fork(after_in_child=_close_all)
     _open_mailboxes.add(mailbox)
@@ -322,13 +329,14 @@ def _close_all() -> None:
 
 
 def _peer(number: int, connection: socket.socket, timeout_s: float) -> Peer:
-    # The kernel's own limit, as Python's would make the socket non-blocking for good.
+    # Use the kernel's timeout: Python's would make the socket non-blocking permanently.
     connection.setblocking(True)
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     pid, _ = credentials(connection)
     peer = Peer(number, connection, pid, None, StoppedProcess(pid))
-    # Not by an old kernel, nor of a peer in another namespace: there the socket alone must do.
+    # Old kernels have no pidfd, and a peer in another namespace has no visible process id. Then
+    # only the socket shows the end.
     with contextlib.suppress(OSError):
         peer.pidfd = os.pidfd_open(pid)
     return peer
@@ -348,14 +356,14 @@ def connected(
     """Connect this process with all others.
 
     Args:
-        address: known to this run's processes alone: whoever can guess it could claim it first.
+        address: known only to the processes of this run: a process that guesses it could claim it.
         rank: number of this process.
-        size: how many processes there are.
+        size: number of processes.
         timeout_s: the longest wait for another process, here and in later calls.
-        ended: whether the script of a process has ended, so that it will never connect.
+        ended: whether the script of a process ended, so that it will never connect.
 
     Returns:
-        the connection to each other process, in the order of their numbers.
+        The connection to each other process, in the order of their numbers.
 
     Raises:
         PeerTimeout: a process did not connect in time.
@@ -364,8 +372,8 @@ def connected(
     connections: dict[int, socket.socket] = {}
     waiting = Waiting(rank, timeout_s, ended=ended)
     try:
-        # Everybody listens before connecting to the ranks below, with room for all in the queue: a
-        # connect succeeds before its accept, so no circle of processes can wait for each other.
+        # Every process listens before it connects to lower ranks, with a queue for all. A connect
+        # succeeds before its accept, so processes cannot wait for each other in a circle.
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(socket_name(address, rank))
             listener.listen(size)
@@ -380,6 +388,7 @@ def connected(
                     waiting.check_peers(missing)
                     continue
                 who = _hello(connection)
+                # Also false for a second connection that claims a rank: the first one stays.
                 if who in missing:
                     connections[who] = connection
                 else:
@@ -388,27 +397,30 @@ def connected(
         for connection in connections.values():
             connection.close()
         raise
-    # They connect in any order.
+    # Processes connect in any order, so sort them.
     return {n: _peer(n, each, timeout_s) for n, each in sorted(connections.items())}
 
 
 def _reach(name: str, rank: int, check_run: Callable[[], None]) -> socket.socket:
-    """Connect to a process that listens under a name, once one of this user does.
+    """Connect to a process that listens under a name, once a process of this user does.
 
     Args:
-        name: of the socket.
-        rank: number of this process, which it says first.
-        check_run: called again and again; raises if there is no use in waiting.
+        name: name of the socket.
+        rank: number of this process, which it sends first.
+        check_run: called repeatedly; raises if waiting is pointless.
     """
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.setblocking(False)  # a full queue would block connect without a limit
+        # Non-blocking, because a full queue would block connect without a limit.
+        connection.setblocking(False)
         try:
             connection.connect(name)
+            # Check the user before sending: another user could listen under this name.
             if credentials(connection)[1] == os.getuid():
                 connection.send(_HELLO.pack(rank))
                 return connection
         except OSError as error:
+            # These mean that the process does not listen yet, or that its queue is full: try again.
             if error.errno not in (errno.ECONNREFUSED, errno.EAGAIN, errno.ENOENT):
                 connection.close()
                 raise
@@ -418,25 +430,26 @@ def _reach(name: str, rank: int, check_run: Callable[[], None]) -> socket.socket
 
 
 def credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user id of the other end."""
+    """Return the process id and user id of the other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
     return pid, uid
 
 
 def socket_name(address: str, rank: int) -> str:
-    """The abstract name under which a device listens; it reveals no other device's name.
+    """Return the abstract name under which a device listens.
 
-    Anyone who lists the names could claim that of a device that has yet to start if it could be
-    derived from one that is listed.
+    It is a hash, so that it does not reveal another device's name: otherwise a user who lists the
+    names could claim the name of a device that has not started yet.
     """
     return "\0onefold-" + hashlib.sha256(f"{address}.{rank}".encode()).hexdigest()[:32]
 
 
 def _hello(connection: socket.socket) -> int | None:
-    """The rank of a process that has connected; None for a stranger or a silent one."""
+    """Return the rank of a process that connected; None for a foreign or silent process."""
     if credentials(connection)[1] != os.getuid():
         return None
+    # A limit, so that a silent process cannot keep the others from being accepted.
     connection.settimeout(_HELLO_S)
     try:
         (rank,) = _HELLO.unpack(connection.recv(_HELLO.size))

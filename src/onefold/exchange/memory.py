@@ -1,17 +1,15 @@
-"""Where parameters, frozen or not, partial sums and the table of a run lie.
+"""Stores the parameters, frozen or trained, the partial sums and the table of a run.
 
-`Memory` is that of this process's devices. `FrozenMemory` is what one device keeps of the frozen
-parameters, where each of several devices keeps a part. A partial sum is `Partial`,
-`PartitionTensors` or `LocalGradients`, depending on who reads it.
+`Memory` belongs to this process's devices. `FrozenMemory` is one device's part of the frozen
+parameters if each of several devices keeps a part. A partial sum is `Partial`, `PartitionTensors`
+or `LocalGradients`, depending on which process reads it.
 
-Note: which memory a partial sum lies in
-----------------------------------------
-Backward makes one gradient tensor per parameter. Small ones are copied side by side into flat
+Note: where a partial sum is stored
+-----------------------------------
+Backward creates one gradient tensor per parameter. Small ones are copied side by side into flat
 memory, where a whole run of them is moved and added as one. Large ones stay where backward put
-them, as copying them would cost as much as adding them: only what another process must see in
-shared memory is copied. On an accelerator all are copied, by one kernel: a partition is then one
-message to its owner and one addition, where each tensor by itself would cost a launch, and NCCL
-hangs in groups of very many messages.
+them, because copying them would cost as much as adding them; only what another process must see in
+shared memory is copied. On an accelerator all are copied, by one kernel.
 """
 
 from __future__ import annotations
@@ -65,20 +63,20 @@ __all__ = [
 
 
 class PartitionSums(Protocol):
-    """Memory that holds at least one partition of the trained parameters' layout."""
+    """Memory that holds at least one partition of the layout of trained parameters."""
 
     def chunk(self, chunk: Chunk) -> torch.Tensor:
-        """A view of one chunk, (stop - start,) in the dtype of its section."""
+        """Return a view of one chunk, (stop - start,) in the dtype of its section."""
 
     def segment(self, segment: Segment) -> torch.Tensor | None:
-        """A view of one segment: in the entry's shape if it is whole, else (numel,).
+        """Return a view of one segment: in the entry's shape if it is whole, else (numel,).
 
-        None where no shard gave a gradient.
+        None if no shard gave a gradient.
         """
 
 
 class PartitionTensors:
-    """Memory for one partition of a layout only: what an owner receives from the other devices.
+    """Memory for one partition of a layout, for an owner's receives from the other devices.
 
     Args:
         layout: the layout that the segments belong to.
@@ -89,12 +87,13 @@ class PartitionTensors:
     def __init__(self, layout: Layout, partition: Sequence[Segment], device: torch.device) -> None:
         self._layout = layout
         stretches: dict[int, list[Chunk]] = {}
+        # Neighboring chunks become one stretch, so that few offsets have to be searched.
         for chunk in sorted(cut_chunks(layout, partition, at_once=True)):
             stretches.setdefault(chunk.section, []).append(chunk)
         self._sections: dict[int, torch.Tensor] = {}
         self._starts: dict[int, list[int]] = {}
         self._places: dict[int, list[int]] = {}
-        """Where each stretch begins in its section, and in the memory here."""
+        """Start of each stretch in its section, and in this memory."""
         for section, own in stretches.items():
             sizes = [each.stop - each.start for each in own]
             dtype = layout.dtypes[section]
@@ -103,14 +102,14 @@ class PartitionTensors:
             self._places[section] = [0, *accumulate(sizes)]
 
     def chunk(self, chunk: Chunk) -> torch.Tensor:
-        """A view of one chunk, (stop - start,)."""
+        """Return a view of one chunk, (stop - start,)."""
         starts = self._starts[chunk.section]
         number = bisect_right(starts, chunk.start) - 1
         first = self._places[chunk.section][number] + chunk.start - starts[number]
         return self._sections[chunk.section][first : first + chunk.stop - chunk.start]
 
     def segment(self, segment: Segment) -> torch.Tensor:
-        """A view of one segment: in the entry's shape if it is whole, else (numel,)."""
+        """Return a view of one segment: in the entry's shape if it is whole, else (numel,)."""
         entry = self._layout.entries[segment.entry]
         start = entry.offset + segment.start
         flat = self.chunk(Chunk(entry.section, start, start + segment.numel, None))
@@ -118,11 +117,11 @@ class PartitionTensors:
 
 
 class Partial:
-    """One block's gradients: the large ones where backward left them, the others in flat memory.
+    """Gradients of one block: large ones where backward left them, the others in flat memory.
 
     Args:
-        flat: has a place for all of them, the large ones included.
-        copies_all: whether the large ones are copied as well.
+        flat: has room for all gradients, including large ones.
+        copies_all: whether large gradients are copied too.
     """
 
     def __init__(self, flat: FlatTensors, *, copies_all: bool = False) -> None:
@@ -135,36 +134,40 @@ class Partial:
 
     @classmethod
     def private(cls, layout: Layout, device: torch.device) -> Partial:
-        """Make one that is read through this object alone.
+        """Make a partial sum that is read only through this object.
 
-        Its flat memory is not cleared: pages of a processor's memory that were never touched take
-        no room, so the stretches of large gradients cost nothing.
+        Its flat memory is not cleared.
         """
         if device.type == "cpu":
+            # Untouched pages of CPU memory take no room, so the stretches of large gradients cost
+            # nothing.
             return cls(FlatTensors(layout, memory=_untouched(layout.nbytes)))
         memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        # Copy all: a partition is then one message and one addition. Each tensor by itself would
+        # cost a launch, and NCCL hangs in groups of very many messages.
         return cls(FlatTensors(layout, memory=memory), copies_all=True)
 
     def show(self, visible: Sequence[Chunk]) -> None:
-        """Copy these chunks into ``flat`` at every `write`, as other processes read them there."""
-        # A chunk of no single entry is made of small ones, which lie in flat memory anyway.
+        """Copy these chunks to ``flat`` at every `write`: other processes read them there."""
+        # A chunk without an entry consists of small gradients, which are in flat memory anyway.
         self._visible = [chunk for chunk in visible if chunk.entry is not None]
 
     def write(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take over one gradient for each entry; None stands for zeros."""
+        """Adopt one gradient for each entry; None stands for zeros."""
         self.release()
         self.write_some(range(len(gradients)), gradients)
-        # In shared memory the others see the file alone, so what they will read is copied there.
+        # Other processes see only the file behind shared memory, so copy there what they will read.
         shown = [chunk for chunk in self._visible if chunk.entry in self._direct]
         if shown:
             targets = [self.flat.chunk(chunk) for chunk in shown]
             copy_each(targets, [self.chunk(chunk) for chunk in shown])
 
     def hold(self, gradients: Gradients) -> Gradients:
-        """Move gradients, to which others are added, to where `write_some` would copy the sums.
+        """Move gradients that will be added to, to the place to which `write_some` copies sums.
 
         Returns:
-            They, where they lie now: those stay that would not be copied, or change their dtype.
+            The gradients in their new places. A gradient stays if `write_some` would not copy it,
+            or would change its dtype.
         """
         moved = {
             number: (self.flat.views[number], gradient)
@@ -177,17 +180,18 @@ class Partial:
         return [moved[n][0] if n in moved else each for n, each in enumerate(gradients)]
 
     def write_some(self, numbers: Iterable[int], gradients: Iterable[torch.Tensor | None]) -> None:
-        """Take over the gradients of some entries, by number, beside those of others."""
+        """Adopt the gradients of some entries, by number; keep the others."""
         views, sources = [], []
         for number, gradient in zip(numbers, gradients, strict=True):
             view = self.flat.views[number]
             if gradient is view:
+                # `hold` moved it here already.
                 continue
-            # Zeroed, not skipped: the memory still holds the values of the step before.
+            # Zero it, because the memory still holds the values of the previous step.
             if gradient is None:
                 view.zero_()
-            # Only a gradient laid out as its entry is can be cut into segments by offset, as flat
-            # memory is. Autograd may return other strides, such as those of a transposed tensor.
+            # Segments are cut by offset, so a gradient can stay only if its strides are those of
+            # its entry. Autograd may return other strides, such as those of a transposed tensor.
             elif (
                 number in self._large
                 and gradient.stride() == self.flat.layout.entries[number].stride
@@ -198,10 +202,11 @@ class Partial:
                 views.append(view)
                 sources.append(gradient)
         if views:
+            # Copy in one call, which is one kernel on an accelerator instead of one per tensor.
             copy_each(views, sources)
 
     def chunk(self, chunk: Chunk) -> torch.Tensor:
-        """A view of one chunk, (stop - start,), wherever it lies."""
+        """Return a view of one chunk, (stop - start,), wherever it is stored."""
         gradient = None if chunk.entry is None else self._direct.get(chunk.entry)
         if gradient is None or chunk.entry is None:
             return self.flat.chunk(chunk)
@@ -209,14 +214,14 @@ class Partial:
         return storage_order(gradient)[chunk.start - offset : chunk.stop - offset]
 
     def segment(self, segment: Segment) -> torch.Tensor:
-        """A view of one segment: in the entry's shape if it is whole, else (numel,)."""
+        """Return a view of one segment: in the entry's shape if it is whole, else (numel,)."""
         gradient = self._direct.get(segment.entry)
         if gradient is None:
             return self.flat.segment(segment)
         return cut_segment(gradient, segment, self.flat.layout.entries[segment.entry])
 
     def release(self) -> None:
-        """Drop the gradients taken over by `write`, so that their memory can be used again."""
+        """Drop the adopted gradients, so that their memory can be reused."""
         self._direct = {}
 
 
@@ -231,22 +236,23 @@ class LocalGradients:
         self._entries = layout.entries
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._cut: dict[int, tuple[torch.Tensor, ...]] = {}
-        """The segments of an entry that is cut, by its number: made at once, which takes a call."""
+        """Segments of each entry that is cut, by its number; made together, in one call."""
 
     def write(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take over one gradient for each entry, shaped like it; None where no shard gave one."""
+        """Adopt one gradient for each entry, in its shape; None if no shard gave one."""
         self._gradients, self._cut = gradients, {}
 
     def chunk(self, chunk: Chunk) -> torch.Tensor:
-        """Refuse: a single partial sum is added to nothing, so nobody asks for its chunks."""
-        raise TypeError("expected a single partial sum, which is added to nothing")
+        """Refuse: a single partial sum is added to nothing, so no caller needs its chunks."""
+        raise TypeError("a single partial sum is not cut into chunks: nothing is added to it")
 
     def segment(self, segment: Segment) -> torch.Tensor | None:
-        """A view of one segment: in the entry's shape if it is whole, else (numel,)."""
+        """Return a view of one segment: in the entry's shape if it is whole, else (numel,)."""
         gradient = self._gradients[segment.entry]
         if gradient is None or segment.whole:
             return gradient
-        if segment.start == 0:  # all but the last are as long as the first
+        # `torch.split` cuts all at once: every segment but the last has the length of the first.
+        if segment.start == 0:
             laid = laid_out(gradient, self._entries[segment.entry].stride)
             self._cut[segment.entry] = torch.split(storage_order(laid), segment.numel)
         if (cut := self._cut.get(segment.entry)) is None:
@@ -265,8 +271,8 @@ def cut_segment(gradient: torch.Tensor, segment: Segment, entry: Entry) -> torch
 
 
 def shape_segment(flat: torch.Tensor, segment: Segment, entry: Entry) -> torch.Tensor:
-    """View (numel,) elements of a segment in storage order in the entry's shape, if it is whole."""
-    # A whole segment gets the parameter's own strides; a part of one is a run of its storage.
+    """View a segment, (numel,) in storage order, in the entry's shape if it is whole."""
+    # A whole segment gets the parameter's own strides; a part is a run of its storage.
     return flat.as_strided(entry.shape, entry.stride) if segment.whole else flat
 
 
@@ -277,24 +283,25 @@ def by_stage(layout: StageLayout, numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _untouched(nbytes: int) -> torch.Tensor:
-    """Memory of a processor that takes no room until it is written to: (nbytes,) uint8."""
-    # Not PyTorch's own, which may lie where gradients lay before: a process keeps that memory.
-    # Private: shared pages would be no huge ones, and forked readers of data would share them.
+    """Return CPU memory that takes no room until it is written: (nbytes,) uint8."""
+    # PyTorch's allocator may reuse memory of earlier gradients, whose pages are
+    # resident. MAP_PRIVATE: shared pages would not be huge pages, and forked data workers would
+    # share them.
     pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
 
 
 class FrozenMemory:
-    """The frozen parameters of a device: a part of them always, and all of them now and then.
+    """The frozen parameters of a device: its part for the whole run, and all of them when needed.
 
     Segments have the numbers of `Storage.partitioned_segments`.
 
     Args:
         storage: the sizes.
-        frozen: those of frozen parameters in it.
-        rank: the device's number.
-        device: where it computes.
-        allocator: where its part lies, if that is other memory.
+        frozen: their part of it.
+        rank: number of the device.
+        device: the device that computes.
+        allocator: allocates the device's part if that is kept in other memory.
     """
 
     def __init__(
@@ -306,13 +313,13 @@ class FrozenMemory:
         allocator: TensorAllocator = DEFAULT_ALLOCATOR,
     ) -> None:
         self.flat = FlatTensors(frozen.layout, device=device, there=False)
-        """All of them, now and then."""
+        """All frozen parameters, while they are needed."""
         self._first_segment, self._first = len(storage.segments), len(storage.parameters.entries)
         self._segments = storage.partitioned_segments()
         self._layout = layout = storage.partitioned_layout()
         own = [self._first_segment + number for number in frozen.partitions[rank]]
         self._own = by_stage(layout, own)
-        # Own segments of a stage lie side by side, as in memory for all of it.
+        # Own segments of a stage are stored side by side, as in a buffer for the whole stage.
         segments = [self._segments[number] for number in own]
         self._kept_layout = StageLayout(layout.layout, segments, layout.stages)
         self._places = {number: place for place, number in enumerate(own)}
@@ -323,8 +330,9 @@ class FrozenMemory:
             for nbytes in self._kept_layout.stage_bytes
         ]
         self.stages = sorted(set(frozen.stage_of))
-        """Those in which there are any."""
-        # Nobody computes with what lies in other memory.
+        """The stages that have frozen parameters."""
+        # Parameters in other memory, such as a file, must be copied before a device can compute
+        # with them.
         self._is_all = [
             not allocator.apart
             and len(mine) == sum(number >= self._first_segment for number in numbers)
@@ -333,59 +341,61 @@ class FrozenMemory:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the segments that this device keeps."""
+        """Numbers of the segments that this device keeps."""
         return [number for own in self._own for number in own]
 
     def entry_of(self, number: int) -> int:
-        """The number of a segment's parameter, counted on from the trained ones."""
+        """Return the number of a segment's parameter, counted on from the trained ones."""
         return self._segments[number].entry
 
     def part(self, number: int) -> torch.Tensor:
-        """(numel,) a segment that this device keeps, in storage order."""
+        """Return a segment that this device keeps: (numel,) in storage order."""
         stage = self._layout.stages.stage_of[self.entry_of(number)]
         return self._kept_layout.in_room(self._places[number], self._kept[stage])
 
     def keep(self) -> None:
-        """Keep what lies in the memory of all of them, if there is any."""
+        """Store this device's part of the memory of all frozen parameters, if that exists now."""
         for number in self.numbers if self.flat.is_there else ():
             self.part(number).copy_(self._in_flat(number))
 
     def adopt_entry(self, entry: int, values: torch.Tensor) -> None:
-        """Keep this device's part of a parameter: (numel,) in storage order, on any device."""
+        """Store this device's part of a parameter: (numel,) in storage order, on any device."""
         for number in self.numbers:
             segment = self._segments[number]
             if segment.entry == self._first + entry:
                 self.part(number).copy_(values[segment.start : segment.stop])
 
     def has_all_of(self, stage: int) -> bool:
-        """Whether all frozen parameters of a stage lie where this device computes.
+        """Whether all frozen parameters of a stage are stored where this device computes.
 
-        Also where there are none, but not if this device's part is in other memory.
+        True if there are none, but False if this device's part is in other memory.
         """
         return self._is_all[stage]
 
     def bytes_before(self, stage: int) -> int:
-        """How long memory for a stage is without frozen parameters."""
+        """Return the bytes of a stage's buffer without frozen parameters."""
         own = self._layout.segments[stage]
+        # Frozen segments come last in a stage, so the first one's offset is the size of the rest.
         frozen = [number for number in own if number >= self._first_segment]
         return self._layout.places[frozen[0]][0] if frozen else self._layout.stage_bytes[stage]
 
     def view(self, number: int) -> torch.Tensor:
-        """A parameter, counted on from the trained ones, of a stage that this device has all of."""
+        """Return a parameter of a complete stage, counted on from the trained ones."""
         stage = self._layout.stages.stage_of[number]
         return self._kept_layout.whole(number, self._kept[stage])
 
     def written(self, stage: int, buffer: torch.Tensor) -> int | None:
-        """Find a parameter that was written to in memory for a stage, by what this device keeps."""
-        # Of a stage that lies here, what was written to is what is kept.
+        """Find a parameter in a stage's buffer that differs from what this device keeps."""
+        # If the stage is stored here, the buffer is what is kept, so a write cannot be detected.
         numbers = [] if self._is_all[stage] else self._own[stage]
         return self._changed(numbers, lambda number: self._layout.in_room(number, buffer))
 
     def written_in_flat(self) -> int | None:
-        """The same, in the memory of all of them."""
+        """Find such a parameter in the memory of all frozen parameters."""
         return self._changed(self.numbers, self._in_flat)
 
     def _changed(self, numbers: Sequence[int], view: Callable[[int], torch.Tensor]) -> int | None:
+        # Compare bits: as values, NaN is unequal to itself, and 0.0 equal to -0.0.
         changed = (n for n in numbers if not same_bits(view(n), self.part(n)))
         return next(map(self.entry_of, changed), None)
 
@@ -399,12 +409,12 @@ class FirstValues(Protocol):
     """Values of a tensor that are drawn when they are needed."""
 
     def write_to(self, view: torch.Tensor) -> None:
-        """Draw them into a tensor of their shape, on any device."""
+        """Draw the values into a tensor of their shape, on any device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The values that a process starts with; the lead's replace those of all others."""
+    """First values of a process; the lead's replace the values of all others."""
 
     trained: Sequence[torch.Tensor | FirstValues]
     """The trained parameters, in the order of the layout."""
@@ -413,70 +423,69 @@ class Start:
     buffers: FlatTensors
     """The module's buffers; overwritten unless this process is the lead."""
     frozen: Sequence[torch.Tensor | FirstValues] = ()
-    """The frozen parameters of which each device is to keep a part."""
+    """Frozen parameters that are partitioned among devices."""
 
 
 class Arrivals(NamedTuple):
     """Partial sums that are still on their way to the owners of partitions."""
 
     wait_for: Callable[[int], None]
-    """Waits until the chunk of this number of the own partition has come from all devices."""
+    """Waits until the chunk of this number of the own partition has arrived from all devices."""
     finish: Callable[[], None]
     """Waits until everything is received and sent."""
 
 
 class Memory(ABC):
-    """Memory of this process's devices, and what they can see of that of the others.
+    """Memory of this process's devices, and their view of the memory of others.
 
     Args:
         storage: the sizes.
-        assignment: who takes part, and who owns which partition.
-        allocator: where what is large of this process lies on the host.
+        assignment: which device runs which shards and owns which partition.
+        allocator: allocates the large parts of this process's host memory.
 
-    The methods are called in the order of a step: `start_step`, `publish` for each block, or
-    `publish_stage` for each stage of the last one, `collect`, then
-    `partial` for each block and owned partition, `publish_parameters`, `release`. `collect`,
-    `publish_parameters` and `broadcast_from_lead` are called on all devices, and may block where
-    other processes take part.
+    Methods are called in the order of a step: `start_step`; `publish` for each block, or
+    `publish_stage` for each stage of the last block; `collect`; `partial` for each block and owned
+    partition; `publish_parameters`; `release`. `collect`, `publish_parameters` and
+    `broadcast_from_lead` are collective, and may block if other processes take part.
     """
 
     table: ShardTable
-    """Own rows may be written before ``collect``; all rows may be read after it."""
+    """This process's rows may be written before ``collect``; all rows may be read after it."""
     trained: dict[int, FlatTensors]
     """The trained parameters, by number of this process's devices."""
     other: dict[int, FlatTensors]
     """The other parameters, by number of this process's devices."""
     frozen: FrozenMemory | None = None
-    """What this process's device keeps of the frozen parameters, if it does not have all."""
+    """This device's part of the frozen parameters, if it does not keep all."""
     _own: Mapping[Any, Partial | LocalGradients]
     """The partial sums that this process's devices publish."""
     is_common: bool = False
-    """Whether all processes compute with the very same memory of the parameters."""
+    """Whether all processes share the memory of the parameters."""
     is_partitioned: bool = False
-    """Whether each device keeps its partition of the trained parameters, and gathers others when
-    it needs them: then there is memory for all of them only now and then."""
+    """Whether each device keeps only its partition of the trained parameters, and gathers others
+    when it needs them. Memory for all of them then exists only for a while."""
 
     def __init__(
         self, storage: Storage, assignment: Assignment, allocator: TensorAllocator
     ) -> None:
         self.storage, self.allocator = storage, allocator
         self.assignment = assignment
-        """Who owns which partition; its shares are the first ones of the run."""
+        """Which device owns which partition; its shares are the first ones of the run."""
         owned = [storage.segments_of(each) for each in assignment.partitions]
         self.partitions = [storage.segments] * len(owned) if storage.mirrors else owned
-        """The segments whose partial sums each device adds up: its own, or all."""
+        """Segments whose partial sums each device adds up: its own, or all."""
         self.at_once = any(device.type != "cpu" for device in assignment.devices)
-        """Whether what lies side by side is moved and added as one, as each launch takes time."""
+        """Whether neighboring chunks are moved and added as one, because each launch takes time."""
         self._cut = partial(cut_chunks, at_once=self.at_once)
         self.summed = [self._cut(storage.gradients, each) for each in self.partitions]
-        """For each device, the stretches of gradients that it adds up one after the other."""
+        """Stretches of gradients that each device adds up, one after the other."""
         self._updated = [self._cut(storage.parameters, each) for each in owned]
 
     def _make_private(self, start: Start, devices: Mapping[int, torch.device]) -> None:
-        """Allocate parameters and table where nobody shares them, on devices by their numbers."""
+        """Allocate unshared parameters and table, on devices by their numbers."""
         storage, (number, device) = self.storage, next(iter(devices.items()))
         if self.is_partitioned:
-            # Their owners are given the first values one parameter after the other.
+            # Owners get the first values one parameter at a time, so memory for all never exists.
             flat = FlatTensors(storage.parameters, device=device, there=False)
             self.trained = {number: flat}
         else:
@@ -487,7 +496,7 @@ class Memory(ABC):
         self.table = ShardTable.private(storage, device)
 
     def resident(self, device: int) -> list[FlatTensors]:
-        """The memory of parameters that a device of this process has for the whole run."""
+        """Return the memory of parameters that a device of this process keeps for the whole run."""
         always = [] if self.is_partitioned else [self.trained[device]]
         return [*always, self.other[device]]
 
@@ -496,94 +505,95 @@ class Memory(ABC):
 
     @abstractmethod
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take over the partial sum of one of ``device``'s blocks; never blocks.
+        """Adopt the partial sum of one of ``device``'s blocks; never blocks.
 
         Args:
             device: a device of this process.
             slot: number of the block among those of the device, from the left.
-            gradients: one tensor for each trained parameter, shaped like it, or None. They belong
-                to the exchange until `publish_parameters` returns: it may add to them in place.
+            gradients: one tensor for each trained parameter, in its shape, or None. They belong to
+                the exchange until `publish_parameters` returns: it may add to them in place.
         """
 
     def hold(self, slot: int, gradients: Gradients) -> Gradients:
         """Move a sum, to which the last shard's is added, to where it is sent from; see `Partial`.
 
-        Called where `Storage.early` says so, ahead of `publish_stage`.
+        Called before `publish_stage`, if `Storage.early` is set.
         """
-        raise TypeError("expected whole partial sums: no stage is sent early")
+        raise TypeError("this memory takes whole partial sums; it cannot send stages early")
 
     def publish_stage(
         self, slot: int, stage: int, gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Take over a stage of a partial sum of this process's device, and send it early.
+        """Adopt a stage of a partial sum of this process's device, and send it early.
 
-        Called where `Storage.early` says so, in place of `publish`, for each stage once. It may
-        raise what `collect` raises.
+        Called instead of `publish`, once for each stage, if `Storage.early` is set. May raise the
+        errors of `collect`.
         """
-        raise TypeError("expected whole partial sums: no stage is sent early")
+        raise TypeError("this memory takes whole partial sums; it cannot send stages early")
 
     @abstractmethod
     def collect(self, shares: Shares, *, partials: bool = True) -> Arrivals | None:
-        """Wait for the others' tables and partial sums to be visible here, or on their way.
+        """Wait until the others' tables and partial sums are visible here, or on their way.
 
         Args:
             shares: the shares of the step.
             partials: whether partial sums were published.
 
         Returns:
-            What may still be on its way; None if all is here.
+            The partial sums that may still be on their way; None if all have arrived.
         """
 
     @abstractmethod
     def partial(self, place: Published) -> PartitionSums:
-        """A partial sum, as the owner of a partition of this process reads it."""
+        """Return a partial sum, as the owner of a partition in this process reads it."""
 
     def home(self, device: int) -> FlatTensors | None:
-        """Where a device's totals go, if they cannot stay where the leftmost partial sum lies."""
+        """Return memory for a device's totals, if they cannot stay in the leftmost partial sum."""
         return None
 
     @abstractmethod
     def publish_parameters(self) -> None:
-        """Bring the updated partitions to every device, and wait until they are there."""
+        """Copy the updated partitions to every device, and wait until they have arrived."""
 
     @abstractmethod
     def all_gather_gradient(self, whole: FlatTensors) -> None:
-        """Bring all gradients to every process; may block as `publish_parameters` does.
+        """Gather all gradients in every process; may block as `publish_parameters` does.
 
         Args:
-            whole: has the layout of gradients, and holds those of this process's partitions;
+            whole: memory with the layout of gradients, which holds this process's partitions and is
                 complete afterwards.
         """
 
     def release(self) -> None:
-        """Drop the gradients that were published."""
+        """Drop the published gradients."""
         for own in self._own.values():
             own.release()
 
     def make_own(self) -> None:  # noqa: B027 (most have memory of their own anyway)
-        """Have what this process sees of the parameters be its own from here on.
+        """Make this process's parameters private: later writes are not shared.
 
-        Called at the end; the other processes may go on with what they see.
+        Called at the end of the run; the other processes may still use their view.
         """
 
     @abstractmethod
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
-        """Give every process the parameters and buffers of the lead's process.
+        """Overwrite the parameters and buffers of every process with the lead's.
 
         Args:
-            buffers: those of this process's first device; overwritten unless it is the lead.
+            buffers: buffers of this process's first device; overwritten unless it is the lead.
         """
 
     def broadcast_tensor_from_lead(self, values: torch.Tensor) -> None:  # noqa: B027 (see there)
-        """Overwrite a tensor of every process with the lead's, where `is_partitioned`.
+        """Overwrite a tensor of every process with the lead's, if `is_partitioned`.
 
-        Called on all devices; may block. Elsewhere all parameters are the lead's from the start.
+        Collective; may block. Otherwise all parameters are the lead's from the start.
         """
 
 
 def write_first(flat: FlatTensors, values: Sequence[torch.Tensor | FirstValues]) -> None:
-    """Write the first values to flat memory: what is not drawn yet, one tensor after the other."""
+    """Write the first values to flat memory; values that are not drawn yet come last."""
     there = [value if isinstance(value, torch.Tensor) else None for value in values]
+    # Drawing needs memory for each tensor, so skip these here and draw them straight into place.
     flat.write(there, skip={number for number, value in enumerate(there) if value is None})
     for view, value in zip(flat.views, values, strict=True):
         if not isinstance(value, torch.Tensor):
@@ -596,13 +606,13 @@ def _new_flats(
     devices: Mapping[int, torch.device],
     allocator: TensorAllocator,
 ) -> dict[int, FlatTensors]:
-    """Make flat memory on each device, from the allocator if that is the processor.
+    """Allocate flat memory on each device; for the CPU, from the allocator.
 
     Args:
-        layout: of the parameters.
-        values: their first values, which are written there.
-        devices: those of this process, by number.
-        allocator: where the memory of processors comes from.
+        layout: the layout of the parameters.
+        values: the first values, which are written to the memory.
+        devices: the devices of this process, by number.
+        allocator: allocates memory of the CPU.
     """
     flats = {}
     for number, device in devices.items():

@@ -1,4 +1,4 @@
-"""Joins the other processes of a run: chooses transport and memory; see `joining`."""
+"""Joins the other processes of a run, and chooses transport and memory; see `joining`."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ def join_others(
     *,
     in_common: bool,
 ) -> SharedTransport | CollectiveTransport:
-    """Connect this process to the others; arguments and errors are those of `join`.
+    """Connect this process to the others. Arguments and errors are those of `join`.
 
-    ``in_common`` says whether all devices use the same memory.
+    Args:
+        in_common: whether all devices use the same memory.
     """
     kind, context = devices.all[devices.own[0]].type, devices.context
     meeting = Rendezvous(context, len(devices.all), timeout_s)
     if (context.launcher == "torch" or not in_common) and not context.network:
-        # Under PyTorch's launcher each process has chosen its device by itself. Compared before the
-        # branch below, or processes of two kinds would wait in two different exchanges.
+        # Under PyTorch's launcher each process chooses its device. Compare the devices before the
+        # branch below, or processes with two types of device would wait in two different exchanges.
         agree_on_devices(meeting, kind, _card_of(devices))
     if context.options.exchange == "shared" and not in_common:
         raise ValueError(
@@ -57,19 +58,19 @@ def join_others(
 
 
 def _card_of(devices: Devices) -> str:
-    """The card that this process drives, on whichever machine it is; empty for a processor."""
+    """Return the card that this process drives, with its machine; empty for a CPU."""
     card = accelerator.card_of(devices.all[devices.own[0]])
     return card and f"{card} of {host_identity()}"
 
 
 def _mailbox(devices: Devices, meeting: Rendezvous) -> Mailbox:
-    """Connections to the other processes of this host, for one Trainer."""
+    """Connect to the other processes of this host, for one Trainer."""
     context, rank, timeout_s = devices.context, devices.own[0], meeting.timeout_s
     if context.network:
         simulated: Mailbox = context.network.mailbox(devices.trainer)
         return simulated
-    # Drawn at random by onefold's launcher and known to its workers alone. PyTorch's launcher has
-    # an id that others can guess, so there the lead draws a name.
+    # onefold's launcher draws the id at random, and only its workers know it. Other processes can
+    # guess the id of PyTorch's launcher, so there the lead draws a name.
     is_drawn = context.launcher != "torch"
     drawn = context.run_id if is_drawn else agree_on_name(meeting, devices.trainer)
     address = f"{drawn}-{devices.trainer}"
@@ -80,11 +81,11 @@ def _mailbox(devices: Devices, meeting: Rendezvous) -> Mailbox:
 
 
 def _noting_waits(devices: Devices) -> NoteWait:
-    """Notes waits in the table of this process, if it has one: by seats, as the table has them."""
+    """Return a function that notes waits in this process's table, if it has one."""
     progress, roster = places_of(devices.context), devices.roster
     if progress is None:
         return lambda peer: None
-    # A peer of -1 is any of them.
+    # -1 stands for any peer. The table uses seats, which stay the same when the group changes.
     seats: dict[int | None, int | None] = {-1: -1, None: None, **dict(enumerate(roster.seats))}
     return lambda peer: progress.set_waiting(devices.seats[0], seats[peer])
 
@@ -92,11 +93,11 @@ def _noting_waits(devices: Devices) -> NoteWait:
 def memory_with_others(
     transport: Transport, storage: Storage, start: Start, assignment: Assignment
 ) -> tuple[Memory, StageExchange | None]:
-    """The memory that goes with a transport to others, and what brings stages to their owners."""
+    """Make the memory for a transport to other processes, and the stage exchange if needed."""
     has_stages = storage.stages is not None
     if isinstance(transport, SharedTransport):
         common = SharedMemory(storage, start, transport, assignment)
-        # In one pipeline each device owns the stages that it computes: their gradients go nowhere.
+        # In a single pipeline each device owns the stages that it computes, so nothing is sent.
         if has_stages and len(assignment.shares.column_of(transport.mailbox.rank)) == 1:
             return common, LocalStageExchange(storage, assignment)
         return common, SharedStageExchange(common) if has_stages else None

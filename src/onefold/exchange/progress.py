@@ -1,17 +1,18 @@
-"""Where the devices of a run are: for the launcher, and for a device that waits for others.
+"""Stores where the devices of a run are: for the launcher, and for a device that waits for others.
 
-`Progress` is the table in which each device notes where it is, and which onefold's launcher shares
-with its workers: what is to come after a step stands there as well. Under another launcher each
-process has a table of its own, in memory that other processes of its user can look into; see
-`onefold.tools.host_watch`. `Waiting` is the wait of a device that has yet to join the others; later
-waits are those of a step, see `onefold.exchange.connections`. Does not load PyTorch.
+`Progress` is the table in which each device notes its position, and which onefold's launcher shares
+with its workers. It also holds the request to save or stop after a step. Under another launcher
+each process has its own table, in memory that other processes of its user can read; see
+`onefold.tools.host_watch`. `Waiting` is the wait of a device that has yet to join the others;
+`onefold.exchange.connections` handles later waits, within steps. This module does not load PyTorch.
 
 Note: no lock
 -------------
-Each row of the table has one writer: its worker, or for the last row whoever asks to stop, and all
-of them write the same. A reader may catch a row half written. That does no harm: it decides by the
-first number alone, of which only one byte ever changes, and the steps in messages are read after
-the end. The second number of the last row is the lead's, and is there before anybody asks for it.
+Each row of the table has one writer: its worker. The last row is written by any process that
+requests a stop, and all write the same value. A reader may see a row half written, which does no
+harm: it decides by the first number alone, of which only one byte ever changes, and steps in
+messages are read after the end. The second number of the last row belongs to the lead, which writes
+it before any device reads it.
 """
 
 from __future__ import annotations
@@ -43,109 +44,115 @@ __all__ = [
 ]
 
 WAITING = "onefold.waiting"
-"""The logger of devices that wait: what it is told reaches the screen on any device."""
+"""Logger of waiting devices; its messages reach the screen from any device."""
 FIRST_S = 10.0
-"""After how many seconds a device says whom it waits for."""
+"""Seconds after which a device reports which device it waits for."""
 _log = logging.getLogger(WAITING)
 
 NoteWait = Callable[[int | None], None]
-"""Is called with the device for which a wait begins, -1 for any; and with None where it ends."""
+"""Called with the device for which a wait begins (-1 for any), and with None when it ends."""
 TABLE_LABEL = "onefold-progress"
-"""What ``/proc`` calls the memory of a table."""
+"""Name of a table's memory in ``/proc``."""
 _BEGUN, _ENDED = 1, 2
 _COLUMNS = 8
 
 
 class DevicePlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where a device is; one that has not moved has the same place."""
+    """Position of a device. It stays equal as long as the device makes no progress."""
 
     step: int
-    """-1 before the first."""
+    """Step of the run; -1 before the first."""
     shard: int
-    """Which one it computes; -1 for none."""
+    """Number of the shard being computed; -1 for none."""
     wait: int
-    """Number of its last wait; odd while it waits."""
+    """Counter of the starts and ends of its waits; odd while it waits."""
     peer: int
-    """For which device it waits, or has waited last; -1 for any."""
+    """Device of the current or last wait; -1 for any."""
     begun: int
-    """How many shards it has begun, and batches it has asked its loader for."""
+    """Number of shards started, plus batches requested from its loader."""
     call: int
-    """Which call of the trainer it makes together with the others; 0 for none."""
+    """Collective call of the trainer that it makes; 0 for none."""
     reads: int
     """1 while it waits for its loader."""
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other devices."""
+        """Whether the device waits for other devices."""
         return self.wait % 2 == 1
 
 
 class Progress:
-    """Where every device writes its place, and the launcher whether to stop.
+    """Table of every device's position, and of requests to save or stop.
 
     Args:
-        descriptor: the table's memory.
-        devices: number of devices; there is one more row, the launcher's.
-        access: one of `mmap`'s; by default for writing as well.
+        descriptor: memory of the table.
+        devices: number of devices; the table has one more row, for the launcher.
+        access: an access mode of `mmap`; by default read and write.
     """
 
     def __init__(self, descriptor: int, devices: int, access: int = mmap.ACCESS_WRITE) -> None:
         memory = mmap.mmap(descriptor, self.nbytes(devices), access=access)
-        # A row for each device, then the launcher's. A device's: how far it is, and then what
-        # `DevicePlace` has, with shard and peer one more than they are.
+        # Rows of the devices, then the launcher's. A device's row: its state, then the fields of
+        # `DevicePlace`, with shard and peer increased by one, because new memory is 0 and means
+        # none.
         self._rows = memoryview(memory).cast("q")
         self._launcher = devices * _COLUMNS
 
     @staticmethod
     def nbytes(devices: int) -> int:
-        """The size of the table's memory."""
+        """Return the size of the table's memory."""
         return _COLUMNS * 8 * (devices + 1)
 
     def set_step(self, rank: int, step: int) -> None:
-        """Note that ``rank`` has begun ``step``."""
+        """Note that ``rank`` started ``step``."""
+        # The state comes last: a reader that sees it finds the step.
         self._rows[rank * _COLUMNS + 1] = step
         self._rows[rank * _COLUMNS] = _BEGUN
 
     def step_of(self, rank: int) -> int:
-        """The step that ``rank`` is at; -1 before the first."""
+        """Return the step that ``rank`` is in; -1 before the first."""
         return self._rows[rank * _COLUMNS + 1] if self._rows[rank * _COLUMNS] else -1
 
     def set_shard(self, rank: int, shard: int) -> None:
         """Note that ``rank`` computes a shard; -1 for none."""
         self._rows[rank * _COLUMNS + 2] = shard + 1
+        # Counts every start, so that a watcher sees progress although the shard's number repeats.
         self._rows[rank * _COLUMNS + 5] += 1
 
     def set_call(self, rank: int, call: int) -> None:
-        """Note which call of the trainer ``rank`` makes; 0 for none."""
+        """Note which collective call of the trainer ``rank`` makes; 0 for none."""
         self._rows[rank * _COLUMNS + 6] = call
 
     def set_reading(self, rank: int, reads: bool) -> None:
-        """Note that ``rank`` begins to wait for its loader, or has its batch."""
+        """Note that ``rank`` starts to wait for its loader, or got its batch."""
         self._rows[rank * _COLUMNS + 7] = reads
         self._rows[rank * _COLUMNS + 5] += reads
 
     def set_waiting(self, rank: int, peer: int | None) -> None:
-        """Note that ``rank`` begins to wait.
+        """Note that ``rank`` starts or stops waiting.
 
         Args:
             rank: number of the device.
-            peer: for which one it waits; -1 for any of them, None for the end of its wait.
+            peer: the device that it waits for; -1 for any, None at the end of the wait.
         """
         row = rank * _COLUMNS
         waits = self._rows[row + 3] % 2 == 1
         if peer is not None:
             self._rows[row + 4] = peer + 1
+        # Count only changes: a second note of the same wait must not end it.
         if waits != (peer is not None):
             self._rows[row + 3] += 1
 
     def place_of(self, rank: int) -> DevicePlace:
-        """Where ``rank`` is."""
+        """Return the position of ``rank``."""
+        # A copy in one slice; it may still be half written, see the note at the head.
         row = self._rows[rank * _COLUMNS : (rank + 1) * _COLUMNS]
         _, _, shard, wait, peer, begun, call, reads = row
         return DevicePlace(self.step_of(rank), shard - 1, wait, peer - 1, begun, call, reads)
 
     def set_ended(self, rank: int) -> None:
-        """Note that the script of ``rank`` has ended."""
+        """Note that the script of ``rank`` ended."""
+        # The step first: without one, memory of zeros would read as step 0 after the state changes.
         self._rows[rank * _COLUMNS + 1] = self.step_of(rank)
         self._rows[rank * _COLUMNS] = _ENDED
 
@@ -154,7 +161,7 @@ class Progress:
         return self._rows[rank * _COLUMNS] == _ENDED
 
     def request_stop(self) -> None:
-        """Ask the run to save itself and stop at the end of its step."""
+        """Request that the run saves itself and stops at the end of its step."""
         self._rows[self._launcher] = 1
 
     def stop_requested(self) -> bool:
@@ -162,26 +169,27 @@ class Progress:
         return bool(self._rows[self._launcher])
 
     def save_after(self, step: int) -> None:
-        """Ask all devices to save once ``step`` is done; for the lead, before it begins the step.
+        """Request a save after ``step`` on all devices. Only the lead calls it, before it starts
+        the step.
 
-        All devices see it then: none ends a step before the lead has begun it.
+        All devices then see the request, because none ends a step before the lead has started it.
         """
         self._rows[self._launcher + 1] = step
 
     def saves_after(self, step: int) -> bool:
-        """Whether `save_after` was called last for ``step``."""
+        """Whether the last `save_after` was for ``step``."""
         return self._rows[self._launcher + 1] == step
 
 
 def progress_of(context: LaunchContext) -> Progress | None:
-    """The table shared with onefold's launcher; None if another launcher started this process."""
+    """Return the table shared with onefold's launcher; None under another launcher."""
     if context.progress_descriptor < 0:
         return None
     return _table(context.progress_descriptor, context.size)
 
 
 def places_of(context: LaunchContext) -> Progress | None:
-    """The table in which this process notes where it is; None if nobody would look at it."""
+    """Return the table in which this process notes its position; None if no process reads one."""
     if context.progress_descriptor >= 0:
         return progress_of(context)
     others = context.launcher == "torch" and context.size > 1 and not context.network
@@ -190,7 +198,8 @@ def places_of(context: LaunchContext) -> Progress | None:
 
 @functools.cache
 def own_table(devices: int) -> tuple[int, Progress]:
-    """Make this process's own table, once, and return its descriptor with it."""
+    """Make this process's own table, once; return its descriptor and the table."""
+    # Anonymous memory under a label, by which `onefold.tools.host_watch` finds it in /proc.
     descriptor = memory_file(TABLE_LABEL)
     os.ftruncate(descriptor, Progress.nbytes(devices))
     return descriptor, Progress(descriptor, devices)
@@ -203,15 +212,16 @@ def _table(descriptor: int, devices: int) -> Progress:
 
 
 class Waiting:
-    """The wait of a device for others that have yet to join; it has a limit, and is told of.
+    """The wait for devices that have yet to join; it has a limit, and is logged.
 
-    Once it takes long, two devices of a run say whom they wait for, or the only one of a host.
+    If it takes long, two devices of a run log which devices they wait for, or the only one on a
+    host.
 
     Args:
-        rank: number of the device.
+        rank: number of this device.
         timeout_s: the limit of the wait.
-        ended: whether the script of a device has ended, so that it will never join.
-        host_has_others: whether another process of this host would say the same.
+        ended: whether the script of a device ended, so that it will never join.
+        host_has_others: whether another process of this host logs the same.
     """
 
     def __init__(
@@ -225,6 +235,7 @@ class Waiting:
         self._rank, self._timeout_s, self._ended = rank, timeout_s, ended
         self._began, self._next_s = time.monotonic(), FIRST_S
         self._next_look_s = self._began + LOOK_S
+        # Let only some devices log, because all would log the same lines.
         self._says = rank <= 1 or not host_has_others
 
     @property
@@ -233,19 +244,20 @@ class Waiting:
         return time.monotonic() - self._began > self._timeout_s
 
     def say(self, words: Callable[[], str]) -> None:
-        """Say what ``words`` returns if it is time to: first after 10 s, then after 30, 90, ..."""
+        """Log the result of ``words`` if it is due: first after 10 s, then after 30, 90, ..."""
         waited_s = time.monotonic() - self._began
         if self._says and waited_s >= self._next_s:
             self._next_s *= 3
             _log.warning("device %d has waited for %.0f s: %s", self._rank, waited_s, words())
 
     def check_peers(self, missing: Sequence[int], words: Callable[[], str] | None = None) -> None:
-        """Check and say, but not more often than every `LOOK_S`.
+        """Check and log, at most once per `LOOK_S`.
 
         Args:
             missing: see `check`.
-            words: see `say`; by default they name those that are missing.
+            words: see `say`; by default the missing devices.
         """
+        # Callers poll far more often than a check of all peers is worth.
         if time.monotonic() < self._next_look_s:
             return
         self._next_look_s = time.monotonic() + LOOK_S
@@ -253,10 +265,10 @@ class Waiting:
         self.say(words or (lambda: f"not yet there: device {', '.join(map(str, missing))}"))
 
     def check(self, missing: Sequence[int]) -> None:
-        """Give up if one of those that are missing will never join, or the limit has passed.
+        """Raise if a missing device will never join, or the limit has passed.
 
         Raises:
-            PeerLost: the script of a device has ended.
+            PeerLost: the script of a device ended.
             PeerTimeout: the limit has passed.
         """
         for rank in missing:

@@ -1,41 +1,40 @@
-"""Adds up the gradients of all shards, in the tree's order, where the owner of each segment is.
+"""Sums the gradients of all shards, in the order of the tree, on the owner of each segment.
 
-`BlockReduction` adds whole partial sums, which devices publish. `StageReduction` takes gradients
-stage by stage, shard by shard, as devices compute them: a `StageExchange` brings those of one stage
-of one shard from the device that computed them to the owners, and `RunningFold` adds values that
-come one by one, in any order, and keeps as few sums as it can.
+`BlockReduction` sums whole partial sums, which devices publish. `StageReduction` takes gradients
+stage by stage, shard by shard, as devices compute them: a `StageExchange` sends the gradients of
+one stage of one shard to the owners, and `RunningFold` sums values that arrive one by one, in any
+order, and keeps as few sums as possible.
 
-Note: whose memory the sum of blocks ends up in
+Note: which memory the sum of blocks ends up in
 -----------------------------------------------
-The owner of a partition adds in place to the leftmost partial sum, whoever published it. This is
-safe between ``collect`` and ``publish_parameters``: everybody has finished writing, each owner
-touches its own partition alone, and nobody else reads this stretch. The total is then a view of
-that partial sum, so neither may be written again before ``publish_parameters`` has returned on
+The owner of a partition adds in place to the leftmost partial sum, whichever device published it.
+This is safe between ``collect`` and ``publish_parameters``: all devices have finished writing, each
+owner touches only its own partition, and no other device reads this stretch. The total is then a
+view of that partial sum, so neither may be overwritten before ``publish_parameters`` returns on
 every device.
 
 Note: shared tensors
 --------------------
-Much of what comes stage by stage need not be kept: it lies in a gradient that backward would like
-to free, or in memory that another device will write again, and it is mostly added to something else
-at once. So a sum may hold tensors that are *shared*: an addition never writes to them, and what is
-still shared when all that came at one time has been added is copied.
+Many gradients that arrive stage by stage need not be kept: they are stored in memory that backward
+would like to free, or that another device will overwrite, and are usually added to another sum at
+once. So a sum may hold *shared* tensors: an addition never writes to them, and a tensor that is
+still shared after everything that arrived together has been added is copied.
 
 Note: how many sums are kept
 ----------------------------
 Two halves of a node of the tree (see `onefold.core.fold`) are added as soon as both are there, and
-nothing else is ever added. Of shards that come from left to right, one after the other, at most one
-sum is kept for each level of the tree. Where D devices take shards in turn, the D that come at one
-time are neighbors: they add up to a few nodes at once, and what is kept for longer is one sum for
-each level above those.
+nothing else is ever added. If shards arrive from left to right, at most one sum is kept for each
+level of the tree. If D devices run shards in turn, the D shards that arrive together are neighbors:
+they add up to a few nodes at once, and only one sum is kept for each level above those.
 
 Note: one event after the other
 -------------------------------
-Devices compute their shards at the same time, and each finishes its stages when it does, perhaps in
-another order than the others, or not all of them. So nothing is taken for granted but this: whoever
-has gradients of a stage, whoever needs the parameters of one that others keep, and whoever is done
-with its shard, makes the same call, `StageExchange.exchange`, and describes in a header what it
-sends or requests. All calls that meet are one *event*. Then everybody knows what is on its way from
-whom to whom, and a round of shards is over when all report that they are done.
+Devices compute their shards concurrently. They may finish stages at different times and in
+different orders, or not finish all of them. So the protocol assumes only this: a device that has
+gradients of a stage, needs the parameters of a stage that others keep, or is finished with its
+shard makes the same call, `StageExchange.exchange`, and describes in a header what it sends or
+requests. The calls that meet are one *event*. From the headers every device knows which messages
+follow, and a round of shards is over when all devices report that they are finished.
 """
 
 from __future__ import annotations
@@ -82,20 +81,20 @@ __all__ = [
 
 
 class Reduction(ABC):
-    """Adds up gradients over all shards.
+    """Sums gradients over all shards.
 
     The methods are called in the order of a step: `collect`, `totals`, `release`.
     """
 
     @abstractmethod
     def collect(self, shares: Shares) -> None:
-        """Wait until every device has handed over all of its gradients, and add them up."""
+        """Wait until every device has handed over all of its gradients, and sum them."""
 
     @abstractmethod
     def totals(self, device: int) -> Sequence[torch.Tensor | None]:
-        """The summed gradient of each segment of an own device's partition, shaped as it.
+        """Return the summed gradient of each segment in the partition of a device of this process.
 
-        A segment has None where no shard gave a gradient.
+        Each has the shape of its segment; None if no shard gave a gradient.
         """
 
     @abstractmethod
@@ -104,11 +103,10 @@ class Reduction(ABC):
 
 
 class BlockReduction(Reduction):
-    """Adds whole partial sums, one of each block of shards, over the partitions of this process.
+    """Sums whole partial sums, one of each block of shards, over the partitions of this process.
 
-    On processors it goes chunk by chunk: the sums of the tree's inner nodes are then still in the
-    cache when they are added in turn, and a chunk can be added while later ones are on their way.
-
+    On a CPU it proceeds chunk by chunk: the sums of the tree's inner nodes are then still in the
+    cache when they are added, and a chunk can be added while later ones are on their way.
     Args:
         memory: where partial sums are published.
     """
@@ -118,12 +116,12 @@ class BlockReduction(Reduction):
         self._totals: dict[int, list[torch.Tensor | None]] = {}
 
     def collect(self, shares: Shares) -> None:
-        # Before any addition: it is in place, so everybody must have finished writing.
+        # Before any addition: additions are in place, so all devices must have finished writing.
         arrivals = self.memory.collect(shares)
         for device in self.memory.trained:
             self._totals[device] = self._added_up(device, shares, arrivals)
-        # Only now: our partial sums may still be on their way out while our partitions are added
-        # up, as no other device is sent these stretches.
+        # Wait for sends only now: this process's partial sums may still be leaving while it sums
+        # its partitions, because no other device receives these stretches.
         if arrivals is not None:
             arrivals.finish()
 
@@ -131,19 +129,19 @@ class BlockReduction(Reduction):
         return self._totals.get(device, ())
 
     def release(self) -> None:
-        # The totals are views of somebody's partial sum.
+        # Drop the totals, which are views of a partial sum that will be overwritten.
         self._totals = {}
 
     def _added_up(
         self, device: int, shares: Shares, arrivals: Arrivals | None
     ) -> list[torch.Tensor | None]:
-        """Add up the partial sums over a device's partition; return one tensor per segment."""
-        # Where the total goes, if it cannot stay where the leftmost partial sum lies.
+        """Sum the partial sums over a device's partition; return one tensor per segment."""
+        # Memory for the total, if it cannot stay in the leftmost partial sum.
         home = self.memory.home(device)
-        # From the shares alone, so every owner adds the same blocks in the same order.
+        # Derived from the shares alone, so that every owner adds the same blocks in the same order.
         published = published_by(shares)
         memories = {block: self.memory.partial(at) for block, at in published.items()}
-        # A lone partial sum that is here, and may stay where it lies, is the total already.
+        # A single partial sum that is already here, and may stay where it is, is the total.
         nothing_to_do = len(published) == 1 and arrivals is None and home is None
         chunks = () if nothing_to_do else self.memory.summed[device]
         for numbers in self._added_together(len(chunks)):
@@ -156,8 +154,8 @@ class BlockReduction(Reduction):
             }
             if home is not None:
                 parts = {b: [each.to(home.device) for each in part] for b, part in parts.items()}
-            # In place, left before right: the leftmost part ends up as the total, and its own value
-            # is gone. Each chunk is therefore folded exactly once a step.
+            # In place, left before right: the leftmost part becomes the total and loses its own
+            # value. So each chunk must be folded exactly once per step.
             for pairs in additions(shares, together=self.memory.at_once):
                 add_each(
                     [each for left, _ in pairs for each in parts[left]],
@@ -165,17 +163,17 @@ class BlockReduction(Reduction):
                 )
             if home is not None:
                 for chunk, total in zip(own, parts[min(parts)], strict=True):
-                    # `to` copies nothing on the same device: the total may be in place already.
+                    # `to` copies nothing on the same device, so the total may be in place already.
                     if total.data_ptr() != home.chunk(chunk).data_ptr():
                         home.chunk(chunk).copy_(total)
         source: PartitionSums = memories[min(memories)] if home is None else home
         return [source.segment(segment) for segment in self.memory.partitions[device]]
 
     def _added_together(self, chunks: int) -> Iterable[Sequence[int]]:
-        """The numbers of chunks that are added by the same kernels."""
+        """Yield the numbers of the chunks that the same kernels add."""
         if not self.memory.at_once:
             return [[number] for number in range(chunks)]
-        # The last one may be on its way for as long as it takes to add all others.
+        # The last chunk gets its own kernels: it may be on its way while all others are added.
         return filter(len, (range(chunks - 1), range(max(chunks - 1, 0), chunks)))
 
 
@@ -183,7 +181,7 @@ T = TypeVar("T")
 
 
 class RunningFold(Generic[T]):
-    """Adds up one value per shard in the tree's order, whenever they come.
+    """Sums one value per shard in the order of the tree, as values arrive in any order.
 
     >>> running = RunningFold(3, lambda x, y: f"({x}+{y})")
     >>> for shard in (2, 1, 0):
@@ -192,8 +190,8 @@ class RunningFold(Generic[T]):
     '((a+b)+c)'
 
     Args:
-        shards: how many values there will be (V).
-        add: adds two sums, the left one first; it may work in place and return its first argument.
+        shards: number of values (V).
+        add: adds two sums, the left one first; may work in place and return its first argument.
     """
 
     def __init__(self, shards: int, add: Callable[[T, T], T]) -> None:
@@ -204,46 +202,51 @@ class RunningFold(Generic[T]):
         self._came: set[int] = set()
 
     def values(self) -> list[T]:
-        """The sums that are kept now."""
+        """Return the sums that are kept now."""
         return [*self._kept.values(), *self._open.values()]
 
     @property
     def total(self) -> T:
-        """The sum over all shards.
+        """Sum over all shards.
 
         Raises:
-            KeyError: some shard has not come.
+            KeyError: a shard is missing.
         """
         missing = next((s for s in range(self._shards) if s not in self._came), None)
         if missing is not None:
-            raise KeyError(f"shard {missing} has not come")
+            raise KeyError(f"shard {missing} is missing")
         return self._kept[Block(0, self._shards)]
 
     def put(self, shard: int, value: T, *, last: bool = True) -> None:
-        """Take a shard's value, and add up all nodes that are complete with it.
+        """Take a shard's value, and sum all nodes that it completes.
 
         Args:
-            shard: its number.
-            value: its value, or a part of it, which is added to the parts before it.
-            last: whether nothing more comes of the shard.
+            shard: number of the shard.
+            value: the value, or a part of it, which is added to the earlier parts.
+            last: whether this is the last part of the shard.
 
         Raises:
-            ValueError: the shard has come already, or there is none of this number.
+            ValueError: the shard has already arrived, or its number is out of range.
         """
         if shard in self._came or not 0 <= shard < self._shards:
-            raise ValueError(f"expected each of {self._shards} shards once, got shard {shard}")
+            raise ValueError(
+                f"each of {self._shards} shards must arrive exactly once, but got shard {shard}"
+            )
         if shard in self._open:
             value = self._add(self._open.pop(shard), value)
         if not last:
             self._open[shard] = value
             return
         self._came.add(shard)
+        # Climb while the other half of the node above is there; else keep the sum and wait for it.
         node = Block(shard, shard + 1)
         for left, right, above in _climb(shard, self._shards):
             other = right if node == left else left
             if other not in self._kept:
                 break
             found = self._kept.pop(other)
+            # Floating-point addition: the order decides the bits, so the left half always comes
+            # first.
             value = self._add(value, found) if node == left else self._add(found, value)
             node = above
         self._kept[node] = value
@@ -253,7 +256,7 @@ class RunningFold(Generic[T]):
 def _climb(shard: int, shards: int) -> tuple[tuple[Block, Block, Block], ...]:
     """List the nodes above a shard, from the lowest up: left half, right half, the node.
 
-    Nodes without a right half are left out, as they are their left half.
+    Nodes without a right half are omitted, because they equal their left half.
     """
     steps = []
     width = 1
@@ -267,29 +270,30 @@ def _climb(shard: int, shards: int) -> tuple[tuple[Block, Block, Block], ...]:
 
 
 _EVENTS_UNDERWAY = 2
-"""Of which gradients may be late. Between those of two stages there is a request, so they have the
-time in which one stage is computed."""
+"""Number of events whose gradients may be late. Between the gradients of two stages there is a
+request, so gradients may take as long as one stage computes."""
 
 
 class StageReduction(Reduction):
-    """Takes what this process's devices give, and adds up what is for it of everybody's gradients.
+    """Takes the gradients of this process's devices, and sums all devices' gradients for its
+    segments.
 
     In a step all devices call `start_step`, then for each round of shards `give` for every stage
     that they have computed and `end_round`, and then `collect` and `totals`.
 
     Args:
-        exchange: brings gradients to the owners.
-        memory: of this process's devices.
+        exchange: sends gradients to the owners.
+        memory: memory of this process's devices.
     """
 
     def __init__(self, exchange: StageExchange, memory: Memory) -> None:
         self.stages = exchange.layout.stages
-        """Of the model."""
+        """Stages of the model."""
         self.exchange, self._memory = exchange, memory
-        """Brings gradients and parameters."""
+        """Exchanges gradients and parameters."""
         self._allocator = memory.allocator
         self._late: deque[list[Delivery]] = deque()
-        """What may still be on its way, of one event after the other."""
+        """Deliveries that may still be on their way, one list per event."""
         self._partitions = memory.assignment.partitions
         own = [number for device in memory.trained for number in self._partitions[device]]
         self._segments = by_stage(exchange.layout, own)
@@ -301,15 +305,17 @@ class StageReduction(Reduction):
         self.release()
 
     def start_step(self, empty: Iterable[int]) -> None:
-        """Begin a step.
+        """Start a step.
 
         Args:
-            empty: the shards without samples, which nobody runs.
+            empty: the shards without samples, which no device runs.
         """
-        # Of a step that failed something may still be on its way to memory that is in use.
+        # A failed step may have left messages that are still written to memory in use: finish them.
         self._arrived()
         self.exchange.await_prefetched()
         self.release()
+        # Empty shards take their place in the tree with no gradient, so that the order stays the
+        # same.
         for shard in empty:
             for sums, numbers in zip(self._sums, self._segments, strict=True):
                 sums.put(shard, StageSum([None] * len(numbers), set()))
@@ -317,7 +323,7 @@ class StageReduction(Reduction):
     def give(self, send: GradientSend) -> None:
         """Hand over a shard's gradients of one stage; may block until other devices send theirs.
 
-        The gradients belong to the reduction, which may add to them in place.
+        The gradients then belong to the reduction, which may add to them in place.
         """
         self._take_part(send)
 
@@ -326,7 +332,8 @@ class StageReduction(Reduction):
         self._take_part(request)
 
     def end_round(self) -> None:
-        """Wait until every device has given all of its shard of this round."""
+        """Wait until every device has given all gradients of its shard in this round."""
+        # A device without work must take part in every event, or the others would wait for it.
         while not self._take_part(None):
             pass
         self._add(self._arrived())
@@ -339,7 +346,7 @@ class StageReduction(Reduction):
 
     def totals(self, device: int) -> list[torch.Tensor | None]:
         places = [self._places[number] for number in self._partitions[device]]
-        # Of a stage of which nothing is this process's, nothing has come, perhaps.
+        # Look up only stages with segments of this process: others may have received nothing.
         found = {stage: self._sums[stage].total.tensors for stage in {stage for stage, _ in places}}
         return [found[stage][place] for stage, place in places]
 
@@ -351,18 +358,19 @@ class StageReduction(Reduction):
         ]
 
     def _take_part(self, call: StageMessage) -> bool:
-        """Take part in an event, and add up what has come; whether all are done with their shards.
+        """Take part in an event, and add what arrived; return whether all finished their shards.
 
-        What is late is added up some events later, or at the end of the round.
+        Late gradients are added some events later, or at the end of the round.
         """
         found = self.exchange.exchange(call)
         self._late.append([each for each in found if each.arrive is not None])
+        # Waiting for the newest events here would undo the overlap, so leave them underway.
         come = self._arrived(but=_EVENTS_UNDERWAY)
         self._add([*come, *(each for each in found if each.arrive is None)])
         return all(each.header == DONE for each in found)
 
     def _arrived(self, but: int = 0) -> list[Delivery]:
-        """Wait for what was still on its way, but for the latest events, and take it out."""
+        """Wait for all late deliveries except the latest events'; return them."""
         come: list[Delivery] = []
         while len(self._late) > but:
             for each in self._late.popleft():
@@ -375,11 +383,13 @@ class StageReduction(Reduction):
         sends = [each for each in found if each.header.is_send]
         for header, segments, shared, _ in sends:
             tensors = [segments.get(number) for number in self._segments[header.stage]]
+            # Sums are kept in the allocator's memory, which may be a file, so copy at once.
             if self._allocator.apart:
                 tensors = [None if t is None else self._allocator.copy(t) for t in tensors]
                 shared = False
             given = StageSum(tensors, set(range(len(tensors))) if shared else set())
             self._sums[header.stage].put(header.shard, given, last=header.last)
+        # After all of this event: a sum that is still shared must survive the next event.
         for stage in {each.header.stage for each in sends}:
             for kept in self._sums[stage].values():
                 kept.settle(self._allocator)
@@ -387,17 +397,17 @@ class StageReduction(Reduction):
 
 @dataclass(slots=True)
 class StageSum:
-    """Gradients of some segments of a stage, of one shard or added up over several."""
+    """Gradients of some segments of a stage, of one shard or summed over several."""
 
     tensors: list[torch.Tensor | None]
-    """One for each segment, shaped as it; None where no shard gave a gradient."""
+    """Gradient of each segment, in its shape; None if no shard gave one."""
     shared: set[int]
-    """The places in ``tensors`` of those that may not be written to, nor kept."""
+    """Places in ``tensors`` of tensors that must neither be written to nor kept."""
 
     def plus(self, other: StageSum, allocator: TensorAllocator) -> StageSum:
-        """Add up two sums, this one left of the other.
+        """Add another sum to the right of this one.
 
-        The memory of either may take the result, or else the allocator's.
+        The result may reuse the memory of either sum, or else the allocator's.
         """
         tensors, shared = list(self.tensors), set(self.shared)
         in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -410,7 +420,7 @@ class StageSum:
             elif place not in self.shared:
                 in_place.append((left, right))
             else:
-                # The left one first, even where the right one's memory takes the sum.
+                # Add left to right, even if the right one's memory takes the sum.
                 target = allocator.like(left) if place in other.shared else right
                 tensors[place] = torch.add(left, right, out=target)
                 shared.discard(place)
@@ -419,7 +429,7 @@ class StageSum:
         return StageSum(tensors, shared)
 
     def settle(self, allocator: TensorAllocator) -> None:
-        """Copy what is shared to the allocator."""
+        """Copy shared tensors to memory of the allocator."""
         for place in self.shared:
             tensor = self.tensors[place]
             self.tensors[place] = None if tensor is None else allocator.copy(tensor)
@@ -431,16 +441,16 @@ _DONE, _REQUESTS, _PREFETCHES = -1, -2, -3
 
 
 class Header(NamedTuple):
-    """What a device announces in an event."""
+    """Header of an event: what a device sends or requests in it."""
 
     shard: int
-    """-1 if the device is done with its shard; -2 if it requests the stage, and -3 if it prefetches
-    it."""
+    """-1 if the device is finished with its shard, -2 if it requests the stage, -3 if it prefetches
+    the stage."""
     stage: int
     last: bool
-    """Whether nothing more comes of this stage of this shard."""
+    """Whether this is the last gradient of this stage of this shard."""
     gave: tuple[bool, ...]
-    """For each parameter of the stage, whether there is a gradient."""
+    """Whether there is a gradient, for each parameter of the stage."""
 
     @property
     def is_send(self) -> bool:
@@ -454,18 +464,19 @@ class Header(NamedTuple):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the device goes on without these parameters until it needs them."""
+        """Whether the device continues without these parameters until it needs them."""
         return self.shard == _PREFETCHES
 
     def packed(self, parameters: int) -> bytes:
-        """Pack the header into bytes, of one length for up to so many parameters."""
+        """Pack the header into bytes, with one length for up to ``parameters`` parameters."""
+        # Every device's header has the same length, as `all_gather_bytes` requires.
         flags = sum(1 << place for place, gave in enumerate(self.gave) if gave)
         head = _HEAD.pack(self.shard, self.stage, self.last)
         return head + flags.to_bytes(-(-parameters // 8), "little")
 
     @classmethod
     def read(cls, packed: bytes, sizes: Sequence[int]) -> Header:
-        """Read what `packed` wrote, where stages have so many parameters."""
+        """Read a header that `packed` wrote; ``sizes`` counts the parameters of each stage."""
         shard, stage, last = _HEAD.unpack_from(packed)
         flags = int.from_bytes(packed[_HEAD.size :], "little")
         count = sizes[stage] if shard >= 0 else 0
@@ -473,7 +484,7 @@ class Header(NamedTuple):
 
 
 DONE = Header(_DONE, 0, True, ())
-"""The header of a device that is done with its shard."""
+"""Header of a device that is finished with its shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,13 +494,13 @@ class GradientSend:
     shard: int
     stage: int
     last: bool
-    """Whether nothing more comes of this stage of this shard."""
+    """Whether this is the last gradient of this stage of this shard."""
     gradients: Sequence[torch.Tensor | None]
-    """One for each parameter of the stage, shaped like it; None where the shard gave none."""
+    """Gradient of each parameter of the stage, in its shape; None if the shard gave none."""
 
     @property
     def header(self) -> Header:
-        """What announces it."""
+        """Header that announces the gradients."""
         gave = tuple(gradient is not None for gradient in self.gradients)
         return Header(self.shard, self.stage, self.last, gave)
 
@@ -500,93 +511,93 @@ class ParameterRequest:
 
     stage: int
     buffer: torch.Tensor
-    """(bytes,) uint8 on this device, where they are to lie: as `StageLayout.place` returns. It may
-    end where the trained ones do, if this device keeps all frozen ones of the stage."""
+    """(bytes,) uint8 on this device, laid out as `StageLayout.place` returns. It may end with the
+    trained parameters, if this device keeps all frozen ones of the stage."""
     ahead: bool = False
     """Whether they may still be on their way until `StageExchange.await_prefetched`."""
 
     @property
     def header(self) -> Header:
-        """What announces it."""
+        """Header that announces the request."""
         return Header(_PREFETCHES if self.ahead else _REQUESTS, self.stage, True, ())
 
 
 StageMessage = GradientSend | ParameterRequest | None
-"""What a device contributes to an event; None if it is done with its shard."""
+"""A device's part of an event; None if it is finished with its shard."""
 
 
 class Delivery(NamedTuple):
-    """What a device has sent in an event."""
+    """Gradients that a device sent in an event."""
 
     header: Header
     segments: Mapping[int, torch.Tensor] = {}
-    """Those that are for this process, by their numbers, each shaped as the segment; those of
-    parameters without a gradient are missing."""
+    """Segments for this process, by their numbers, each in its shape. Parameters without a gradient
+    are missing."""
     shared: bool = False
-    """Whether they must be copied, or used up, before the next event, if they are not late."""
+    """Whether they must be copied or used before the next event, unless they are late."""
     arrive: Callable[[], None] | None = None
-    """Waits for the segments, if they are late: still on their way when the event is over."""
+    """Waits for the segments, if they are still on their way when the event is over."""
 
 
 class StageExchange(ABC):
-    """Brings gradients to the owners of their segments.
+    """Sends gradients to the owners of their segments.
 
     Args:
         storage: the sizes; its model has stages.
-        assignment: who owns what.
+        assignment: which device owns which segments.
         rank: number of this process's first device.
     """
 
     prefetches = False
-    """Whether parameters that are requested ahead of their use come while others are used."""
+    """Whether parameters requested before their use arrive while others are used."""
 
     def __init__(self, storage: Storage, assignment: Assignment, rank: int = 0) -> None:
         self.storage, self.rank = storage, rank
         self.layout = storage.stage_layout()
         self.partitioned_layout = storage.partitioned_layout()
-        """Where parameters of a stage lie in a buffer for it."""
+        """Layout of a stage's parameters in a buffer."""
         entries = self.layout.stages.entries
         self._places = {number: n for numbers in entries for n, number in enumerate(numbers)}
         self._sizes = [len(numbers) for numbers in entries]
         self._values: Callable[[int], torch.Tensor]
         self.owned = [by_stage(self.layout, each) for each in assignment.partitions]
-        """For each device and stage, the segments whose gradients are for it."""
+        """Segments whose gradients a device owns, for each device and stage."""
 
     def serve(self, values: Callable[[int], torch.Tensor]) -> None:
-        """Set how the parameters that this device owns are found.
+        """Set how this device's own parameters are found.
 
         Args:
-            values: given the number of a segment, frozen ones counted on from the trained ones,
-                returns (numel,) in storage order, in the dtype in which models compute.
+            values: maps the number of a segment, with frozen ones counted on from the trained ones,
+                to (numel,) in storage order, in the dtype of the model.
         """
         self._values = values
 
     def in_pipeline(self) -> AbstractContextManager[None]:
-        """Surround the shards of a step that go through pipelines."""
+        """Surround the shards of a step that run in pipelines."""
         return nullcontext()
 
     @abstractmethod
     def exchange(self, call: StageMessage) -> list[Delivery]:
-        """Send gradients, request parameters, or report the end; return what all have sent.
+        """Send gradients, request parameters, or report the end; return what all devices sent.
 
-        May block, and raise `PeerError`, where other processes take part. Nobody requests
-        parameters where every device has all of them.
+        May block and raise `PeerError` if other processes take part. If every device has all
+        parameters, no device requests any.
         """
 
     def await_prefetched(self) -> None:  # noqa: B027 (most have nothing on its way)
-        """Wait until what was prefetched is here, and what others requested has left."""
+        """Wait until prefetched parameters have arrived, and requested ones have left."""
 
     def _all_gather_headers(
         self, transport: Transport, among: Sequence[int], call: StageMessage
     ) -> dict[int, Header]:
-        """Announce what this device contributes; what all do, by their numbers."""
+        """Announce this device's part of an event; return all headers by device."""
         packed = (DONE if call is None else call.header).packed(max(self._sizes, default=0))
         found = transport.all_gather_bytes(packed, among)
         pairs = zip(among, found, strict=True)
         return {rank: Header.read(each, self._sizes) for rank, each in pairs}
 
     def _given(self, header: Header) -> list[int]:
-        """The segments of this process for which a device has a gradient."""
+        """List this process's segments for which a device has a gradient."""
         if not header.is_send:
             return []
         segments = self.storage.segments
@@ -594,7 +605,7 @@ class StageExchange(ABC):
         return [number for number in own if header.gave[self._places[segments[number].entry]]]
 
     def _own_segments(self, send: GradientSend, owner: int) -> dict[int, torch.Tensor]:
-        """Views of what a device owns of gradients: entries in their shape, else (numel,)."""
+        """View an owner's segments of gradients: in their shape if whole, else (numel,)."""
         found = {}
         for number in self.owned[owner][send.stage]:
             segment = self.storage.segments[number]
@@ -606,35 +617,35 @@ class StageExchange(ABC):
 
     def _own_delivery(self, send: GradientSend) -> Delivery:
         own = self._own_segments(send, self.rank)
-        # Shared: kept, these views would keep all of the gradients that they are a part of.
+        # Shared, because keeping these views would keep the whole gradients alive.
         shared = len(self.owned[self.rank][send.stage]) < len(self.layout.segments[send.stage])
         return Delivery(send.header, own, shared)
 
     def _shaped(self, flat: torch.Tensor, number: int) -> torch.Tensor:
-        """A view of (numel,) elements in storage order that is shaped as the segment."""
+        """View (numel,) elements of a segment, in storage order, in its shape."""
         segment = self.storage.segments[number]
         return shape_segment(flat, segment, self.storage.gradients.entries[segment.entry])
 
     def _fill(self, request: ParameterRequest, kept: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Copy segments of a stage, by number, to where they are requested."""
+        """Copy segments of a stage, by number, to the buffer of a request."""
         for number, values in kept:
             place = self.partitioned_layout.in_room(number, request.buffer)
-            # What has no place there is at hand, where it is kept.
+            # A segment without room there is already where this device computes.
             if place.numel():
                 place.copy_(values)
 
     def _numbered(self, numbers: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield segments that this process keeps, one by one: each may be converted for this."""
+        """Yield this process's segments one by one, because each may be converted for this."""
         return ((number, self._values(number)) for number in numbers)
 
 
 class LocalStageExchange(StageExchange):
-    """Where one process drives all devices, gradients and parameters are there at once.
+    """The stage exchange of one process that drives all devices: nothing is sent.
 
     Args:
         storage: the sizes.
-        assignment: who owns what.
-        copies: whether gradients are to be copied, as sums are kept elsewhere than they lie.
+        assignment: which device owns which segments.
+        copies: whether to copy gradients, because sums are kept in other memory.
     """
 
     def __init__(self, storage: Storage, assignment: Assignment, *, copies: bool = False) -> None:
@@ -647,7 +658,7 @@ class LocalStageExchange(StageExchange):
         if isinstance(call, ParameterRequest):
             self._fill(call, self._numbered(self.partitioned_layout.segments[call.stage]))
             return [Delivery(call.header)]
-        # The gradients are nobody else's, so they may take sums.
+        # No other process uses these gradients, so sums may overwrite them.
         at_home = {
             number: segment.to(device, non_blocking=True)
             for owner, device in enumerate(self._devices)

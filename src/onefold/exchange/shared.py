@@ -1,46 +1,30 @@
-"""Memory that the processes of one host share, and what they send to each other through it.
+"""Memory that the processes of one host share, and the messages that they send through it.
 
-In `SharedMemory` the parameters exist once, and every process computes with them where they are.
-They lie in a file without a name, partial sums and the table in another, which the lead makes and
-hands to the others. `new_file` makes such memory, which is handed over by descriptor; `take_file`
-receives it.
+`SharedMemory` stores the parameters once, and every process computes with them in place. The lead
+makes a file without a name for the parameters, and another for partial sums and the table, and
+sends their descriptors to the others. `new_file` makes such memory; `take_file` receives it.
 
-`SharedStageExchange` brings gradients to their owners through shared memory. `SharedTransport`
-reaches the other processes: short messages go through sockets, other bytes, and the tensors of a
-pipeline, through shared files.
+`SharedStageExchange` sends gradients to their owners through shared memory. `SharedTransport` sends
+short messages through sockets, and other bytes and the tensors of a pipeline through shared files.
 
-Note: files cut alike everywhere
---------------------------------
+Note: no locks
+--------------
 Every process computes the same sizes from the same `Storage` and cuts the files in the same order;
-no offset is ever sent. Nothing here is locked. The meetings of a step keep writers and readers
-apart (see `onefold.exchange.exchange`): ``all_gather_bytes`` returns in no process before all have
-called it, and so have made their earlier writes.
+no offset is ever sent. Nothing here is locked. The barriers of a step separate writers from readers
+(see `onefold.exchange.exchange`): ``all_gather_bytes`` returns in no process before all have called
+it, and thus finished their earlier writes.
 
 Note: two send buffers for each device
 --------------------------------------
-A device copies what is for others into a buffer in shared memory, and the owners read it there
-after the meeting of the event. It writes into its other buffer in the next event, so nobody has to
-wait until all have read: by the time it comes back to the first one there has been another meeting,
-which the owners entered when they were done with reading.
+A device copies what it sends into a buffer in shared memory, and the owners read it there after the
+barrier of the event. In the next event it writes into its other buffer, so it does not have to wait
+until all have read: before it returns to the first buffer there is another barrier, which the
+owners enter when they have finished reading.
 
-Note: who may write to a transport's buffer
--------------------------------------------
-`gather_to_lead` copies nothing: the lead maps the very memory that each process has filled, and may
-read it as long as it keeps the tensors. So nobody fills its buffer again before the lead is done
-with it; `onefold.checkpoint.resume` waits for the writing of a checkpoint before it packs the next
-one.
-
-Note: how long it lives
------------------------
-The kernel frees the file once nobody has it open or mapped, whatever ended the processes, so
-nothing can be left behind. A mapping lasts without its descriptor, and the tensor keeps the mapping
-alive: so a receiver closes the descriptor at once, and holds the memory for as long as any view of
-the tensor exists. A mapping does not grow with its file, so whoever needs more makes a new one.
-
-Note: how it becomes a process's own
-------------------------------------
-Other memory is mapped over the very same addresses (`make_own`). So it holds for everything that
-refers to it: parameters, tied ones, and what a script has kept of a ``state_dict()``.
+Note: lifetime
+--------------
+The kernel frees a file when no process has it open or mapped, whatever ended the processes, so
+nothing can be left behind.
 """
 
 from __future__ import annotations
@@ -89,11 +73,11 @@ def new_file(
 ) -> tuple[int, torch.Tensor]:
     """Make a file without a name, and map it: its descriptor and (size,) uint8 of zeros.
 
-    Pages that nobody touches take no memory. The caller closes the descriptor.
+    The caller closes the descriptor.
 
     Args:
-        size_bytes: of the file.
-        allocator: if it is on a disk, the file is there as well; else it is in memory.
+        size_bytes: size of the file.
+        allocator: if it is on a disk, so is the file; otherwise the file is in memory.
     """
     if isinstance(allocator, MmapAllocator):
         descriptor = new_disk_file(allocator.folder, max(size_bytes, 1))
@@ -101,7 +85,7 @@ def new_file(
         descriptor = memory_file()
     try:
         with naming_limits(f"{size_bytes:,} bytes of memory that all devices of this host share"):
-            # At least a byte: an empty file cannot be mapped.
+            # At least one byte, because an empty file cannot be mapped.
             os.ftruncate(descriptor, max(size_bytes, 1))
             return descriptor, memory_of(descriptor)
     except BaseException:
@@ -113,9 +97,10 @@ def new_file(
 def temporary_file(
     size_bytes: int, allocator: TensorAllocator = DEFAULT_ALLOCATOR
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Make a file as `new_file` does, to be sent inside the block: its descriptor ends with it."""
+    """Make a file as `new_file` does, to send it in the block; closes its descriptor at the end."""
     descriptor, memory = new_file(size_bytes, allocator)
-    # The mapping stays, and a message under way holds the file until it is received.
+    # The mapping outlives the descriptor, and a message in flight keeps the file until it is
+    # received.
     try:
         yield descriptor, memory
     finally:
@@ -128,31 +113,34 @@ def take_file(mailbox: Mailbox, rank: int) -> torch.Tensor:
     try:
         return memory_of(descriptor)
     finally:
+        # The tensor keeps the mapping alive, and the mapping does not need the descriptor.
         os.close(descriptor)
 
 
 def memory_of(descriptor: int) -> torch.Tensor:
-    """Map an open file as (size,) uint8, shared with everybody else who maps it."""
+    """Map an open file as (size,) uint8, shared with every process that maps it."""
     size_bytes = os.fstat(descriptor).st_size
     return torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8)
 
 
 def make_own(memory: torch.Tensor, allocator: TensorAllocator = DEFAULT_ALLOCATOR) -> None:
-    """Have other processes no longer see what is written to shared memory, nor this one theirs.
+    """Make shared memory private: this process and the others no longer see each other's writes.
 
-    Its values stay, and its address. Nobody may write to it meanwhile.
+    Values and address stay. No thread may write to the memory meanwhile.
 
     Args:
-        memory: (size,) uint8, a mapping that begins on a page.
-        allocator: if it is on a disk, the values then lie in a file of this process there.
+        memory: (size,) uint8, a mapping that starts at a page.
+        allocator: if it is on a disk, the values move to a file of this process there.
 
     Raises:
         OSError: there is no room for a copy.
     """
     if not memory.numel():
         return
-    # Garbage is collected at any time, also where a mode computes in shape alone.
+    # Garbage collection may call this at any time, even inside a mode that computes only shapes.
     with hidden_from_modes(), naming_limits("room for a copy of the model"):
+        # Map other memory over the same addresses: then it holds for everything that refers to
+        # them, such as tied parameters, or a ``state_dict()`` that the script kept.
         if isinstance(allocator, MmapAllocator):
             with temporary_file(memory.numel(), allocator) as (descriptor, copy):
                 copy.copy_(memory)
@@ -168,13 +156,13 @@ _PAGE_BYTES = 4096
 
 
 class SharedMemory(Memory):
-    """The memory of one process of several on this host; all must make it together.
+    """The memory of one of several processes on this host. All must make it together.
 
     Args:
         storage: the sizes.
-        start: this process's values, replaced by the lead's.
-        transport: connects the processes; its allocator has the model.
-        assignment: who takes part.
+        start: this process's values; the lead's replace them.
+        transport: connects the processes; its allocator allocates the model.
+        assignment: which device runs which shards and owns which parameters.
     """
 
     is_common = True
@@ -189,7 +177,7 @@ class SharedMemory(Memory):
         sizes = [storage.parameters.nbytes, storage.other.nbytes]
         self._of_parameters = _map_shared(mailbox, sizes, self.allocator)
         trained, other = self._of_parameters
-        # Taken from the iterator below in this very order, in every process.
+        # The iterator below is consumed in this order, in every process.
         sizes = [sum(storage.table_host_bytes), storage.table_device_bytes]
         sizes += [storage.gradients.nbytes] * (storage.slots * storage.devices)
         if storage.stages is not None:
@@ -200,8 +188,8 @@ class SharedMemory(Memory):
         self.table = ShardTable(storage, next(memories), next(memories))
         self._own: dict[int, Partial] = {}
         self._partials: dict[Published, PartitionSums] = {}
-        # This process's partial sums may stay where backward left them; of the others' it sees only
-        # what lies in the file, and so they are plain memory.
+        # This process's partial sums may stay where backward left them. It sees only the file of
+        # the others, so their partial sums are plain memory.
         for device in range(storage.devices):
             for slot in range(storage.slots):
                 flat = FlatTensors(storage.gradients, memory=next(memories))
@@ -209,27 +197,26 @@ class SharedMemory(Memory):
                 if device == self._rank:
                     self._own[slot] = self._partials[Published(device, slot)] = Partial(flat)
         self.send_buffers = list(zip(memories, memories, strict=True))
-        """Where each device puts what it gives to others, if the model has stages: two, each
-        (bytes of the largest stage,) uint8."""
-        # The lead alone: the memory is everybody's. `broadcast_from_lead` makes the others wait for
-        # it.
+        """Send buffers of each device, if the model has stages: two, each (bytes of the largest
+        stage,) uint8."""
+        # The lead alone writes shared memory; `broadcast_from_lead` makes the others wait.
         if self._rank == 0:
             write_first(self.trained[0], start.trained)
             write_first(self.other[0], start.other)
         self.broadcast_from_lead(start.buffers)
-        # What the other owners will read of our gradients must be in the file, not with backward.
+        # Other owners read this device's gradients from the file, so they must be copied there.
         others = (chunks for n, chunks in enumerate(self.summed) if n != self._rank)
         visible = list(chain.from_iterable(others))
         for partial in self._own.values():
             partial.show(visible)
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
-        # Parameters are shared anyhow; only buffers travel, through a row that no step uses now.
+        # Parameters are shared already. Send only buffers, through a row that no step uses now.
         row = self.table.buffer_rows[0]
         if self._rank == 0:
             row.write(buffers.views)
-        # The first meeting: the lead has written all. The second: everybody has read it, so that
-        # shard 0 may write to the row again.
+        # First barrier: the lead has written. Second barrier: all have read, so shard 0 may reuse
+        # the row.
         self.transport.all_gather_bytes()
         buffers.write(row.views)
         self.transport.all_gather_bytes()
@@ -238,23 +225,24 @@ class SharedMemory(Memory):
         self._own[slot].write(gradients)
 
     def collect(self, shares: Shares, *, partials: bool = True) -> None:
-        # Once all are here, everything lies in the file: nothing is left on its way.
+        # After this barrier all partial sums are in the file, so nothing is still on its way.
         self.transport.all_gather_bytes()
 
     def partial(self, place: Published) -> PartitionSums:
         return self._partials[place]
 
     def publish_parameters(self) -> None:
-        # Owners updated the one copy of the parameters; it remains to wait for all of them.
+        # Owners have updated the only copy of the parameters. It remains to wait for all of them.
         self.transport.all_gather_bytes()
 
     def all_gather_gradient(self, whole: FlatTensors) -> None:
-        # The stretch of its own partition in its own first partial sum is read by nobody but the
-        # owner, whose fold is over: see the notes of `onefold.exchange.reduction`.
+        # No other device reads the owner's partition of its first partial sum, and the owner has
+        # finished folding, so this memory can carry the gradient; see the notes in
+        # `onefold.exchange.reduction`.
         own = self._own[0].flat
         for chunk in self.summed[self._rank]:
             own.chunk(chunk).copy_(whole.chunk(chunk))
-        # The first meeting: all have written. The second: all have read, and may write again.
+        # First barrier: all have written. Second barrier: all have read, and may write again.
         self.transport.all_gather_bytes()
         for owner, chunks in enumerate(self.summed):
             source = self._partials[Published(owner, 0)]
@@ -265,7 +253,8 @@ class SharedMemory(Memory):
     def make_own(self) -> None:
         for memory in self._of_parameters:
             make_own(memory, self.allocator)
-        self._of_parameters = []  # it is by now
+        # It is private now; a second call must do nothing.
+        self._of_parameters = []
 
 
 def _map_shared(
@@ -273,9 +262,9 @@ def _map_shared(
 ) -> list[torch.Tensor]:
     """Map stretches of memory that all processes share, each (size,) uint8 of zeros.
 
-    Pages that nobody touches take no memory, so room for shares that never come costs nothing.
+    Untouched pages take no memory, so room for shares that never occur costs nothing.
     """
-    # Each stretch starts on a page of its own, and so is aligned for any dtype.
+    # Each stretch starts on its own page, and is therefore aligned for any dtype.
     rounded = [-(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES for size in sizes]
     starts = list(accumulate(rounded, initial=0))
     if mailbox.rank != 0:
@@ -288,17 +277,17 @@ def _map_shared(
 
 
 class SharedStageExchange(StageExchange):
-    """The stage exchange of one process of several on a host.
+    """The stage exchange of one of several processes on a host.
 
     Args:
-        memory: of this process.
+        memory: memory of this process.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
         super().__init__(memory.storage, memory.assignment, memory.transport.mailbox.rank)
         self._transport, self._buffers = memory.transport, memory.send_buffers
         self._column = memory.assignment.shares.column_of(self.rank)
-        """The devices that compute the same stages, this one too."""
+        """Devices that compute the same stages, including this one."""
         self._turn = 0
 
     def exchange(self, call: StageMessage) -> list[Delivery]:
@@ -307,6 +296,7 @@ class SharedStageExchange(StageExchange):
             leaving = [item for rank in others for item in self._own_segments(call, rank).items()]
             if leaving:
                 targets = [self._in_buffer(self.rank, number) for number, _ in leaving]
+                # Copy before the headers: they are the barrier after which owners read the buffer.
                 copy_each(targets, [storage_order(segment) for _, segment in leaving])
         headers = self._all_gather_headers(self._transport, self._column, call)
         found = []
@@ -316,22 +306,23 @@ class SharedStageExchange(StageExchange):
                 continue
             given = self._given(header)
             segments = {n: self._shaped(self._in_buffer(rank, n), n) for n in given}
+            # Shared: the sender overwrites this memory in the event after the next one.
             found.append(Delivery(header, segments, shared=True))
         self._turn = 1 - self._turn
         return found
 
     def _in_buffer(self, rank: int, number: int) -> torch.Tensor:
-        """Where a segment lies in a device's buffer of this event: (numel,)."""
+        """Return the place of a segment in a device's buffer of this event: (numel,)."""
         return self.layout.in_room(number, self._buffers[rank][self._turn])
 
 
 class SharedTransport(Transport):
-    """One process of several on this host.
+    """Transport of one of several processes on this host.
 
     Args:
         mailbox: connects the processes; closed with this transport.
-        allocator: where its `buffer` lies, and what it scatters.
-        pipeline: how many devices a pipeline has.
+        allocator: allocates its `buffer`, and what it scatters.
+        pipeline: number of devices in a pipeline.
     """
 
     def __init__(
@@ -340,7 +331,7 @@ class SharedTransport(Transport):
         super().__init__(torch.device("cpu"), allocator)
         self.mailbox, self._pipeline = mailbox, pipeline
         self._descriptor = -1
-        """Of the file in which the buffer lies, if there is one."""
+        """Descriptor of the buffer's file; -1 if there is none."""
 
     def begin_step(self, step: int) -> None:
         self.step = self.mailbox.step = step
@@ -349,13 +340,18 @@ class SharedTransport(Transport):
         return self.mailbox.all_gather_bytes(message, among)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        # A larger buffer is a new file; the lead may still have the old one mapped.
+        # A mapping does not grow with its file, so a larger buffer is a new file. The lead may
+        # still have the old one mapped.
         if self._buffer is None or self._buffer.numel() < nbytes:
             self._drop_buffer()
             self._descriptor, self._buffer = new_file(nbytes, self.allocator)
         return self._buffer
 
     def gather_to_lead(self) -> list[torch.Tensor]:
+        # Nothing is copied: the lead maps the memory that each process filled, and may read it as
+        # long as it keeps the tensors. No process may refill its buffer before that;
+        # `onefold.checkpoint.resume` waits for the write of a checkpoint before it packs the next
+        # one.
         memory, mailbox = self.buffer(0), self.mailbox
         if mailbox.rank != 0:
             mailbox.send_file(0, self._descriptor)
@@ -368,7 +364,7 @@ class SharedTransport(Transport):
         for peer in range(1, self.mailbox.size):
             made = make(peer)
             with temporary_file(made.numel(), self.allocator) as (descriptor, memory):
-                # Written before it is sent, as receiving it is all that the peer waits for.
+                # Write before sending, because the peer waits only for the file itself.
                 memory[: made.numel()] = made
                 self.mailbox.send_file(peer, descriptor)
         return make(0)
@@ -386,7 +382,8 @@ class SharedTransport(Transport):
             beyond = source + (source - device)
             if beyond // self._pipeline != source // self._pipeline:
                 raise
-            # It does not say for whom it waits itself.
+            # The source cannot report its own wait, so name the device behind it as a possible
+            # cause.
             raise PeerTimeout(
                 f"{error}. In a pipeline, device {source} may itself have waited for device "
                 f"{beyond}",
@@ -395,7 +392,7 @@ class SharedTransport(Transport):
             ) from None
 
     def close(self, failure: BaseException | None = None) -> None:
-        # The reason first: once the sockets are closed nobody can be told.
+        # Send the reason first: after the sockets are closed, no peer can be reached.
         if failure is not None:
             self.mailbox.tell_failure(failure)
         else:

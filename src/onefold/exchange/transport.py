@@ -1,19 +1,8 @@
-"""How processes reach each other: short messages, numbers, bytes, and tensors of a pipeline.
+"""Connects processes: sends short messages, numbers, bytes, and tensors of a pipeline.
 
 A `Transport` knows nothing of steps, parameters or gradients. Every process makes the same calls in
-the same order. Each call may block, for the transport's limit at most, and raises `PeerError` when
-another device is lost, has failed, or does not make it.
-
-Note: messages of a pipeline describe themselves
-------------------------------------------------
-Shards are of unequal size, and a stage may return anything. So a message describes the shape, the
-strides and the dtype of each of its tensors: a kernel may choose its way by the strides, and so the
-bits depend on them. What lies between the elements of a tensor travels with it.
-
-Note: who waits in a pipeline
------------------------------
-The sender does not wait for the receiver. A device of a pipeline has at most as many shards under
-way as there are devices from it on, so no more messages than that are under way to it.
+the same order. Each call may block, at most for the transport's timeout, and raises `PeerError` if
+another device is lost, fails, or does not make the call.
 """
 
 from __future__ import annotations
@@ -55,26 +44,26 @@ Ranks = Sequence[int] | None
 
 
 def has_left(failure: str) -> OnefoldError:
-    """The error of a transport that has been closed.
+    """Return the error of a transport that was closed.
 
     Args:
-        failure: what it was closed for; empty if the script did so.
+        failure: why it was closed; empty if the script closed it.
     """
     why = f"because this device {failure}" if failure else "closed by the script"
     return OnefoldError(
-        f"this trainer has left its run, {why}, and the other devices go on without it: make a "
+        f"this trainer has left its run, {why}, and the other devices continue without it. Start a "
         f"new run"
     )
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a device has failed, as it tells the others."""
+    """Failure of a device, as it reports it to the others."""
 
     device: int
     step: int
     words: str
     disagreement: str = ""
-    """The message of a `DisagreementError`, which all devices raise alike; else empty."""
+    """Message of a `DisagreementError`, which all devices raise with the same text; else empty."""
 
     @classmethod
     def of(cls, failure: BaseException, *, device: int, step: int) -> Failure:
@@ -83,24 +72,24 @@ class Failure(msgspec.Struct, frozen=True):
         return cls(device, step, words_of_failure(failure, step), alike)
 
     def error(self) -> DisagreementError | PeerFailed:
-        """The error of a device that is told of it."""
+        """Return the error that a device raises when it receives the report."""
         if self.disagreement:
             return DisagreementError(self.disagreement)
         return PeerFailed(f"device {self.device} {self.words}", device=self.device, step=self.step)
 
 
 class Transport(ABC):
-    """Reaches the other processes of a run.
+    """Connects this process to the other processes of a run.
 
     Args:
         device: the first device of this process.
-        allocator: where its `buffer` lies, and what of the model lies on the host.
+        allocator: allocates its `buffer`, and what the host stores of the model.
     """
 
     step = 1
-    """The step that the run is at, for error messages."""
+    """Step of the run, for error messages."""
     frame_bytes = 32 * 1024
-    """The longest message that ``all_gather_bytes`` accepts."""
+    """Maximum length of a message of ``all_gather_bytes``."""
 
     def __init__(
         self, device: torch.device, allocator: TensorAllocator = DEFAULT_ALLOCATOR
@@ -109,7 +98,7 @@ class Transport(ABC):
         self._buffer: torch.Tensor | None = None
 
     def begin_step(self, step: int) -> None:
-        """Note which step the run is at, for error messages."""
+        """Set the step of the run, for error messages."""
         self.step = step
 
     @abstractmethod
@@ -117,59 +106,63 @@ class Transport(ABC):
         """Wait until every process has made this call.
 
         Args:
-            message: what this process sends; of one length everywhere, `frame_bytes` at most.
-            among: the devices that make this call, in ascending order; all if absent.
+            message: this process's message; of the same length in every process, at most
+                `frame_bytes`.
+            among: the devices that make this call, in ascending order; all by default.
 
         Returns:
-            The messages of all these processes, in device order.
+            The messages of these processes, in device order.
         """
 
     @abstractmethod
     def close(self, failure: BaseException | None = None) -> None:
-        """Leave the run, telling the others why if this process failed. May be called again."""
+        """Leave the run, and report a failure of this process. May be called again."""
 
     def all_gather_rows(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Share one row of numbers from each device of this process, and return those of all.
+        """Gather one row of numbers from each device.
 
         Args:
-            rows: for each of them by number, (k,) float64 on it; k is the same everywhere.
+            rows: for each device of this process by number, (k,) float64 on it; k is the same for
+                all.
 
         Returns:
-            (D, k) float64 on the first own device.
+            (D, k) float64 on this process's first device.
         """
         (row,) = rows.values()
+        # Send bytes through the host, so that the values arrive with the same bits.
         messages = self._all_gather_frames(row.cpu().numpy().tobytes())
         table = [torch.frombuffer(each, dtype=torch.float64) for each in messages if each]
         return torch.stack(table).to(row.device) if table else row.new_empty(len(messages), 0)
 
     def all_gather_objects(self, texts: Mapping[int, bytes]) -> list[bytes]:
-        """Share bytes from each device of this process, and return those of all, in device order.
+        """Gather bytes from each device; return them in device order.
 
         Args:
-            texts: for each of them by number, bytes of any length.
+            texts: for each device of this process by number, bytes of any length.
         """
         (text,) = texts.values()
         lengths = [int.from_bytes(each) for each in self.all_gather_bytes(len(text).to_bytes(8))]
-        # Messages of one call are of one length, so all send as much as the longest.
+        # Messages of one call have one length, so pad all to the longest.
         messages = self._all_gather_frames(text.ljust(max(lengths), b"\0"))
         return [bytes(each[:n]) for each, n in zip(messages, lengths, strict=True)]
 
     def all_gather_values(self, values: Mapping[int, Any]) -> list[Any]:
-        """Share a value from each device of this process, and return those of all.
+        """Gather a value from each device.
 
         Args:
-            values: for each of them by number, a value that `onefold.core.encoding` knows.
+            values: for each device of this process by number, a value that `onefold.core.encoding`
+                supports.
 
         Returns:
-            The values in device order; their tensors lie on the host.
+            The values in device order; their tensors are on the host.
         """
         texts = {number: encode(value, "what a device reports") for number, value in values.items()}
         return [decode(text) for text in self.all_gather_objects(texts)]
 
     def _all_gather_frames(self, text: bytes) -> list[bytearray]:
-        """Share texts of one length that may be longer than a message, one frame after another."""
+        """Gather texts of one length that may be longer than a message, one frame after another."""
         found: list[bytearray] = []
-        # At least one call, even of nothing: its result says how many processes there are.
+        # At least one call, even for empty texts: its result has one entry per process.
         for start in range(0, len(text) or 1, self.frame_bytes):
             messages = self.all_gather_bytes(text[start : start + self.frame_bytes])
             found = found or [bytearray() for _ in messages]
@@ -180,9 +173,9 @@ class Transport(ABC):
     # Between the lead and the other processes, between steps
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory to fill for `gather_to_lead`: (at least nbytes,) uint8 on the host.
+        """Return memory to fill for `gather_to_lead`: (at least nbytes,) uint8 on the host.
 
-        It may be the same memory at every call, so filling it invalidates the result of an earlier
+        It may be the same memory in every call, so filling it invalidates the result of an earlier
         `gather_to_lead`.
         """
         self._buffer = host_buffer(self._buffer, nbytes, self.device, self.allocator)
@@ -190,42 +183,46 @@ class Transport(ABC):
 
     @abstractmethod
     def gather_to_lead(self) -> list[torch.Tensor]:
-        """Bring the content of each process's `buffer` to the lead's process.
+        """Gather the content of each process's `buffer` in the lead's process.
 
         Returns:
-            On the lead, each process's buffer in device order, (at least nbytes,) uint8; elsewhere,
-            an empty list.
+            On the lead, each process's buffer in device order, (at least nbytes,) uint8; on other
+            devices, an empty list.
         """
 
     @abstractmethod
     def scatter_from_lead(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
-        """Bring each process what the lead's process has for it.
+        """Scatter bytes from the lead's process, which makes them for each process.
 
         Args:
-            make: on the lead's process only: takes the number of a process's first device, and
+            make: in the lead's process only: takes the number of a process's first device, and
                 returns (k,) uint8 on the host for that process.
 
         Returns:
-            What was made for this process, possibly with more bytes after it.
+            The bytes made for this process, possibly followed by more bytes.
         """
 
     # Between neighbors of a pipeline, each pair's messages in their order
 
     @abstractmethod
     def send(self, device: int, target: int, message: Message) -> None:
-        """Send a message from a device of this process; does not wait until it is received."""
+        """Send a message from a device of this process; does not wait until it is received.
+
+        A device of a pipeline has at most as many unfinished shards as there are devices from it
+        on. No more messages than that are in flight to it.
+        """
 
     @abstractmethod
     def receive(self, device: int, source: int) -> Message:
         """Wait for the next message from ``source`` to a device of this process.
 
-        Its tensors lie on the host, in memory of their own.
+        Its tensors are on the host, in separate memory.
         """
 
     def has_message(self, device: int, source: int) -> bool:
         """Whether `receive` may be called.
 
-        Where one process drives a whole pipeline, the message must have been sent before.
+        If one process drives a whole pipeline, the message must have been sent before.
         """
         return True
 
@@ -233,15 +230,15 @@ class Transport(ABC):
         """Wait until everything that was sent has left; called at the end of a step."""
 
     def forget_messages(self) -> None:  # noqa: B027 (a failed step ends most runs for all)
-        """Forget what is left of a step that failed."""
+        """Drop the messages that a failed step left."""
 
 
 class LocalTransport(Transport):
-    """The transport of a process that drives all devices: there is nobody to wait for."""
+    """The transport of a process that drives all devices, which never waits."""
 
     @cached_property
     def _sent(self) -> dict[tuple[int, int], deque[torch.Tensor]]:
-        """Messages under way, by the devices from which and to which they go."""
+        """Messages in flight, by sender and receiver."""
         return defaultdict(deque)
 
     def all_gather_bytes(self, message: bytes = b"", among: Ranks = None) -> Sequence[bytes]:
@@ -259,10 +256,12 @@ class LocalTransport(Transport):
         return [self.buffer(0)]
 
     def scatter_from_lead(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
-        assert make is not None  # this process is the lead's
+        # Every other process passes None, but this process is the lead's.
+        assert make is not None
         return make(0)
 
     def send(self, device: int, target: int, message: Message) -> None:
+        # Packed: a copy, so that the sender may overwrite its tensors before they are received.
         self._sent[device, target].append(packed_message(message))
 
     def receive(self, device: int, source: int) -> Message:
@@ -283,22 +282,23 @@ def host_buffer(
 ) -> torch.Tensor:
     """Return ``memory`` if it is large enough, or new host memory that ``device`` can copy to.
 
-    What is kept apart from the device lies on the host already, and so goes to the same place.
+    If parameters are kept apart from the device, they are on the host already, and so is this
+    memory.
     """
     if memory is not None and memory.numel() >= nbytes:
         return memory
     if device.type == "cpu" or allocator.apart:
         return allocator.empty(nbytes)
-    # Pinned for a GPU, which otherwise copies through a buffer of the driver's, and slower.
+    # Pinned, because a GPU otherwise copies through a buffer of the driver, which is slower.
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one device of a pipeline sends another."""
+    """A message between two devices of a pipeline."""
 
     head: Any
-    """Values that `onefold.core.encoding` knows."""
+    """Values that `onefold.core.encoding` supports."""
     tensors: Sequence[torch.Tensor | None] = ()
 
 
@@ -306,7 +306,9 @@ _LENGTH = struct.Struct("<q")
 
 
 def head_of(message: Message) -> tuple[bytes, int]:
-    """What a message begins with when it is written to memory, and how many bytes it takes."""
+    """Return the head of a message as it is written to memory, and its size in bytes."""
+    # Shards have different sizes, and a stage may return anything, so each message describes its
+    # tensors. Strides are included: a kernel may depend on them, and so do the bits of its result.
     rows = [None if tensor is None else _described(tensor) for tensor in message.tensors]
     head = encode([message.head, rows], "what a stage gives")
     head = _LENGTH.pack(len(head)) + head
@@ -316,7 +318,7 @@ def head_of(message: Message) -> tuple[bytes, int]:
 
 
 def write_message(message: Message, head: bytes, memory: torch.Tensor) -> None:
-    """Write a message to memory, (nbytes,) uint8 on the host, from which it is read again."""
+    """Write a message to memory, (nbytes,) uint8 on the host, for `read_message`."""
     memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     start = aligned(len(head))
     for tensor in message.tensors:
@@ -324,13 +326,14 @@ def write_message(message: Message, head: bytes, memory: torch.Tensor) -> None:
             continue
         count = _extent(tensor)
         stop = start + count * tensor.element_size()
+        # The whole extent, with what lies between the elements: then strides need no repacking.
         values = tensor.detach().as_strided((count,), (1,))
         memory[start:stop].view(tensor.dtype).copy_(values)
         start += aligned(stop - start)
 
 
 def packed_message(message: Message) -> torch.Tensor:
-    """Write a message to memory of its own."""
+    """Write a message to new memory."""
     head, nbytes = head_of(message)
     memory = torch.empty(nbytes, dtype=torch.uint8)
     write_message(message, head, memory)
@@ -338,7 +341,7 @@ def packed_message(message: Message) -> torch.Tensor:
 
 
 def read_message(packed: torch.Tensor) -> Message:
-    """Read what `write_message` wrote; the tensors lie in its memory."""
+    """Read a message that `write_message` wrote; the tensors are stored in its memory."""
     (length,) = _LENGTH.unpack(packed[: _LENGTH.size].numpy().tobytes())
     start = _LENGTH.size + length
     value, rows = decode(packed[_LENGTH.size : start].numpy().tobytes())
@@ -350,7 +353,7 @@ def read_message(packed: torch.Tensor) -> Message:
             continue
         name, shape, stride, count = row
         dtype: torch.dtype = getattr(torch, name)
-        # No view: what is one may not be written to in place where autograd looks on.
+        # Create no view of ``packed``: autograd forbids writing to some views in place.
         made = torch.empty(0, dtype=dtype)
         place = (packed.storage_offset() + start) // dtype.itemsize
         made.set_(packed.untyped_storage(), place, shape, stride) if count else made.resize_(shape)
@@ -365,7 +368,7 @@ def _described(tensor: torch.Tensor) -> list[Any]:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last one of a tensor, and what lies between them."""
+    """Count the elements from the first to the last one of a tensor, including gaps."""
     if not tensor.numel():
         return 0
     pairs = zip(tensor.shape, tensor.stride(), strict=True)

@@ -241,7 +241,7 @@ class Agreement:
         return f"{listed(sorted(names))} of {name_of(optimizer)}" + ("" if alone else _OF_ALL)
 
     def _words_of_change(self, said: Agreed, head: CallDigest) -> str:
-        """Describe which parameter was changed, and on which device."""
+        """Name the changed parameter, and its device."""
         device, changed = next((n, c) for n, c in enumerate(said.changed) if c)
         who = f"device {device}"
         # PyTorch's version counters are per process. Values in shared memory change for all

@@ -170,10 +170,10 @@ def assemble(
             Replica(n, device, parts, trained[n], other[n], buffers[n], precision, cut)
             for n, device in devices.own_devices.items()
         ]
-        # From here on the model's parameters are views of the run's memory, with the lead's values.
+        # Afterwards the model's parameters are views of the run's memory, with the lead's values.
         replicas[0].attach()
         refuse_clipping(parts.trained.values())
-        # Only after attach: existing optimizer state moves to the device of its parameters.
+        # Do this after attach: existing optimizer state moves to the device of its parameters.
         parameters = list(parts.trained.values())
         update = PartitionedOptimizer(
             optimizer, parameters, storage, trained, assignment, memory.allocator
@@ -218,8 +218,8 @@ def _storage(
     if layout.nbytes < LEAST_SENT_EARLY_BYTES:
         early = None
     updated_in = torch.float32 if settings.precision.parameters else None
-    # With mirrors every device updates every segment. Only PyTorch's own optimizers are known to
-    # give equal bits then; others may count calls or draw numbers.
+    # In a mirrored run every device updates every segment. Only PyTorch's own optimizers are known
+    # to give equal bits then; others may count calls or draw numbers.
     each = optimizers_in(optimizer).values()
     mirrors = placed.mirrors and early is not None and not updated_in and steps_by_parameter(each)
     if placed.mirrors and not mirrors and devices.has_lead:

@@ -98,8 +98,8 @@ class Engine:
         self._cuts_shards = settings.microbatch is not None
         self._finite = FiniteCheck(settings, self.rules, context.table)
         last = context.replicas[-1]
-        # Only then does the host do nothing but launch kernels: it gathers no parameters, and waits
-        # for no other process.
+        # The host of such a device only launches kernels: it gathers no parameters, and waits for
+        # no other process.
         watched = not context.with_others and context.table.storage.stages is None
         watched &= last.device.type != "cpu"
         self._launches: LaunchWatch | None = None
@@ -144,7 +144,7 @@ class Engine:
             with context.timed("update", "update"):
                 self.follow_parameters()
                 self.rules.clip(outcome.norm)
-                # From here until `end_step` the model is neither before the step nor after it.
+                # The model is inconsistent from here until `end_step`.
                 self.agreement.torn = f"step {number}"
                 context.update.around = self._around_update if self.hooks.updates else None
                 context.update.step()
@@ -169,8 +169,8 @@ class Engine:
     ) -> StepResult:
         """Leave the gradient of a batch in ``.grad`` of the user's parameters, on all devices.
 
-        Arguments and errors are those of `step`. If the batch is skipped, ``.grad`` of every
-        parameter is None.
+        Takes the arguments and raises the errors of `step`. If the batch is skipped, ``.grad`` of
+        every parameter is None.
         """
         context = self.context
         check_gradient(context.update)
@@ -198,7 +198,7 @@ class Engine:
     ) -> tuple[ShardTask, StepResult]:
         """Compute a step without making its update. Call it on all devices.
 
-        Leaves the gradient in ``.grad`` of the user's parameters, neither clipped nor checked, on
+        Leaves the gradient in ``.grad`` of the user's parameters, without clipping or checks, on
         devices that keep all parameters.
 
         Returns:
@@ -473,8 +473,7 @@ class Engine:
         if together:
             agreement.end(step)
         self.placement.leave(together=together)
-        # From here on the other processes may keep their view, and the script may write to this
-        # one.
+        # Afterwards the other processes keep their view, and the script may write to this one.
         context.exchange.memory.make_own()
         context.update.end()
         allow_clipping(context.parts.trained.values())
@@ -542,7 +541,7 @@ class Engine:
         self._nan_before = buffers_with_nan(context.module)
 
     def spoilt_buffers(self) -> set[str]:
-        """Names of buffers that became NaN during the run, without those that were NaN before."""
+        """Names of buffers that became NaN during the run; others were NaN before."""
         return buffers_with_nan(self.context.module) - self._nan_before
 
     @contextmanager

@@ -67,7 +67,7 @@ Kind = Literal[
     "statistics",
     "replaying",
 ]
-"""What a script calls. ``result`` is any call that returns a value, such as an evaluation, a
+"""Calls of a script. ``result`` is any call that returns a value, such as an evaluation, a
 prediction, or a value of another device. A ``loader`` provides steps; a ``pass`` reads other data
 once. ``payloads`` are those of all shards of a loader's batch, ``statistics`` those of the EMA."""
 
@@ -111,7 +111,7 @@ class ScriptCall:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One computation of all shards of a step. A step may need several."""
+    """A computation of all shards of a step. A step may need several."""
 
     task: ShardTask
     whole: bool = False
@@ -152,7 +152,7 @@ class Hook:
         return make()
 
     def around(self, asked: ScriptCall) -> Surrounds:
-        """Surround a step or a block in which the model may change.
+        """Surround a step or a block that may change the model.
 
         Entered on all devices, when the batch is cut, the call is legal and nothing has started.
         Left when all devices have made the step, before it is counted. The hook may wait for other
@@ -203,7 +203,7 @@ class Hook:
         """
 
     def finish(self) -> None:
-        """Write what is not saved yet, at the normal end of the script or when the run is left.
+        """Write unsaved data, at the normal end of the script or when the run is left.
 
         Runs on all devices, so the hook may wait for them.
         """
@@ -263,7 +263,7 @@ class Hooks:
         return _Shells(self._computes, attempt) if self._computes else _NOTHING
 
     def finish(self) -> None:
-        """Write what is not saved yet; see `Hook.finish`."""
+        """Write unsaved data; see `Hook.finish`."""
         for finish in self._finishes:
             finish()
 

@@ -58,8 +58,8 @@ class JointShards:
     def __init__(self, context: StepContext) -> None:
         self._context = context
         modules = context.module.modules()
-        # One run or two depends on the model alone. If it depended on how many shards a device has,
-        # the bits would depend on the shares.
+        # The model alone decides on one run or two. If the number of shards on a device did, the
+        # bits would depend on the shares.
         self._once = any(isinstance(module, SyncBatchNorm) for module in modules)
 
     def prepared(
@@ -68,8 +68,7 @@ class JointShards:
         """Complete the task of a step. Call it on all devices.
 
         Returns:
-            The task with which shards can run one by one, and the results of those that have
-            already run.
+            The task for running shards one by one, and the results of shards that ran already.
 
         Raises:
             LossError: shards gather differently, or have different numbers of terms.
@@ -119,8 +118,8 @@ class JointShards:
 
     def _first_run(self, task: ShardTask, *, looks: bool = False) -> _JointRun:
         parts = self._context.parts
-        # With frozen parameters autograd keeps nothing of the model but what follows a gather and
-        # depends on it: that is what saves the memory.
+        # Freezing parameters saves the memory: autograd then keeps only the part of the model that
+        # follows a gather and depends on it.
         parts.restore_frozen([False] * len(parts.named))
         try:
             frozen = replace(task, trainable=parts.trainable())
@@ -132,7 +131,7 @@ class JointShards:
 
 
 class _JointRun:
-    """One run of all shards of this process, in turns, each from one stop to the next.
+    """Runs all shards of this process once, in turns, each from one stop to the next.
 
     Args:
         context: this process's part of the run.
@@ -237,7 +236,7 @@ class _JointRun:
         tensors = {s: stop.tensor for s, stop in stops.items() if stop.tensor is not None}
         with self._context.timed("exchange", "gather"):
             whole = self._trade.join(call, tensors)
-        # One copy per device; shards clone it before a loss may write to it.
+        # A single copy per device; shards clone it before a loss may write to it.
         on = {tensor.device: whole.to(tensor.device) for tensor in tensors.values()}
         joined = {s: GatheredRows(on[t.device], call.own(s)) for s, t in tensors.items()}
         self._calls.append((call, joined))
@@ -260,7 +259,8 @@ class _JointRun:
     def _resume(self, answers: Mapping[int, Any]) -> dict[int, GatherPosition]:
         """Let each shard run to its next stop, one after the other."""
         stops = {}
-        # One at a time and by number: threads never compute concurrently, so the order is fixed.
+        # Resume shards one at a time, by number: threads never compute concurrently, so the order
+        # is fixed.
         for shard, answer in answers.items():
             turn = self._turns[shard]
             self._attach(turn.replica)
@@ -389,7 +389,7 @@ class ValueExchange:
         table = torch.zeros(batch.shares.shards, len(known[0]), 2, dtype=torch.float64)
         for shard, (_, numbers) in given.items():
             table[shard] = numbers
-        # From the next step on the values fit into the table, and need no message.
+        # In later steps the values fit into the table, and need no message.
         shards.widen(max(shards.width, len(known[0])))
         self._known[next(kind for kind in shards.kinds.tolist() if kind)] = known
         return known, table.to(self._context.first.device)
@@ -424,7 +424,7 @@ class ShardPosition:
 
     at: str
     terms: int = 0
-    """Number of terms of the loss; set at its end."""
+    """Number of terms that the loss has; set at its end."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
     differentiable: bool = False
@@ -525,7 +525,7 @@ class RowExchange:
                 self._filled(n), unpacked_bytes(table[n], call.dtype, each), strict=True
             )
         }
-        # By shard number, whichever device sent it.
+        # Sort by shard, whichever device sent the rows.
         return torch.cat([parts[shard] for shard in sorted(parts)])
 
     def add_up(self, call: Gathered, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor:

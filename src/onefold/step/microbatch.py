@@ -33,7 +33,7 @@ _TRIALS = 2
 
 
 class MicrobatchSearch:
-    """Stores and finds the maximum number of samples of a shard that run at once.
+    """Finds and keeps the microbatch size: the samples of a shard that run at once.
 
     Args:
         context: this process's part of the run.
@@ -42,7 +42,7 @@ class MicrobatchSearch:
     def __init__(self, context: StepContext) -> None:
         self._context, chosen = context, context.settings.microbatch
         self.samples = chosen if isinstance(chosen, int) else None
-        """Maximum number of samples of a shard that run at once; None for all of them."""
+        """Maximum number of samples that run at once; None for a whole shard."""
         self.trials = _TRIALS if chosen == "auto" else None
         """Number of steps that will still start with a search; None if the size was chosen."""
         self._updated = False

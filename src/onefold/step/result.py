@@ -173,7 +173,7 @@ def verdict_of(weight: StepWeight, said: Agreed, failure: str = "") -> Verdict:
     Args:
         weight: the whole batch's, the same on all devices.
         said: what all devices reported at the start of the step.
-        failure: what is not finite in the step, if the step is skipped for it.
+        failure: the value that is not finite, if the step is skipped for it.
     """
     # All inputs are the same on all devices, so every device decides the same without a message.
     nothing = "" if weight.value > 0 or failure else "the batch's weights add up to 0"

@@ -153,7 +153,7 @@ def write_gradient(context: StepContext) -> None:
 
 
 def check_gradient(update: PartitionedOptimizer) -> None:
-    """Refuse `trainer.gradient` where the script's update would be wrong.
+    """Refuse `trainer.gradient` if the script's update would be wrong.
 
     Raises:
         ValueError: the model holds rounded copies of the values that the optimizer updates, or an
@@ -212,7 +212,7 @@ class FiniteCheck:
         self._rules = rules
         self._table = table
         on_host = self._table.totals.device.type == "cpu"
-        # To skip a step, its numbers must be known before its update, whatever that costs.
+        # Skipping a step requires its numbers before its update, whatever that costs.
         self._is_late = not on_host and not self._skips and rules.scale is None
         self._unread: _Unread | None = None
 
@@ -220,13 +220,12 @@ class FiniteCheck:
         """Describe the first loss that is not finite, if the step is to be skipped for it.
 
         Args:
-                task: the task that all shards of the step share.
-                now: whether to check in this step, together with the gradient, which blocks on a
-                    GPU.
-                alone: whether no gradient follows with which a GPU's losses could be read.
+            task: the task that all shards of the step share.
+            now: whether to check in this step, with the gradient; this blocks on a GPU.
+            alone: whether no gradient follows with which a GPU's losses could be read.
 
-            Raises:
-                LossError: a loss is not finite, and the step is not skipped.
+        Raises:
+            LossError: a loss is not finite, and the step is not skipped.
         """
         totals = self._table.totals
         if totals.device.type == "cpu" and not self._is_late:
@@ -273,7 +272,7 @@ class FiniteCheck:
     def _checked_norm(self, value: float, step: int, name: Callable[[], str]) -> str:
         if math.isfinite(value):
             return ""
-        # Not recomputed: an overflow is expected, and the smaller scale is all that it needs.
+        # Do not recompute: an overflow is expected, and the smaller scale is all that it needs.
         if self._rules.overflows(value):
             return f"a gradient overflowed with losses scaled by {self._rules.loss_scale:.0f}"
         if self._skips:
