@@ -1,9 +1,8 @@
-"""The devices that take part in a run, and what each of them does.
+"""The devices of a run, and the work of each device.
 
-`Devices` says which devices there are, and which of them this process drives; `Assignment`, who
-runs which shards and who updates what. An assignment never changes. The script may choose other
-shares between two steps, which makes another assignment: nothing ever reads half of an old one and
-half of a new one.
+`Devices` knows all devices, and which of them this process drives. `Assignment` says which device
+runs which shards and updates which segments. An assignment is immutable: if the script changes the
+shares between two steps, a new assignment replaces it, so that no reader sees a mixture of both.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ __all__ = ["Assignment", "Devices", "Roster"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """The devices of a run, who runs which shards, and who updates what."""
+    """The devices of a run, the shards that each runs, and the segments that each updates."""
 
     devices: tuple[torch.device, ...]
-    """All devices, in the order of their numbers."""
+    """All devices, by number."""
     shares: Shares
-    """How many shards each device runs."""
+    """Number of shards that each device runs."""
     partitions: tuple[Sequence[int], ...]
-    """For each device, the numbers of the segments that it updates, in ascending order; each
-    segment in one of them."""
+    """Numbers of the segments that each device updates, in ascending order; every segment belongs
+    to exactly one device."""
 
     @classmethod
     def first(
@@ -44,15 +43,16 @@ class Assignment:
         stages: Stages | None = None,
         early: Stages | None = None,
     ) -> Assignment:
-        """Make the assignment that a run begins with, with partitions of even size.
+        """Make the initial assignment of a run, with partitions of even size.
 
         Args:
-            devices: all devices, in the order of their numbers.
-            shares: how many shards each of them runs.
-            segments: the segments of the trained parameters.
-            stages: of the model, if each device is to have a part of every stage, or the stages
-                that it computes in a pipeline; the devices then take their shards in rounds.
-            early: the same, where devices take their shards as they like.
+            devices: all devices, by number.
+            shares: number of shards that each device runs.
+            segments: segments of the trained parameters.
+            stages: stages of the model, if each device has a part of every stage, or the stages
+                that it computes in a pipeline. The devices then run their shards in rounds.
+            early: stages of the model, if each device has a part of every stage, but devices run
+                their shards independently.
         """
         return cls(
             devices=tuple(devices),
@@ -61,42 +61,42 @@ class Assignment:
         )
 
     def with_shares(self, shares: Shares) -> Assignment:
-        """The same devices and partitions, with other shares."""
+        """Return the same devices and partitions, with other shares."""
         return replace(self, shares=replace(shares, in_rounds=self.shares.in_rounds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """The devices of a group, in the order of their numbers."""
+    """The devices of a group, by number."""
 
     devices: tuple[torch.device, ...]
     seats: tuple[int, ...]
-    """The seat of each."""
+    """Seat of each device."""
     context: LaunchContext
     """How this process reaches the others of the group."""
 
 
 class Devices:
-    """Who takes part in a run, and which of them this process drives: the one owner of membership.
+    """The devices of a run, and which of them this process drives: the one owner of membership.
 
-    A *seat* is a device for its whole life in a run: the launcher's rank, its log, its worker, its
-    row of `onefold.exchange.progress.Progress`. A *number* is its place in the current group: in
-    messages, partitions and shares; number 0 leads. In the first group the two are the same.
+    A *seat* identifies a device for its whole life in a run: the launcher's rank, its log, its
+    worker, its row of `onefold.exchange.progress.Progress`. A *number* is its place in the current
+    group: in messages, partitions and shares. Number 0 is the lead. In the first group the two are
+    equal.
 
-    Note: who may change it, and when
+    Note: when membership changes
     ---------------------------------
-    `regroup` alone, once for all devices alike, between two steps: no call of the trainer is under
-    way, no gradient is kept, and the exchange of the group before is closed. Right behind it the
-    engine is assembled anew. Nobody else keeps a part of this, or of what an engine says of its
-    group: whoever needs it asks, each time. Only what is made for one group, or for one call, may
-    keep numbers: the exchange, replicas and their memory, an `Assignment`, a checkpoint that is
-    being written.
+    Only `regroup` changes it, on all devices, between two steps: no trainer call is in progress, no
+    gradient is kept, and the exchange of the previous group is closed. Immediately afterwards the
+    engine is rebuilt. Other code must not store any of this, or the engine's values for its group,
+    but read them each time. Only objects made for one group or one call may keep numbers: the
+    exchange, replicas and their memory, an `Assignment`, a checkpoint that is being written.
 
     Args:
-        all: all devices, in the order of their numbers.
+        all: all devices, by number.
         own: numbers of the devices that this process drives.
         context: how this process was started.
-        trainer: number of the trainer among those of the script, counted from 0.
+        trainer: number of the trainer among those of the script, from 0.
     """
 
     def __init__(
@@ -108,16 +108,16 @@ class Devices:
         trainer: int,
     ) -> None:
         self.trainer = trainer
-        """Number of the trainer among those of the script, counted from 0."""
+        """Number of the trainer among those of the script, from 0."""
         self.seats = tuple(own)
-        """The seats that this process drives, as long as it lives."""
+        """Seats that this process drives, as long as it lives."""
         self.regroup(Roster(devices=tuple(all), seats=tuple(range(len(all))), context=context))
 
     def regroup(self, roster: Roster) -> None:
-        """Have another group take part from here on; see the note.
+        """Replace the group; see the note above for when.
 
         Args:
-            roster: the group, in which this process has a device.
+            roster: the new group, which includes a device of this process.
         """
         self.roster = roster
         """The current group."""
@@ -127,20 +127,20 @@ class Devices:
 
     @property
     def all(self) -> tuple[torch.device, ...]:
-        """All devices, in the order of their numbers."""
+        """All devices, by number."""
         return self.roster.devices
 
     @property
     def context(self) -> LaunchContext:
-        """How this process was started, and reaches the others."""
+        """How this process was started, and how it reaches the others."""
         return self.roster.context
 
     @property
     def has_lead(self) -> bool:
-        """Whether this process drives device 0, which is the lead: it speaks for all of them."""
+        """Whether this process drives device 0, the lead, which acts for all devices."""
         return 0 in self.own
 
     @property
     def own_devices(self) -> dict[int, torch.device]:
-        """This process's devices by number."""
+        """The devices of this process, by number."""
         return {number: self.all[number] for number in self.own}

@@ -1,15 +1,15 @@
 """A global batch, cut into shards.
 
-A batch of the script's own may hold NumPy arrays beside tensors. Their shards are tensors that
-share the arrays' memory wherever PyTorch can use that memory as it is.
+A batch that the script makes may hold NumPy arrays in addition to tensors. Shards of an array are
+tensors that share its memory if PyTorch can use that memory as is.
 
 Note: the digest of a batch
 ---------------------------
-Devices compare the batches of a script before each step, so the digest has to be far cheaper than a
-step: it reads at most 64 elements of each tensor. It exists to catch a batch that was drawn
-differently (another seed, one random number too many on the lead), where nearly every element
-differs, and not a single wrong value. The places that it reads are a function of the shape alone,
-so devices that hold equal tensors read equal elements.
+Devices compare the script's batches before each step, so the digest must be far cheaper than a
+step: it reads at most 64 elements of each tensor. Its purpose is to catch a batch that was drawn
+differently (another seed, one random number too many on the lead), in which nearly every element
+differs, and not a single wrong value. The positions that it reads depend on the shape alone, so
+devices with equal tensors read equal elements.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ __all__ = ["DataPass", "ShardedBatch", "checked_dim", "cut_batch", "map_parts", 
 _Leaf = torch.Tensor | np.ndarray[Any, Any]
 
 _MARK = (
-    "Mark what every shard is to get whole by onefold.Broadcast(value), and what has another "
-    "number of samples and is cut by itself by onefold.Scatter(value, dim=0)"
+    "Pass parts that every shard needs whole as onefold.Broadcast(value), and parts with another "
+    "number of samples, cut separately, as onefold.Scatter(value, dim=0)"
 )
 _SPREAD = 62
-"""The most steps between the first and the last element that a digest reads."""
+"""Maximum number of strides between the first and the last element that a digest reads."""
 _NAMED = 8
-"""The most samples, or tensors, that an error lists."""
+"""Maximum number of samples, or tensors, that an error lists."""
 _FRESH_BYTES = 512
-"""On a GPU PyTorch begins every tensor of its own at a multiple of it."""
+"""Alignment of PyTorch's own allocations on a GPU, in bytes."""
 _LEAST_PINNED_BYTES = 1 << 16
-"""What is smaller than this goes to a GPU with the command that copies it."""
+"""Smaller copies are sent to a GPU within the copy command, without pinned memory."""
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""For each width in bytes a dtype that NumPy can read in place of one that it lacks."""
+"""Dtypes by element size that NumPy can read instead of a dtype that it lacks."""
 
 
 @dataclass(slots=True)
@@ -64,76 +64,77 @@ class DataPass:
     number: int
     """Number of the pass among those of its loader."""
     used: int
-    """How many of its samples have been used by steps so far; or of its batches, if it has whole
-    batches alone. The places below are counted alike."""
+    """Number of its samples that steps have used so far; of its batches, if it yields ready-made
+    batches. The positions below have the same unit."""
     epoch: int | None
-    """The epoch in which it was begun; None outside of any epoch."""
+    """Epoch in which it started; None outside an epoch."""
     end: int
-    """How many of its samples will have been used once all of its batches are."""
+    """Number of its samples that will have been used after all of its batches."""
     given: int = 0
-    """How many of its samples have been handed out."""
+    """Number of its samples that have been yielded."""
     over: bool = False
-    """Whether it has ended, so that no more batches come from it."""
+    """Whether it has ended, so that it yields no more batches."""
     broken_off: bool = False
     """Whether it ended before its last batch."""
     joint: bool = False
     """Whether steps have used its batches together with those of other loaders."""
     abandoned: bool = False
-    """Whether the run was moved elsewhere meanwhile, so that its batches must not be used."""
+    """Whether the run has moved to another position since, so that its batches must not be used."""
     order: str = ""
     """Digest of the order that a sampler gave; empty if the order follows from the seed alone."""
     note_used: Callable[[ShardedBatch], None] | None = None
-    """Called with each of its batches that a step has used."""
+    """Called with each of its batches after a step has used it."""
     states: dict[int, object] = field(default_factory=dict)
-    """Where a stream stood at places of the pass, from the last used one on, if it says so."""
+    """States of a stream by position in the pass, from the last used position on, if it has
+    them."""
 
 
 _NO_PARTS = (
-    "a batch of a loader is divided among the devices, and has no parts to index, unpack or count: "
-    "give it to trainer.step(batch) as it is, and let the loss unpack its shard. batch.samples is "
-    "the number of samples, batch.whole() the whole payload"
+    "a loader's batch is divided among the devices, and cannot be indexed, unpacked or counted. "
+    "Pass it to trainer.step(batch) as is, and unpack the shard in the loss. batch.samples is the "
+    "number of samples, batch.whole() the whole payload"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedBatch:
-    """The shards of one batch that this process runs; what a loader yields and ``step`` takes."""
+    """The shards of one batch that this process runs; loaders yield it, and ``step`` accepts it."""
 
     samples: int
     """Number of samples in the whole batch, over all devices."""
     shares: Shares
-    """Who runs which shard of this batch."""
+    """The shards of this batch that each device runs."""
     shards: Mapping[int, object] = field(repr=False)
-    """The collated samples of each shard, by shard number; empty shards are left out."""
+    """Collated samples of each shard, by shard number, without empty shards."""
     epoch: int = 0
-    """Number of the pass over the data that it belongs to."""
+    """Number of the epoch that it belongs to."""
     waited: tuple[float, float] | None = field(default=None, repr=False, compare=False)
-    """When the wait for a loader began and ended, in seconds on the host's clock."""
+    """Start and end of the wait for a loader, in seconds on the host's clock."""
     data_pass: DataPass | None = field(default=None, repr=False, compare=False)
     """The loader's pass that it belongs to, if a loader made it."""
     stop: int = 0
-    """How many samples of that pass will have been used after this batch."""
+    """Number of samples of that pass that will have been used after this batch."""
     loader: int = -1
-    """Number of the loader that made it; -1 for a batch of the script's own."""
+    """Number of the loader that made it; -1 for a batch that the script made."""
     data_digest: int = 0
-    """Digest of the data set, equal where the data are equal; 0 where no loader computed one."""
+    """Digest of the data set, equal if the data are equal; 0 if no loader computed one."""
     numbers: Mapping[int, Sequence[int]] = field(default_factory=dict, repr=False, compare=False)
-    """The numbers of the samples in the data set, for each shard that this process has read."""
+    """Sample numbers in the data set, for each shard that this process has read."""
     digest: int = 0
-    """Of a batch of the script's own, where that was asked for; see the note on digests."""
+    """Digest of a batch that the script made, if requested; see the note on digests."""
     dim: int = 0
-    """The dimension of its tensors in which the samples lie."""
+    """Sample dimension of its tensors."""
     others: tuple[int, ...] = ()
-    """The numbers of samples of its parts that are cut by another length; -1 of a shared one."""
+    """Sample counts of parts that are cut separately; -1 for a broadcast part."""
     parts: tuple[ShardedBatch, ...] = field(default=(), repr=False, compare=False)
-    """The batches of loaders in it, where the script has put them together, or beside tensors."""
+    """Loaders' batches inside it, if the script combined several, or one with tensors."""
     unread: Callable[[], ShardedBatch] | None = field(default=None, repr=False, compare=False)
-    """Reads the batch, whose samples are not there; None where they are."""
+    """Reads the batch if its samples are not loaded; None if they are."""
     gather: Callable[[ShardedBatch], Any] | None = field(default=None, repr=False, compare=False)
-    """Brings the payloads of all shards to every device; None of a batch of no loader."""
+    """Gathers the payloads of all shards on every device; None if no loader made the batch."""
 
     def __getitem__(self, place: object) -> NoReturn:
-        """Refused, as are unpacking, which comes here too, and ``len``."""
+        """Raise an error, for unpacking too, which calls this method."""
         raise TypeError(_NO_PARTS)
 
     def __len__(self) -> int:
@@ -143,16 +144,16 @@ class ShardedBatch:
         return True
 
     def whole(self) -> Any:
-        """The payload of all samples of a batch that a loader yields; called on every device.
+        """Return the payload of all samples of a loader's batch; called on every device.
 
-        Tensors of all shards are joined along their samples, in their order, and so are lists of
-        one part a sample; they are copies on the host. Every device needs memory for the whole
-        batch, and reading stays divided.
+        Tensors of all shards are concatenated along their samples, in order, and so are lists with
+        one item per sample; they are copies on the host. Every device needs memory for the whole
+        batch, but reading stays divided.
 
         Raises:
-            ValueError: the shards' payloads cannot be joined, as each is padded to its own length,
-                say.
-            TypeError: a payload holds something that cannot be sent; see `Trainer.gather`.
+            ValueError: the shards' payloads cannot be concatenated, for example because each is
+                padded to its own length.
+            TypeError: a payload holds a value that cannot be sent; see `Trainer.gather`.
             DisagreementError: another device makes another call, or has another batch.
 
         >>> data = torch.utils.data.TensorDataset(torch.arange(6.0))
@@ -161,19 +162,19 @@ class ShardedBatch:
         """
         if self.gather is None or self.others:
             raise ValueError(
-                "whole() is of a batch that trainer.loader or trainer.batches has made, whose "
-                "parts all have its number of samples: expected such a batch"
+                "whole() requires a batch that trainer.loader or trainer.batches made, whose parts "
+                "all have the same number of samples"
             )
         return self.gather(self)
 
     @property
     def read(self) -> tuple[ShardedBatch, ...]:
-        """The batches that loaders have made: those in it, or itself."""
+        """Batches that loaders made: the parts, or this batch itself."""
         return self.parts or (self,)
 
     @property
     def uneven(self) -> int | None:
-        """The length of a part of which some shards have a greater share than of the samples."""
+        """Sample count of a part that is cut in other proportions than the samples, if any."""
         for other in self.others:
             theirs = replace(self, samples=max(other, 0)).sizes
             shares = zip(theirs, self.sizes, strict=True)
@@ -183,7 +184,7 @@ class ShardedBatch:
 
     @property
     def pass_number(self) -> int:
-        """Number of the loader's pass that the batch belongs to; -1 if no loader made it."""
+        """Number of the loader's pass that the batch belongs to; -1 if no loader made the batch."""
         return -1 if self.data_pass is None else self.data_pass.number
 
     @property
@@ -192,7 +193,7 @@ class ShardedBatch:
         return [stop - start for start, stop in cut_bounds(self.samples, self.shares.shards)]
 
     def describe(self, shard: int) -> str:
-        """Name a shard's samples, for errors."""
+        """Return a description of a shard's samples, for errors."""
         start, stop = cut_bounds(self.samples, self.shares.shards)[shard]
         words = f"samples {start} to {stop - 1} of the batch"
         numbers = list(map(str, self.numbers.get(shard, ())))
@@ -202,31 +203,32 @@ class ShardedBatch:
         return words
 
     def size_of(self, shard: int) -> int:
-        """Number of samples in one shard."""
-        # The sizes of `cut_bounds`, without a tuple of all V bounds for one of them.
+        """Return the number of samples in one shard."""
+        # The same sizes as in `cut_bounds`, without building a tuple of all V bounds.
         size, longer = divmod(self.samples, self.shares.shards)
         return size + (shard < longer)
 
     def count_of(self, shard: int) -> Count:
-        """How many samples of a shard ``collate`` has left, if this process has read it."""
+        """Return the number of samples that ``collate`` kept, if this process has read the
+        shard."""
         size = self.size_of(shard)
-        # A batch of the script's own was cut by these sizes.
+        # A batch that the script made was cut by these sizes.
         if self.data_pass is None or shard not in self.shards:
             return Count(size)
         return count_of(self.shards[shard], size, self.dim)
 
 
 _MARKED = (Broadcast, Scatter, ShardedBatch)
-"""What is cut in a way of its own."""
+"""Types of parts that are not cut like a tensor."""
 
 
 def checked_dim(dim: object) -> int:
-    """Refuse what is no dimension of samples.
+    """Check that a value is a sample dimension.
 
     Raises:
-        TypeError, ValueError: it is no number, or below 0.
+            TypeError, ValueError: ``dim`` is not an integer, or is negative.
     """
-    # Not from the last one, as the tensors of a batch may have several numbers of dimensions.
+    # Not counted from the last dimension, because tensors of a batch may differ in their number.
     return check_whole("dim, counted from the first dimension,", dim, least=0)
 
 
@@ -242,28 +244,29 @@ def cut_batch(
     """Cut a whole batch along one dimension of its tensors.
 
     Args:
-        batch: a tensor or a NumPy array (n, ...), `Broadcast`, `Scatter`, a batch of a loader, or
-            tuples, lists, mappings and dataclasses of them, which keep their type.
-        shares: which device runs which shard; with batches of loaders, theirs takes precedence.
-        shards_run: the shards that this process keeps.
-        epoch: number of the pass over the data that the batch belongs to.
-        digest: whether to compute the batch's digest as well.
-        dim: the dimension in which the samples lie.
+            batch: a tensor or NumPy array (n, ...), `Broadcast`, `Scatter`, a loader's batch, or
+                tuples, lists, mappings and dataclasses of them, which keep their type.
+            shares: the shards that each device runs; shares of loaders' batches take precedence.
+            shards_run: shards that this process keeps.
+            epoch: number of the epoch that the batch belongs to.
+            digest: whether to also compute the batch's digest.
+            dim: sample dimension.
 
-    Raises:
-        ValueError: the tensors disagree in length, lack the dimension, or there are none; batches
-            of loaders have other shares; or a shard would have samples of some parts alone.
-        TypeError: the batch holds something that is neither a tensor nor one of these containers,
-            or an array of a dtype that PyTorch lacks.
+        Raises:
+            ValueError: the tensors differ in length, lack the dimension, or there are none;
+                loaders' batches have other shares; or a shard would have samples of only some
+                parts.
+            TypeError: the batch holds a value that is neither a tensor nor one of these containers,
+                or an array of a dtype that PyTorch lacks.
     """
-    # Every leaf is checked, and the length agreed on, before anything is cut: an error leaves
-    # nothing half done. The same list serves the digest, so the batch is walked once.
+    # Check every leaf and the common length before anything is cut, so that an error leaves no
+    # partial result. The digest uses the same list, so the batch is walked once.
     leaves = list(_leaves(batch, "batch"))
     parts = tuple(leaf for _, leaf in leaves if isinstance(leaf, ShardedBatch))
     shares = _shares_of(parts) if parts else shares
     samples, others = _lengths(leaves, dim, shares.shards)
     bounds = cut_bounds(samples, shares.shards)
-    # A shard without samples is never run: a forward on zero rows would give NaN means.
+    # Never run a shard without samples: a forward pass on zero rows would give NaN means.
     run = parts[0].shards if parts else shards_run
     kept = [shard for shard in run if bounds[shard][0] < bounds[shard][1]]
     cut: dict[str, Any] = {
@@ -275,7 +278,7 @@ def cut_batch(
     }
     if not parts:
         return ShardedBatch(samples=samples, shares=shares, epoch=epoch, **cut)
-    # Where in the data it is, is taken over from the first part; the digest covers the others.
+    # Take the position in the data from the first part; the digest covers the others.
     waits = [part.waited for part in parts if part.waited]
     waited = (min(wait[0] for wait in waits), max(wait[1] for wait in waits)) if waits else None
     return replace(parts[0], waited=waited, gather=None, **cut)
@@ -285,20 +288,20 @@ def _shares_of(parts: Sequence[ShardedBatch]) -> Shares:
     if any(part.shares != parts[0].shares for part in parts):
         shares = ", ".join(str(part.shares.counts) for part in parts)
         raise ValueError(
-            f"the loaders' batches of one step were cut for different shares, {shares}: set "
-            f"trainer.shares before the first of them is read"
+            f"the loaders' batches of one step were cut for different shares: {shares}. Set "
+            f"trainer.shares before reading the first of them"
         )
     return parts[0].shares
 
 
 def move(payload: object, device: torch.device) -> object:
-    """Move every tensor of a structure to ``device``, and leave anything else as it is.
+    """Move every tensor of a structure to ``device``, and return anything else unchanged.
 
-    Containers keep their type. An object with a method ``to`` of its own is moved by it, unless it
-    is a mapping.
+    Containers keep their type. An object with its own method ``to`` is moved by it, unless it is a
+    mapping.
     """
-    # Non-blocking: it only takes effect for pinned memory, and kernels on the same stream wait for
-    # the copy, so nobody can read the tensor too early.
+    # non_blocking only affects pinned memory, and kernels on the same stream wait for the copy, so
+    # no kernel can read the tensor too early.
     return map_parts(
         payload,
         lambda leaf: _moved(leaf, device),
@@ -308,10 +311,11 @@ def move(payload: object, device: torch.device) -> object:
 
 
 def as_if_copied(leaf: torch.Tensor) -> torch.Tensor:
-    """Lay a tensor out as its copy on another GPU is: the tensor itself where it lies so already.
+    """Return a tensor with the layout of its copy on another GPU: the same tensor if it has it.
 
-    cuBLAS and cuDNN choose their kernels by where memory begins, and others by strides. A slice of
-    a batch on a GPU begins anywhere; the copy that another GPU gets of it does not.
+    cuBLAS and cuDNN choose kernels by the alignment of memory, and other libraries by strides. A
+    slice of a batch on a GPU starts at any address; its copy on another GPU starts at an aligned
+    one.
     """
     if leaf.layout is not torch.strided or not leaf.numel():
         return leaf
@@ -323,17 +327,17 @@ def as_if_copied(leaf: torch.Tensor) -> torch.Tensor:
 def _moved(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
     leaves_host = leaf.device.type == "cpu" != device.type
     if leaves_host and leaf.layout is torch.strided and leaf.nbytes >= _LEAST_PINNED_BYTES:
-        # From other memory the host would wait for the copy, and for what was queued before it.
+        # From unpinned memory the host would block on the copy, and on all work queued before it.
         leaf = leaf.pin_memory()
     moved = leaf.to(device, non_blocking=True)
     return as_if_copied(leaf) if moved is leaf and device.type != "cpu" else moved
 
 
 def _moved_by_itself(value: Any, device: torch.device) -> object:
-    """Move an object by its own method, which may change it in place and return nothing."""
+    """Move an object by its own method, which may change it in place and return None."""
     moved = value.to(device)
     moved = value if moved is None else moved
-    # What was there already may still be a slice of a whole batch.
+    # A tensor that was already on the device may still be a slice of a whole batch.
     return moved if device.type == "cpu" else map_parts(moved, _laid_out, strict=False)
 
 
@@ -343,11 +347,11 @@ def _laid_out(leaf: torch.Tensor) -> torch.Tensor:
 
 def _digest_of(leaves: Iterable[tuple[str, Any]]) -> int:
     parts = [part for path, leaf in leaves for part in _digest_parts(path, leaf)]
-    # Equal dicts may hold their keys in different orders on different devices.
+    # Sort, because equal dicts may order their keys differently on different devices.
     parts.sort()
     text = b"".join(parts)
-    # Two different checksums of 32 bits each: nobody forges a batch, and both are faster than any
-    # cryptographic hash. The offset makes the number fit the signed fields of a head.
+    # Two different 32-bit checksums: batches are not forged, and both are faster than any
+    # cryptographic hash. The offset makes the number fit the signed fields of a step head.
     return (crc32(text) << 32 | adler32(text)) - 2**63
 
 
@@ -362,8 +366,8 @@ def _digest_parts(path: str, leaf: Any) -> list[bytes]:
     found = parts_of(leaf)
     if found is not None:
         return [each for name, part in found for each in _digest_parts(path + name, part)]
-    # What else is shared: numbers and texts; of other objects the type alone, as repr may hold an
-    # address.
+    # Other shared values: numbers and strings. For any other object hash only the type, because its
+    # repr may contain an address.
     plain = isinstance(leaf, int | float | complex | str | bytes)
     return [f"{path} {leaf!r}".encode() if plain else f"{path} {type(leaf).__name__}".encode()]
 
@@ -375,8 +379,8 @@ def _kind(path: str, dtype: torch.dtype | np.dtype[Any], shape: tuple[int, ...])
 
 
 def _spread(leaf: _Leaf) -> bytes:
-    """The bytes of a few elements; none if they do not lie on the host."""
-    # Reading an element on a GPU would wait for all work queued there.
+    """Return the bytes of a few elements; none if the tensor is not on the host."""
+    # Reading an element on a GPU would block on all work queued there.
     if isinstance(leaf, torch.Tensor):
         if not leaf.is_cpu or leaf.layout != torch.strided:
             return b""
@@ -386,28 +390,28 @@ def _spread(leaf: _Leaf) -> bytes:
     places = _places(leaf.size, leaf.shape[-1] if leaf.ndim > 1 else 1)
     if leaf.flags.c_contiguous:
         return leaf.take(places).tobytes()
-    # `take` would first copy a whole array that is not contiguous; `flat` fetches single elements.
+    # `take` would first copy a non-contiguous array; `flat` fetches single elements.
     return leaf.flat[places].tobytes()
 
 
 @functools.lru_cache(maxsize=256)
 def _places(size: int, columns: int) -> np.ndarray[Any, Any]:
-    """The flat indices of the elements that are read, (at most 64,) int64."""
+    """Return the flat indices of the elements to read, (at most 64,) int64."""
     step = (size - 1) // _SPREAD + 1
-    # A step that shares a factor with the row length would visit a few columns only, such as the
-    # black margin of a picture, where all batches are equal.
+    # A step that shares a factor with the row length would visit only a few columns, such as the
+    # black margin of an image, where all batches are equal.
     while gcd(step, columns) > 1:
         step += 1
     return np.array([*range(0, size, step), size - 1])
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """View a tensor on the host as an array in the same memory, where there is one."""
+    """View a tensor on the host as an array in the same memory if possible."""
     try:
         return tensor.numpy()
     except (RuntimeError, TypeError):
-        # The tensor requires a gradient, is lazily conjugated or negated, or has a dtype that NumPy
-        # lacks. Trying first costs an ordinary tensor nothing.
+        # The tensor requires grad, is lazily conjugated or negated, or has a dtype that NumPy
+        # lacks. Trying first costs nothing for an ordinary tensor.
         plain = tensor.detach().resolve_conj().resolve_neg()
         return plain.view(_WIDTHS.get(plain.element_size(), plain.dtype)).numpy()
 
@@ -418,7 +422,7 @@ def _slicer(start: int, stop: int, dim: int) -> Callable[[_Leaf], torch.Tensor]:
 
 
 def _cutter(bounds: Sequence[tuple[int, int]], shard: int, dim: int) -> Callable[[Any], object]:
-    """Return what cuts the part of one shard out of each tensor, array or marked part."""
+    """Return a function that cuts one shard's part out of a tensor, array or marked part."""
     cut = _slicer(*bounds[shard], dim)
 
     def part_of(leaf: Any) -> object:
@@ -433,11 +437,11 @@ def _cutter(bounds: Sequence[tuple[int, int]], shard: int, dim: int) -> Callable
 
 
 def _as_tensor(leaf: _Leaf) -> torch.Tensor:
-    """A tensor in the same memory, or a copy where PyTorch cannot use that memory."""
+    """Return a tensor in the same memory, or a copy if PyTorch cannot use that memory."""
     if isinstance(leaf, torch.Tensor):
         return leaf
-    # `from_numpy` warns about read-only arrays, and refuses foreign byte orders, negative strides,
-    # and strides that are no multiple of the element size (a field of a structured array).
+    # `from_numpy` warns about read-only arrays, and rejects foreign byte orders, negative strides,
+    # and strides that are not a multiple of the element size (a field of a structured array).
     usable = leaf.flags.writeable and leaf.dtype.isnative
     if usable and all(stride >= 0 and stride % leaf.itemsize == 0 for stride in leaf.strides):
         return torch.from_numpy(leaf)
@@ -447,19 +451,19 @@ def _as_tensor(leaf: _Leaf) -> torch.Tensor:
 def _checked_array(array: np.ndarray[Any, Any], path: str) -> np.ndarray[Any, Any]:
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
-            f"{path} is a masked array, and a tensor has no mask: give its data and mask"
+            f"{path} is a masked array, but a tensor has no mask. Pass its data and mask separately"
         )
     if not _is_known(array.dtype.newbyteorder("=")):
         raise TypeError(
-            f"{path} is an array of {array.dtype}: expected numbers or booleans of a dtype that "
-            f"PyTorch has. Use trainer.loader for anything else"
+            f"{path} is an array of {array.dtype}, but PyTorch has no such dtype. Pass numbers or "
+            f"booleans, or use trainer.loader"
         )
     return array
 
 
 @functools.lru_cache(maxsize=256)
 def _is_known(dtype: np.dtype[Any]) -> bool:
-    """Whether PyTorch has a dtype for what is in such an array."""
+    """Return whether PyTorch has a dtype for the elements of such an array."""
     try:
         torch.from_numpy(np.empty(0, dtype))
     except TypeError:
@@ -470,27 +474,27 @@ def _is_known(dtype: np.dtype[Any]) -> bool:
 def _lengths(
     leaves: Sequence[tuple[str, Any]], dim: int, shards: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the number of samples of a batch, and those of parts that have their own."""
+    """Return the number of samples in a batch, and the numbers of parts that differ from it."""
     plain = [(p, leaf) for p, leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)]
     read = [leaf.samples for _, leaf in leaves if isinstance(leaf, ShardedBatch)]
     marked = {p: _scatter_length(p, leaf) for p, leaf in leaves if isinstance(leaf, _MARKED)}
     own = [length for length in marked.values() if length >= 0]
-    # Without anything at all, that is refused.
+    # `_common_length` rejects a batch without any tensor.
     samples = own[0] if own and not plain else _common_length(plain, dim)
     if read and plain and samples != read[0]:
         raise ValueError(
-            f"{plain[0][0]} has {samples} samples, and the loader's batch beside it {read[0]}: "
-            f"expected as many. {_MARK}"
+            f"{plain[0][0]} has {samples} samples, but the loader's batch next to it has "
+            f"{read[0]}. {_MARK}"
         )
     samples = read[0] if read else samples
     for path, length in marked.items():
         if length >= 0 and min(length, shards) != min(samples, shards):
             raise ValueError(
-                f"{path} has {length} samples and the batch {samples}, so that of {shards} shards "
-                f"some would have samples of one of them alone: expected at least {shards} samples "
-                f"in each"
+                f"{path} has {length} samples and the batch {samples}, so some of the {shards} "
+                f"shards would have samples of only one of them. Pass at least {shards} samples of "
+                f"each"
             )
-    # Those that are cut as the samples are need no more attention.
+    # Parts that are cut like the samples need no further handling.
     return samples, tuple(length for length in marked.values() if length != samples)
 
 
@@ -506,28 +510,30 @@ def _common_length(leaves: Iterable[tuple[str, Any]], dim: int) -> int:
     for path, leaf in leaves:
         if isinstance(leaf, _MARKED):
             raise TypeError(
-                f"{path} is a {type(leaf).__name__} within onefold.Scatter: expected tensors"
+                f"{path} is a {type(leaf).__name__} inside onefold.Scatter, which accepts only "
+                f"tensors"
             )
         if leaf.ndim == 0:
             raise ValueError(
-                f"{path} is a scalar tensor: expected a {where} of samples. What all shards share "
-                f"is onefold.Broadcast(value)"
+                f"{path} is a scalar tensor, but it needs a {where} of samples. Pass a value that "
+                f"all shards share as onefold.Broadcast(value)"
             )
         if leaf.ndim <= dim:
             raise ValueError(
-                f"{path} has shape {tuple(leaf.shape)}: expected a dimension {dim}, counted from "
-                f"0, in which the samples lie, as dim={dim} says of every tensor of the batch. "
-                f"Give it one (of a time-major target that was flattened: target.view(time, n))"
+                f"{path} has shape {tuple(leaf.shape)}, but dim={dim} requires a sample dimension "
+                f"{dim}, counted from 0, in every tensor of the batch. Add that dimension (for a "
+                f"flattened time-major target: target.view(time, n))"
             )
         lengths[path] = leaf.shape[dim]
     if not lengths:
-        raise ValueError("the batch holds no tensor: expected a tensor, or containers of tensors")
+        raise ValueError("the batch contains no tensor. Pass a tensor, or containers of tensors")
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{path} has {lengths[path]}" for path in list(lengths)[:_NAMED])
         more = ", ..." if len(lengths) > _NAMED else ""
         raise ValueError(
-            f"the tensors of a batch must agree in their {where}: {listed}{more}. {_MARK}. "
-            f"Tensors of one sample each, such as boxes, come from trainer.loader and its collate"
+            f"the tensors of a batch must have the same size in their {where}, but {listed}{more}. "
+            f"{_MARK}. If each sample has its own tensor, such as boxes, use trainer.loader and "
+            f"its collate"
         )
     return next(iter(lengths.values()))
 
@@ -543,11 +549,12 @@ def _leaves(batch: object, path: str) -> Iterator[tuple[str, Any]]:
     if parts is None:
         raise TypeError(
             f"{path}: expected a tensor or NumPy array, or a tuple, list, dict, other mapping or "
-            f"dataclass of them, got {type(batch).__name__}. Use trainer.loader for anything else: "
-            f"its collate makes each shard's part. Labels are numbers: classes.index(label)"
+            f"dataclass of them, but got {type(batch).__name__}. For anything else use "
+            f"trainer.loader, whose collate makes each shard's part. Encode labels as numbers: "
+            f"classes.index(label)"
         )
     for name, part in parts:
-        # A dataclass has all its fields, and those that may be left out are None.
+        # A dataclass has all its fields; optional ones may be None.
         if part is not None or not has_fields(batch):
             yield from _leaves(part, path + name)
 
@@ -559,21 +566,21 @@ def map_parts(
     strict: bool = True,
     alone: Callable[[Any], object] | None = None,
 ) -> Any:
-    """Change every tensor in a batch.
+    """Replace every tensor in a batch.
 
     Args:
         batch: as for `cut_batch`.
-        change: is given each tensor.
-        strict: whether arrays, `Broadcast`, `Scatter` and batches of a loader are changed as well.
-        alone: changes objects with a method ``to`` as a whole.
+        change: function that returns the replacement of a tensor.
+        strict: whether to also replace arrays, `Broadcast`, `Scatter` and loaders' batches.
+        alone: function that replaces a whole object with a method ``to``.
     """
     if isinstance(batch, torch.Tensor) or (strict and isinstance(batch, (np.ndarray, *_MARKED))):
         return change(batch)
     kind = type(batch)
-    # Nearly all are one of these; lists of texts may be long, and nobody asks for their paths.
+    # The common cases; lists of strings may be long, and their paths are not needed here.
     if kind is tuple or kind is list:
         return kind([map_parts(part, change, strict=strict, alone=alone) for part in batch])
-    # Of the class: a field may be called so as well.
+    # Look up ``to`` on the class: a field of the object may have the same name.
     itself = not isinstance(batch, Mapping) and callable(getattr(kind, "to", None))
     if alone is not None and itself:
         return alone(batch)

@@ -1,14 +1,14 @@
-"""The fold: one fixed order in which the shards' numbers are added, whatever they are. Pure.
+"""The fold: one fixed order in which the values of the shards are added. Pure.
 
 Note: the order of addition
 ---------------------------
-Floating-point addition is not associative, so the order is part of the result. Ours is a binary
-tree over shard numbers 0 to V-1: a node covers an aligned power-of-two range of shards, clipped to
-V, and is the sum of its left and its right half. A node whose right half lies wholly beyond V is
-its left half; nothing is added to it, not even a zero, which would turn -0.0 into 0.0. The tree
-depends on V alone. A *block* is the range of one node; any shards are a row of whole blocks, so a
-device can add up inside its own blocks and publish one partial sum per block, and whoever adds the
-rest continues in the very same tree. Of neighbors the blocks are few.
+Floating-point addition is not associative, so the order is part of the result. The fold is a binary
+tree over shard numbers 0 to V-1. A node covers an aligned power-of-two range of shards, clipped to
+V, and is the sum of its left and its right half. A node whose right half is entirely beyond V
+equals its left half; nothing is added to it, not even a zero, which would turn -0.0 into 0.0. The
+tree depends on V alone. A *block* is the range of one node. Any set of shards is a sequence of
+whole blocks, so a device can sum inside its own blocks and publish one partial sum per block, and
+the device that adds the rest continues in the very same tree. Contiguous shards have few blocks.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Block(NamedTuple):
 
 
 class Published(NamedTuple):
-    """Where a block's partial sum lies: in slot number ``slot`` of ``device``."""
+    """Location of a block's partial sum: slot number ``slot`` of ``device``."""
 
     device: int
     slot: int
 
 
 def _halves(node: Block, width: int) -> tuple[Block, Block | None]:
-    """The two children of ``node``, which is ``width`` shards wide before clipping."""
+    """Return the two children of ``node``, which is ``width`` shards wide before clipping."""
     middle = node.start + width // 2
     left = Block(node.start, min(middle, node.stop))
     return left, Block(middle, node.stop) if middle < node.stop else None
@@ -64,7 +64,7 @@ def _width(shards: int) -> int:
 
 @lru_cache(maxsize=4096)
 def blocks_of(shards_run: Sequence[int], shards: int) -> tuple[Block, ...]:
-    """Split some shards, in ascending order, into the fewest whole blocks, from left to right.
+    """Split shards, in ascending order, into the fewest whole blocks, from left to right.
 
     >>> blocks_of(range(1, 7), 7)
     (Block(start=1, stop=2), Block(start=2, stop=4), Block(start=4, stop=7))
@@ -75,7 +75,7 @@ def blocks_of(shards_run: Sequence[int], shards: int) -> tuple[Block, ...]:
         covered = sum(shard in run for shard in range(*node))
         if not covered:
             return []
-        # The largest node inside them: going further down would only mean more partial sums.
+        # Stop at the largest node that they cover: its children would only add partial sums.
         if covered == node.stop - node.start:
             return [node]
         left, right = _halves(node, width)
@@ -85,7 +85,7 @@ def blocks_of(shards_run: Sequence[int], shards: int) -> tuple[Block, ...]:
 
 
 def max_blocks(shards: int) -> int:
-    """The most blocks that any row of neighbors among ``shards`` shards splits into."""
+    """Return the maximum number of blocks into which a contiguous range of shards splits."""
     # Two at each level below the root's children: one at the left end of the range, one at the
     # right. Memory is allocated for this many, so that new shares never need more.
     return max(1, 2 * ((shards - 1).bit_length() - 1))
@@ -93,8 +93,8 @@ def max_blocks(shards: int) -> int:
 
 @lru_cache(maxsize=16)
 def published_by(shares: Shares) -> Mapping[Block, Published]:
-    """For each block, the device that holds its partial sum, and the slot there."""
-    # A pure function of the shares: no device has to announce what it publishes.
+    """Return, for each block, the device and slot that hold its partial sum."""
+    # A pure function of the shares, so devices do not have to announce what they publish.
     return {
         block: Published(device, slot)
         for device in range(shares.devices)
@@ -103,17 +103,17 @@ def published_by(shares: Shares) -> Mapping[Block, Published]:
 
 
 def fold(part: Callable[[Block], T | None], node: Block, add: Callable[[T, T], T]) -> T:
-    """The sum over ``node``, added in the tree's order, left before right.
+    """Return the sum over ``node``, added in the tree's order, left before right.
 
     Args:
-        part: returns the sum over a node if it is at hand, else None; it is then asked for the
+        part: returns the sum over a node if it is available, else None; then it is called for the
             node's halves. It may do work: a left half is requested, and kept, before its right
-            half is.
+            half.
         node: the shards to add up; ``Block(0, V)`` for all.
         add: adds two sums; it may work in place and return its first argument.
 
     Raises:
-        KeyError: some shard is covered by no part.
+        KeyError: no part covers some shard.
     """
     size = node.stop - node.start
     found = part(node)
@@ -121,17 +121,17 @@ def fold(part: Callable[[Block], T | None], node: Block, add: Callable[[T, T], T
         return found
     if size == 1:
         raise KeyError(f"no part covers shard {node.start}")
-    # The last node of a level may be clipped. Its own size, rounded up, passes over the levels at
-    # which its right half would be empty, where nothing is added anyway.
+    # The last node of a level may be clipped. Rounding its own size up skips the levels at which
+    # its right half is empty, where nothing is added anyway.
     left, right = _halves(node, _width(size))
-    # Left before right, and left as the first argument: an `add` in place then always writes into
+    # Left before right, and left as the first argument, so that an in-place `add` always writes to
     # the memory of the leftmost part.
     first = fold(part, left, add)
     return add(first, fold(part, right, add)) if right else first
 
 
 def before_last(node: Block) -> list[Block]:
-    """The nodes to whose sums that of the last shard is added, the leftmost first.
+    """Return the nodes to which the last shard's sum is added, the leftmost first.
 
     >>> before_last(Block(0, 7))
     [Block(start=0, stop=4), Block(start=4, stop=6)]
@@ -147,20 +147,20 @@ def before_last(node: Block) -> list[Block]:
 
 @lru_cache(maxsize=16)
 def additions(shares: Shares, *, together: bool) -> tuple[tuple[tuple[Block, Block], ...], ...]:
-    """The additions in place that make one sum of all published ones, in rounds.
+    """Return the in-place additions that combine all published sums, in rounds.
 
-    Those of a round depend on none of each other; if they are not done ``together``, each is a
-    round, and adds what is still in the cache. The left block's memory takes the sum.
+    Additions in one round do not depend on each other. If not ``together``, each addition is a
+    round of its own, so that operands are still in the cache. The left block's memory receives the
+    sum.
 
     Raises:
-        KeyError: some shard is covered by no published block.
+        KeyError: no published block covers some shard.
 
     >>> shares = Shares.even(shards=5, devices=5)
     >>> for together in (True, False):
     ...     rounds = additions(shares, together=together)
     ...     [[(left.start, right.start) for left, right in each] for each in rounds]
-    [[(0, 1), (2, 3)], [(0, 2)], [(0, 4)]]
-    [[(0, 1)], [(2, 3)], [(0, 2)], [(0, 4)]]
+    [[(0, 1), (2, 3)], [(0, 2)], [(0, 4)]] [[(0, 1)], [(2, 3)], [(0, 2)], [(0, 4)]]
     """
     published, rounds = published_by(shares), list[list[tuple[Block, Block]]]()
 
@@ -175,7 +175,7 @@ def additions(shares: Shares, *, together: bool) -> tuple[tuple[tuple[Block, Blo
 
 
 def fold_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Add up one row per shard, (V, ...), in the tree's order: a kernel for each of its levels.
+    """Add up one row per shard, (V, ...), in the tree's order, with one kernel per level.
 
     >>> fold_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
     tensor([ 9., 12.])

@@ -1,4 +1,4 @@
-"""Who answers `onefold.gather` in a shard, and that shards may be asked to gather."""
+"""The gatherer that handles `onefold.gather` in a shard, and its place in the process."""
 
 from __future__ import annotations
 
@@ -21,56 +21,56 @@ __all__ = [
 
 
 class GatheredRows(NamedTuple):
-    """A tensor of all shards, and which of its rows are this shard's."""
+    """A tensor of all shards, and the slice of this shard's rows."""
 
     whole: torch.Tensor  # (N, ...)
     own: slice
 
 
 class GatherRequest(BaseException):
-    """Ends a shard whose step does not know yet that its loss gathers; never reaches a script."""
+    """Ends a shard whose step does not know yet that its loss gathers; never reaches the script."""
 
-    # Not an Exception: a loss may well catch those.
+    # Not an Exception, because a loss may catch those.
 
 
 class Gatherer(ABC):
-    """What `gather` does in one shard, from the call of its loss to the end of its backward."""
+    """Implements `gather` in one shard, from the call of its loss to the end of its backward."""
 
     is_of_step = True
-    """Whether the shard is one of a step, and not of an evaluation."""
+    """Whether the shard belongs to a step, and not to an evaluation."""
     takes_turns = False
     """Whether other shards compute in between, so that its time is measured elsewhere."""
     sees_batch = False
-    """Whether the loss itself has gathered: what it returns may be of more than its own samples."""
+    """Whether the loss itself gathered: its result may depend on more than the shard's samples."""
 
     @abstractmethod
     def gather(self, tensor: torch.Tensor) -> GatheredRows:
-        """Join a tensor of this shard with those of all others."""
+        """Concatenate a tensor of this shard with those of all other shards."""
 
     def end_forward(self, terms: Sequence[tuple[str, float]]) -> Sequence[float] | None:
-        """Note that the loss has returned; called before backward.
+        """Record that the loss has returned; called before backward.
 
         Args:
             terms: kind and weight of each term of the loss.
 
         Returns:
-            The divisors of several terms, if they became known while the loss was computed.
+            The denominators of several terms, if they became known while the loss was computed.
         """
         return None
 
     @property
     def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tensors from which backward starts beside the loss, with their gradients."""
+        """Tensors from which backward starts in addition to the loss, with their gradients."""
         return []
 
 
 class Refusing(Gatherer):
-    """Refuses to gather.
+    """Raises an error instead of gathering.
 
     Args:
-        error: makes the exception: a `LossError`, or `GatherRequest`, which starts the step again
-            as one that joins shards.
-        is_of_step: whether the shard is one of a step.
+        error: makes the exception: a `LossError`, or `GatherRequest`, which restarts the step as
+            one that joins shards.
+        is_of_step: whether the shard belongs to a step.
     """
 
     def __init__(self, error: Callable[[], BaseException], *, is_of_step: bool = True) -> None:
@@ -82,26 +82,27 @@ class Refusing(Gatherer):
 
 
 class _Place:
-    """Where the gatherer is."""
+    """Holds the current gatherer."""
 
     gatherer: Gatherer | None = None
 
 
 GATHERER = _Place()
-"""Of this process, or of the simulated device that goes on."""
+"""The gatherer of this process, or of the simulated device that is running."""
 
 
 @contextmanager
 def gathering(gatherer: Gatherer | None) -> Iterator[None]:
-    """Have `gather` find this gatherer inside the context, and none after it."""
+    """Make `gather` use this gatherer inside the context, and none afterwards."""
     GATHERER.gatherer = gatherer
     try:
         yield
     finally:
-        # Not the one before: shards that take turns do not end in the order in which they began.
+        # Do not restore the previous one: shards that take turns end in another order than they
+        # began.
         GATHERER.gatherer = None
 
 
 def joins() -> bool:
-    """Whether a shard of a step is being computed that is not the whole batch."""
+    """Return whether a shard of a step is being computed that is not the whole batch."""
     return GATHERER.gatherer is not None and GATHERER.gatherer.is_of_step

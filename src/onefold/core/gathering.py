@@ -1,15 +1,15 @@
-"""`gather`, by which a loss sees the tensors of all shards, and how it finds the shard it is in.
+"""`gather`, which gives a loss the tensors of all shards, and `SyncBatchNorm`, which uses it.
 
-`SyncBatchNorm` gathers by it, and normalizes by the whole batch.
+`SyncBatchNorm` normalizes over the whole batch.
 
-What is done with a tensor is up to the `Gatherer` of the shard that is being computed; those of a
-step that joins shards are in `onefold.step.joint`.
+The `Gatherer` of the shard being computed decides what happens to a tensor; those of a step that
+joins shards are in `onefold.step.joint`.
 
-Note: one place for the whole process
--------------------------------------
-Only one shard computes at a time, also where shards take turns, so the gatherer is held in one
-place and not in one for each thread. Backward on a GPU runs in a thread of PyTorch's, where a layer
-that is computed once more (``torch.utils.checkpoint``) must find it as well.
+Note: one gatherer per process
+------------------------------
+Only one shard computes at a time, even if shards take turns, so the gatherer is stored once per
+process and not per thread. Backward on a GPU runs in a thread of PyTorch, and a layer that it
+recomputes (``torch.utils.checkpoint``) must find the gatherer there too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["SyncBatchNorm", "gather", "packed_bytes", "unpacked_bytes"]
 
 
 _ALIGNED = 16
-"""Bytes of the largest element of a tensor, of which packed tensors have a multiple."""
+"""Size of the largest tensor element, in bytes; packed tensors are padded to a multiple of it."""
 
 
 @overload
@@ -41,10 +41,11 @@ def gather(tensor: torch.Tensor, *, rows: Literal[True]) -> tuple[torch.Tensor, 
 def gather(
     tensor: torch.Tensor, *, rows: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, slice]:
-    """Return a tensor of all shards; for use inside a loss that compares samples with each other.
+    """Return a tensor with the rows of all shards, for a loss that compares samples with each
+    other.
 
     Gradients flow through it to all shards, and the bits are the same for any number of devices.
-    Outside of a step, and where one shard is the whole batch, it returns ``tensor`` itself.
+    Outside a step, and if one shard is the whole batch, it returns ``tensor`` itself.
 
     >>> features = torch.eye(3)
     >>> whole, own = gather(features, rows=True)
@@ -52,27 +53,31 @@ def gather(
     True
 
     Args:
-        tensor: (n, ...) of any dtype: this shard's rows, mostly one a sample. Number of dimensions,
-            further sizes and dtype must be alike in all shards; n may differ.
-        rows: whether to return which rows are this shard's as well; see `docs/do/whole-batch.md`.
+            tensor: (n, ...) of any dtype: rows of this shard, usually one per sample. The number of
+                dimensions, the other sizes and the dtype must be the same in all shards; n may
+                differ.
+            rows: whether to also return which rows belong to this shard; see
+                `docs/do/whole-batch.md`.
 
-    Returns:
-        (N, ...) the rows of all shards in their order; with ``rows``, also the slice of the own.
+        Returns:
+            (N, ...) the rows of all shards, in order; with ``rows``, also the slice of this shard's
+            rows.
 
-    Raises:
-        LossError: shards do not gather alike, or it is called where nothing can be gathered: in a
-            score function, in a shard that ``microbatch`` has cut, inside of a checkpointed layer.
-        TypeError, ValueError: there are no rows.
+        Raises:
+            LossError: shards gather different tensors, or the call is in a place that does not
+                support gathering: a metric function, a shard cut by ``microbatch``, a checkpointed
+                layer.
+            TypeError, ValueError: ``tensor`` has no rows.
 
-    The memory that it saves is the idea of Gao et al., Scaling Deep Contrastive Learning Batch Size
+    This saves memory with the idea of Gao et al., Scaling Deep Contrastive Learning Batch Size
     under Memory Limited Setup, 2021.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"expected a tensor to gather, got {type(tensor).__name__}")
+        raise TypeError(f"gather expects a tensor, but got {type(tensor).__name__}")
     if not tensor.dim() or tensor.layout is not torch.strided:
         raise ValueError(
-            f"expected a dense tensor of shape (n, ...) to gather, got shape {tuple(tensor.shape)} "
-            f"({tensor.layout}). Of single numbers make a row: value.reshape(1)"
+            f"gather expects a dense tensor of shape (n, ...), but got shape {tuple(tensor.shape)} "
+            f"({tensor.layout}). For a scalar, pass value.reshape(1)"
         )
     joined = join(tensor)
     if GATHERER.gatherer is not None:
@@ -81,23 +86,23 @@ def gather(
 
 
 def join(tensor: torch.Tensor) -> GatheredRows:
-    """Gather for a layer: what the loss is a mean over does not change by it."""
+    """Gather for a layer, which does not affect what the loss is a mean over."""
     if GATHERER.gatherer is None:
-        # As where rows of other shards come: without a graph in ``torch.no_grad()``.
+        # Detached in ``torch.no_grad()``, as gathered rows of other shards are.
         whole = tensor if torch.is_grad_enabled() else tensor.detach()
         return GatheredRows(whole, slice(0, len(tensor)))
     return GATHERER.gatherer.gather(tensor)
 
 
 def packed_bytes(tensors: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor:
-    """Copy tensors one after the other, as bits, for a way on which only float64 travels.
+    """Copy the bits of tensors one after the other, for a transport that carries only float64.
 
     Args:
-        tensors: all of one dtype, at least one.
-        nbytes: size of the result, with zeros at its end; rounded up.
+        tensors: at least one tensor, all of one dtype.
+        nbytes: size of the result in bytes, padded with zeros; rounded up.
 
     Returns:
-        (k,) float64 whose values mean nothing.
+        (k,) float64; its numeric values are meaningless.
     """
     flat = torch.cat([*map(bits_of, tensors)])
     room = torch.zeros(-(-nbytes // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=flat.device)
@@ -108,7 +113,7 @@ def packed_bytes(tensors: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor:
 def unpacked_bytes(
     row: torch.Tensor, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]
 ) -> list[torch.Tensor]:
-    """Return the tensors that `packed_bytes` has packed, as views of its result."""
+    """Unpack the tensors in a result of `packed_bytes`, as views of it."""
     counts = [torch.Size(shape).numel() for shape in shapes]
     flat = row.view(torch.uint8)[: sum(counts) * dtype.itemsize].view(dtype)
     parts = torch.split(flat, counts)
@@ -116,32 +121,33 @@ def unpacked_bytes(
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch norm that normalizes by the whole batch of a step, and not by a shard of it.
+    """Batch norm that normalizes over the whole batch of a step, instead of one shard.
 
     Arguments, names of parameters and buffers, and results in evaluation mode are those of
-    `torch.nn.BatchNorm1d`, ``2d`` and ``3d``, so weights of theirs fit. Where one shard is the
-    whole batch, and outside of a step, it is one of them. A model with such layers keeps what
-    backward needs of all shards of a device at a time: see `docs/do/whole-batch.md`.
+    `torch.nn.BatchNorm1d`, ``2d`` and ``3d``, so their weights can be loaded. If one shard is the
+    whole batch, and outside a step, it computes the same as these. In a model with such layers,
+    each device keeps what backward needs for all of its shards at once: see
+    `docs/do/whole-batch.md`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     >>> [type(layer).__name__ for layer in SyncBatchNorm.convert(model)]
     ['Linear', 'SyncBatchNorm']
 
     Raises:
-        ValueError: its input has fewer than two dimensions, or one value per channel.
+            ValueError: the input has fewer than two dimensions, or one value per channel.
     """
 
     @classmethod
     def convert(cls, model: torch.nn.Module) -> torch.nn.Module:
-        """Put such layers in the place of all batch norms of a model, before its Trainer is made.
+        """Replace all batch norms of a model by such layers, before Trainer is created.
 
-        Parameters and buffers stay the same objects, so an optimizer that holds them still fits.
+        Parameters and buffers stay the same objects, so an optimizer that holds them remains valid.
 
         Args:
-            model: changed in place; hooks on the layers that are replaced are lost.
+            model: changed in place; hooks on replaced layers are lost.
 
         Returns:
-            The model; a new layer if it is a batch norm itself.
+            The model; a new layer if the model is itself a batch norm.
 
         Raises:
             ValueError: a batch norm is lazy and has not seen its first input.
@@ -151,7 +157,7 @@ class SyncBatchNorm(BatchNorm):
         'SyncBatchNorm'
         """
         made: dict[torch.nn.Module, torch.nn.Module] = {}
-        # One layer in two places stays one layer.
+        # A layer that is used in two places stays one layer.
         for place, part in list(model.named_modules(remove_duplicate=False)):
             if place and isinstance(part, BatchNorm) and not isinstance(part, cls):
                 made[part] = made.get(part) or cls._of(part)
@@ -164,7 +170,7 @@ class SyncBatchNorm(BatchNorm):
     def _of(cls, norm: Any) -> SyncBatchNorm:
         if isinstance(norm.weight, torch.nn.UninitializedParameter):
             raise ValueError(
-                f"{type(norm).__name__} does not know its number of channels: run one forward "
+                f"{type(norm).__name__} does not know its number of channels yet. Run one forward "
                 f"pass before SyncBatchNorm.convert"
             )
         new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
@@ -175,17 +181,17 @@ class SyncBatchNorm(BatchNorm):
         return new
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize (n, C, ...) by channel, over the samples of all shards."""
+        """Normalize (n, C, ...) per channel, over the samples of all shards."""
         if not (self.training and joins()):
             result: torch.Tensor = super().forward(input)
             return result
         self._check_input_dim(input)
         wide = input if input.dtype == torch.float64 else input.float()
         mean, square, count = _of_all(wide)
-        # Of all shards there are as many as of this one, or more: mostly nobody waits to know it.
+        # The whole batch has at least as many values as this shard, so this usually skips the sync.
         if wide.numel() <= wide.shape[1] and int(count) <= 1:
             raise ValueError(
-                f"expected more than one value per channel in the whole batch to normalize by, got "
+                f"batch norm requires more than one value per channel in the whole batch, but got "
                 f"input of shape {tuple(input.shape)}"
             )
         self._track(mean.detach(), square.detach() / (count - 1))
@@ -195,8 +201,8 @@ class SyncBatchNorm(BatchNorm):
         shift = -mean * scale
         if self.bias is not None:
             shift = shift + self.bias.double()
-        # In float64 up to here, where it is two numbers per channel. One operation for the rest:
-        # backward then keeps the input once, as it does for batch norm.
+        # In float64 up to here, because these are two numbers per channel. One operation does the
+        # rest, so that backward keeps the input once, as in ordinary batch norm.
         shape = (1, -1, *[1] * (input.dim() - 2))
         narrow = [each.to(wide.dtype).view(shape) for each in (shift, scale)]
         normal = torch.addcmul(narrow[0], wide, narrow[1])
@@ -204,10 +210,10 @@ class SyncBatchNorm(BatchNorm):
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"expected input (n, C, ...), got shape {tuple(input.shape)}")
+            raise ValueError(f"expected input (n, C, ...), but got shape {tuple(input.shape)}")
 
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Move the running statistics, alike in all shards."""
+        """Update the running statistics, equally in all shards."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         share = self.momentum
@@ -220,7 +226,7 @@ class SyncBatchNorm(BatchNorm):
 
 
 def _of_all(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute mean and sum of squared distances per channel over all shards, (C,) float64.
+    """Compute mean and sum of squared deviations per channel over all shards, (C,) float64.
 
     Returns:
         Both, and the number of values per channel, () float64.
@@ -229,11 +235,11 @@ def _of_all(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     variance, mean = torch.var_mean(input, [0, *range(2, input.dim())], correction=0)
     count = mean.new_full((1,), own, dtype=torch.float64)
     row = torch.cat([mean.double(), variance.double() * own, count])
-    rows = join(row.unsqueeze(0)).whole  # (V, 2 C + 1), of shards with samples
+    rows = join(row.unsqueeze(0)).whole  # (shards with samples, 2 C + 1)
     counts = rows[:, -1:].detach()
     total = counts.sum()
     means, squares = rows[:, :channels], rows[:, channels:-1]
     middle = (means * counts).sum(0) / total
-    # Not by the mean of squares, of which nothing is left where the mean is large. As in Chan et
-    # al., Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+    # Not from the mean of squares, which cancels if the mean is large. See Chan et al., Updating
+    # Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
     return middle, (squares + counts * (means - middle).square()).sum(0), total

@@ -1,8 +1,8 @@
 """Modules that are imported when a run first needs them, in one table.
 
-The kernel is what a plain run needs; ``tests/test_kernel.py`` trains without anything else. A
-module of the kernel reaches the others through `load`, and through the registries of placements
-and tools, so that a reader finds every late import here.
+The kernel is all that a plain run needs; ``tests/test_kernel.py`` trains with nothing else. A
+kernel module reaches other modules through `load`, and through the registries of placements and
+tools, so that a reader finds every late import here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ __all__ = ["LATE", "load"]
 LATE = {
     "checkpoint.folder": "trainer.save keeps the best checkpoints",
     "checkpoint.resume": "the run is saved or loaded",
-    "core.values": "the loss returns values in addition to the loss",
-    "data_order.from_pytorch": "a sampler gives the order, or a DataLoader of PyTorch all",
+    "core.values": "the loss returns metrics",
+    "data_order.from_pytorch": "the script passes a sampler or a DataLoader of PyTorch",
     "data_order.stream": "the data is a stream",
     "data_order.worker_processes": "a loader has workers",
     "deferred.values": "the model is built without values",
@@ -27,22 +27,22 @@ LATE = {
     "launcher.foreign_launchers": "the environment has variables of another launcher",
     "passes.averaged": "the averages are shown or saved",
     "passes.collectives": "the script gathers, broadcasts or asks for a fingerprint",
-    "passes.evaluation": "the script goes through a data set, or averages statistics over one",
+    "passes.evaluation": "the script iterates over a data set, or averages statistics over one",
     "passes.modifying": "the script changes the model",
-    "placement.distribute": "owners have no values of their segments, or rounded ones",
+    "placement.distribute": "owners lack the values of their segments, or have rounded ones",
     "session.data_calls": "the script evaluates, predicts or shows the averages",
-    "shard.advice": "a step fails, its first batch is small, or something may be a mistake",
+    "shard.advice": "a step fails, its first batch is small, or a mistake is likely",
     "shard.compiling": "the loss is compiled",
-    "shard.left_state": "shards may leave something on modules of the script",
+    "shard.left_state": "shards may leave state on modules of the script",
     "shard.stage_modules": "a model is cut into stages, as devices share no memory",
-    "step.joint": "the loss gathers, has several divisors, or returns values in addition",
+    "step.joint": "the loss gathers, has several denominators, or returns metrics",
     "step.microbatch": "shards run in microbatches",
     "system.background": "the process of a device ends",
     "system.caches": "PyTorch's compiler is used",
     "system.output": "output of the script was held back",
     "session.script_updates": "the script asks for gradients, or updates the parameters itself",
 }
-"""Modules below ``onefold``, and when each is imported."""
+"""Modules of ``onefold``, and when each is imported."""
 
 
 def load(name: str) -> Any:

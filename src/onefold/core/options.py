@@ -1,6 +1,6 @@
-"""The options that a run is launched with, and the place of a process in the run.
+"""The launch options of a run, and the position of a process in it.
 
-`RunOptions` goes from the command line to every worker, as a part of its `LaunchContext`, which
+`RunOptions` reaches every worker as part of its `LaunchContext`, which
 `onefold.launcher.environment` reads from the environment.
 """
 
@@ -28,7 +28,7 @@ __all__ = [
 
 DEFAULT_TIMEOUT_S = 600.0
 RECORD_FILE = "run.record"
-"""The name of the record in the folder of a run."""
+"""File name of the record in the folder of a run."""
 DEFAULT_GRACE_PERIOD_S = 60.0
 DEFAULT_PLACEMENT = next(iter(PLACEMENTS))
 
@@ -40,79 +40,79 @@ OnCorruption = Literal["heal", "stop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What a launcher decides for a run; the same record reaches every worker.
+    """Options that a launcher sets for a run; every worker receives the same record.
 
     Raises:
-        ValueError: an option is out of range, not one of its choices, or lacks another one.
+        ValueError: an option is out of range, not one of its choices, or requires another one.
 
     >>> RunOptions(placement="partition", checkpoint="runs/mine", save_every=500).timeout_s
     600.0
     """
 
     exchange: ExchangeName = "auto"
-    """Which exchange to use between processes."""
+    """Exchange between processes."""
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """The longest that one device waits for another."""
+    """Maximum wait of one device for another, in seconds."""
     record: str = ""
-    """Existing folder in which the record of the run is written; empty for that of checkpoints."""
+    """Existing folder for the record of the run; empty for the checkpoint directory."""
     profile: str = ""
-    """Existing folder in which the timeline is written; empty for none."""
+    """Existing folder for the timeline; empty for none."""
     checkpoint: str = ""
-    """Directory of checkpoints: the run continues from the newest, and writes new ones there."""
+    """Checkpoint directory: the run resumes from the newest checkpoint, and writes new ones."""
     save_every: int = 200
-    """Number of steps from one checkpoint to the next; 0 if time alone decides."""
+    """Steps between checkpoints; 0 to use only the time."""
     save_every_s: float = 0.0
-    """Seconds from one checkpoint to the next; 0 if steps alone decide."""
+    """Seconds between checkpoints; 0 to use only the steps."""
     placement: str = field(
         default=DEFAULT_PLACEMENT, metadata={"help": f"Parameter placement: {described()}."}
     )
-    """Which parameters, gradients and optimizer state each device keeps: one of the forms in
+    """Parameters, gradients and optimizer state that each device keeps: one of the forms in
     `onefold.core.placements`."""
     offload_dir: str = ""
-    """Folder of the file that has the model if devices do not keep all of it; empty for that of
-    temporary files."""
+    """Folder for the file with the model if devices do not keep all of it; empty for the system's
+    temporary folder."""
     keep_last: int = 3
-    """How many of the newest checkpoints are kept."""
+    """Number of recent checkpoints to keep."""
     allow_changed: tuple[str, ...] = ()
-    """What may differ from the run that wrote the checkpoints."""
+    """Settings that may differ from those of the run that wrote the checkpoints."""
     saves: bool = False
-    """Whether workers that are asked to stop save themselves, as they do with ``checkpoint``."""
+    """Whether workers save themselves on a stop request, as they do with ``checkpoint``."""
     stop_signals: tuple[str, ...] = ()
-    """Signals by which another launcher than onefold's asks a process to stop, such as USR1."""
+    """Signals with which a launcher other than onefold's stops a process, such as USR1."""
     audit: float = 0.0
-    """How large a share of all shards is computed once more, on another device, and compared."""
+    """Fraction of shards to recompute on another device and compare."""
     on_corruption: OnCorruption = "heal"
-    """What a run does after a wrong result: continue with the right one, if any, or stop."""
+    """Response to a wrong result: continue with the correct one, if there is one, or stop."""
     program: tuple[str, ...] = ()
-    """The program that has launched a function, with its arguments; empty of scripts."""
+    """Program that launched a function, with its arguments; empty for scripts."""
     stops_after: int = 0
-    """The step after which the run stops, as if it were asked to by a signal; 0 for none."""
+    """Step after which the run stops as if a signal requested it; 0 for none."""
     grace_period_s: float = DEFAULT_GRACE_PERIOD_S
-    """How long a run that is asked to stop may take to save itself."""
+    """Seconds that a run may take to save itself after a stop request."""
     max_restarts: int = 0
-    """How many times in a row the workers are restarted from the last checkpoint after a failure:
-    a newer checkpoint makes the count begin anew."""
+    """Maximum consecutive restarts from the last checkpoint after failures; a newer checkpoint
+    resets the count."""
     restart_devices: RestartDevices = "same"
-    """Whether restarts leave out a device that was lost; see `Outcome.lost`."""
+    """Whether restarts omit a lost device; see `Outcome.lost`."""
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
-    """Options of tools that only a command of onefold uses, by the tool: see
+    """Options of tools that only a command of onefold uses, by tool: see
     `onefold.tools.registry`."""
     logs: str = ""
-    """Folder in which the output of the devices other than the lead is kept."""
+    """Folder for the output of devices other than the lead."""
     quiet: bool = False
-    """Whether the lead's output goes to a log file as well."""
+    """Whether the lead's output also goes to a log file."""
 
     def __post_init__(self) -> None:
-        # Checked where the record is made, in the launcher, so before any worker is started.
+        # Checked on creation in the launcher, before any worker starts.
         check_seconds("the timeout", self.timeout_s)
         check_seconds("the grace period", self.grace_period_s)
         check_whole("save_every", self.save_every, least=0 if self.save_every_s else 1)
         check_whole("keep_last", self.keep_last, least=1)
         check_whole("max_restarts", self.max_restarts, least=0)
         if not 0.0 <= self.audit <= 1.0:
-            raise ValueError(f"expected audit to be a share from 0 to 1, got {self.audit!r}")
+            raise ValueError(f"audit must be a fraction from 0 to 1, but got {self.audit!r}")
         if self.max_restarts and not self.checkpoint:
-            raise ValueError("restarts go on from the last checkpoint: name a directory for them")
+            raise ValueError("restarts require --checkpoint DIR")
         check_choice("restart_devices", self.restart_devices, RestartDevices)
         check_choice("on_corruption", self.on_corruption, OnCorruption)
         kind_of(self.placement)
@@ -121,16 +121,16 @@ class RunOptions:
 
     @property
     def recorded_in(self) -> str:
-        """The folder of the run's record; empty for none."""
+        """Folder of the run's record; empty for none."""
         return self.record or self.checkpoint
 
     @property
     def placement_kind(self) -> PlacementKind:
-        """What the launcher knows of the placement."""
+        """Properties of the placement that the launcher needs."""
         return kind_of(self.placement)
 
     def check_combination(self, **chosen: object) -> None:
-        """Refuse options and settings that this placement cannot have.
+        """Check that this placement supports options and settings.
 
         Raises:
             ValueError: the placement does not work with one of them.
@@ -144,15 +144,14 @@ class RunOptions:
                 ]
                 raise ValueError(
                     f"{name}={value!r} cannot be combined with placement {self.placement}, because "
-                    f"{reason}. Leave out {name}, or use placement {' or '.join(others)}"
+                    f"{reason}. Omit {name}, or use placement {' or '.join(others)}"
                 )
 
     def pipeline_of(self, devices: int) -> int:
-        """How many devices compute a shard together if a run has so many; 1 without a
-        pipeline.
+        """Return the number of devices that compute a shard together; 1 without a pipeline.
 
         Raises:
-            ValueError: the devices do not make whole pipelines.
+            ValueError: ``devices`` is not a multiple of the pipeline's size.
 
         >>> RunOptions(placement="pipeline:2").pipeline_of(4)
         2
@@ -162,51 +161,51 @@ class RunOptions:
         pipeline = int(self.placement.partition(":")[2] or devices)
         if devices % pipeline:
             raise ValueError(
-                f"expected a number of devices that is a multiple of {pipeline} with --placement "
-                f"{self.placement}, which makes pipelines of {pipeline} devices, got {devices}"
+                f"--placement {self.placement} makes pipelines of {pipeline} devices, so the "
+                f"number of devices must be a multiple of {pipeline}, but got {devices}"
             )
         return pipeline
 
     @property
     def may_stop(self) -> bool:
-        """Whether the run saves itself when it is asked to stop."""
+        """Whether the run saves itself on a stop request."""
         return self.saves or bool(self.checkpoint) or bool(self.stop_signals)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchContext:
-    """This process's place in the run."""
+    """The position of this process in the run."""
 
     rank: int = 0
     """Number of this process's device."""
     size: int = 1
-    """Number of processes, which have one device each."""
+    """Number of processes, each with one device."""
     run_id: str = ""
-    """Identifies the run; different from that of every other run on this machine."""
+    """Identifier of the run, unique among the runs on this machine."""
     one_host: bool = True
     """Whether all processes are on this machine."""
     launcher: Literal["none", "onefold", "torch"] = "none"
-    """What started this process."""
+    """Launcher that started this process."""
     devices: tuple[str, ...] = ()
-    """The device of every process, if the launcher chose them."""
+    """Device of every process, if the launcher chose them."""
     may_leave: bool = False
-    """Whether devices beyond the number of shards leave the run quietly rather than fail."""
+    """Whether devices beyond the number of shards leave the run without an error."""
     directory: str = ""
     """Private folder of the run, if onefold launched it."""
     options: RunOptions = RunOptions()
-    """The options that the run was launched with."""
+    """Options that the run was launched with."""
     leave_out: int = 0
-    """How many of the newest checkpoints are skipped, after repeated failures in the same step."""
+    """Number of recent checkpoints to skip, after repeated failures in the same step."""
     timeline_parts: str = ""
-    """Folder that holds the parts of the timeline."""
+    """Folder for the parts of the timeline."""
     progress_descriptor: int = -1
-    """The table of steps, inherited from onefold's launcher; -1 if there is none."""
+    """Descriptor of the table of steps, inherited from onefold's launcher; -1 for none."""
     report_descriptor: int = -1
-    """Where this process reports a failure, inherited from onefold's launcher; -1 likewise."""
+    """Descriptor for failure reports, inherited from onefold's launcher; -1 for none."""
     stacks_descriptor: int = -1
-    """Where this process writes its stacks when the launcher asks for them; -1 likewise."""
+    """Descriptor for stacks that the launcher requests; -1 for none."""
     store_descriptor: int = -1
-    """The file through which a process group is formed, inherited as well; -1 likewise."""
+    """Descriptor of the file through which a process group is formed, inherited; -1 for none."""
     safe_path: bool = False
     """Whether the script's folder and the current one stay off ``sys.path`` (``python -P``)."""
     local_rank: int = 0
@@ -214,38 +213,39 @@ class LaunchContext:
     local_size: int = 1
     """Number of processes on this host."""
     secret: str = field(default="", repr=False)
-    """What the user has given to every process of the run, and by which they know each other."""
+    """Secret that the user set for every process of the run, to authenticate each other."""
     agent_store: bool = False
-    """Whether PyTorch's launcher holds the store, which then outlives any process of the run."""
+    """Whether PyTorch's launcher hosts the store, which then outlives any process of the run."""
     address: str = ""
-    """Where the processes find each other, as HOST:PORT; empty if onefold launched them."""
+    """Rendezvous address of the processes, HOST:PORT; empty if onefold launched them."""
     others: str = ""
-    """What another launcher says of processes that are no part of this run; empty if there are
+    """Hint in another launcher's environment that processes outside this run exist; empty if
     none."""
     refusal: str = ""
-    """Why this process, which is alone, must not train; empty if it may."""
+    """Reason why this process, which runs alone, must not train; empty if it may."""
     network: Any = field(default=None, repr=False, compare=False)
-    """What reaches the other devices, if they are simulated: `onefold.testing`."""
+    """Connection to the other devices, if they are simulated: `onefold.testing`."""
 
     @property
     def launched(self) -> bool:
-        """Whether a launcher has chosen the devices."""
+        """Whether a launcher chose the devices."""
         return self.launcher != "none"
 
     @property
     def proof(self) -> bytes:
-        """What a process must know to take part; empty if the run has no secret.
+        """Shared secret that authenticates processes of the run; empty if it has none.
 
-        The run's identifier serves as one if onefold's launcher drew it, which tells nobody else.
+        The run's identifier serves as a secret if onefold's launcher drew it, because it is not
+        shared outside the run.
         """
         return (self.secret or (self.run_id if self.launcher == "onefold" else "")).encode()
 
     def to_json(self) -> str:
-        """Write the record as JSON, for the environment of a worker."""
+        """Return the record as JSON, for the environment of a worker."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> LaunchContext:
         """Read the record that `to_json` wrote."""
-        # Parsed by Python: a path may have lone surrogates, which msgspec's own parser refuses.
+        # Parse with Python: a path may have lone surrogates, which msgspec's own parser rejects.
         return msgspec.convert(json.loads(text), cls)

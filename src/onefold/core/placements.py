@@ -1,8 +1,8 @@
-"""The placements that a run can choose, and what is known of each before PyTorch is loaded.
+"""The placements that a run can choose, and their properties that do not require PyTorch.
 
 `PLACEMENTS` is the only list of them: options, commands, help texts, memory estimates and tests
 read it. A row names the class that implements a placement, and `implementation_of` imports that
-class when it is needed, so that a run loads only the placement that it uses.
+class when needed, so that a run loads only the placement that it uses.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ __all__ = ["PLACEMENTS", "PlacementKind", "described", "implementation_of", "kin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementKind:
-    """What a launcher knows of a placement; its class knows the rest, see `Placement`."""
+    """Properties of a placement that a launcher needs; its class has the rest, see `Placement`."""
 
     implementation: str
-    """Module and name of the class, a `Placement`."""
+    """Module and name of the `Placement` class."""
     forms: Mapping[str, str]
-    """How ``--placement`` names it, the plain name first, with a few words where the name does not
-    say it all. N is a number of devices, 2 or more, which compute each shard together; the plain
-    name then is for all of them."""
+    """Values for ``--placement``, the plain name first, each with an explanation if it needs one. N
+    is the number of devices that compute each shard together, 2 or more; with the plain name, all
+    devices do."""
     keeps_whole: bool = False
-    """Whether each device keeps the whole model, so that no file has it."""
+    """Whether each device keeps the whole model, so that no file contains it."""
     returns_memory: bool = False
-    """Whether freed memory goes back to the system at once, as the model is larger than it."""
+    """Whether freed memory is returned to the system at once, because the model exceeds memory."""
     refuses: Mapping[str, str] = field(default_factory=dict)
-    """Options and settings that it cannot have, alone or as ``name=value``, and why."""
+    """Options and settings that it does not support, alone or as ``name=value``, and why."""
 
     @property
     def has_pipelines(self) -> bool:
@@ -39,11 +39,11 @@ class PlacementKind:
         return any(form.endswith(":N") for form in self.forms)
 
     def takes(self, text: str) -> bool:
-        """Whether a text is one of the forms."""
+        """Return whether a text is one of the forms."""
         return any(re.fullmatch(form.replace("N", _NUMBER), text) for form in self.forms)
 
     def reason_against(self, name: str, value: object) -> str:
-        """Why an option or setting cannot have a value with this placement; empty if it can."""
+        """Return why the placement does not support a value of an option; empty if it does."""
         if not value:
             return ""
         return self.refuses.get(name) or self.refuses.get(f"{name}={value}", "")
@@ -78,7 +78,7 @@ PLACEMENTS: dict[str, PlacementKind] = {
         returns_memory=True,
     ),
 }
-"""By name, in the order in which they are listed; the first is the default."""
+"""Placements by name, in display order; the first one is the default."""
 
 
 def described() -> str:
@@ -88,17 +88,17 @@ def described() -> str:
 
 
 def kind_of(placement: str) -> PlacementKind:
-    """Return what is known of a placement.
+    """Return the properties of a placement.
 
     Args:
-        placement: in one of its forms.
+        placement: one of its forms.
 
     Raises:
         ValueError: no placement has this form.
     """
     kind = PLACEMENTS.get(str(placement).partition(":")[0])
     if kind is None or not kind.takes(placement):
-        raise ValueError(f"expected placement to be one of {described()}, got {placement!r}")
+        raise ValueError(f"placement must be one of {described()}, but got {placement!r}")
     return kind
 
 
@@ -106,10 +106,10 @@ def implementation_of(name: str) -> Any:
     """Import the class that implements a placement.
 
     Args:
-        name: the placement, in one of its forms.
+            name: one of the forms of the placement.
 
-    Returns:
-        A type of `Placement`, which this room does not know.
+        Returns:
+            A subclass of `Placement`, which this package does not import.
     """
     module, _, found = kind_of(name).implementation.partition(":")
     return getattr(import_module(module), found)

@@ -1,4 +1,4 @@
-"""What a shard gives to its step: gradients, its part of the loss, its weight."""
+"""The result of a shard in a step: gradients, its part of the loss, its weight."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ _EXAMPLE = '(loss, {"accuracy": ...})'
 
 
 def split(result: object, what: str) -> tuple[object, Mapping[str, object], Mapping[str, object]]:
-    """Tell a loss from the values and the outputs beside it.
+    """Separate a loss from the metrics and outputs that were returned with it.
 
     Args:
-        result: what the user's loss returned.
-        what: what the loss is called in errors, such as ``the loss of step 7, shard 3``.
+        result: return value of the user's loss.
+        what: name of the loss in errors, such as ``the loss of step 7, shard 3``.
 
     Returns:
-        The loss, and the values and outputs by name; none where the result is the loss alone.
+        The loss, and metrics and outputs by name; both empty if the result is only a loss.
 
     Raises:
-        LossError: the result is a dict, or a tuple of something else.
+        LossError: the result is a dict, or a tuple with other parts.
     """
-    # Nearly all are tensors, and to tell whether something is a mapping takes far longer.
+    # Check for the common types first, because isinstance(x, Mapping) is far slower.
     if isinstance(result, torch.Tensor) or not isinstance(result, tuple | Mapping):
         return result, {}, {}
     if isinstance(result, Mapping):
         raise LossError(
-            f"{what}: expected a loss, or {_EXAMPLE} for values beside it, got a dict of "
-            f"{list(result)} alone. Return the tensor itself first, as in {_EXAMPLE}"
+            f"{what}: expected a loss, or {_EXAMPLE} for a loss with metrics, but got only a dict "
+            f"of {list(result)}. Return the loss tensor first, as in {_EXAMPLE}"
         )
     if len(result) in (2, 3) and all(isinstance(part, Mapping) for part in result[1:]):
         loss, values, *outputs = result
         return loss, values, outputs[0] if outputs else {}
     kinds = ", ".join(type(part).__name__ for part in result)
     raise LossError(
-        f"{what}: expected a loss, or {_EXAMPLE} for values beside it, or (loss, values, outputs) "
-        f"for rows of samples as well, got a tuple of "
-        f"({kinds}). Return the loss alone, or give what else is to be reported a name in a dict"
+        f"{what}: expected a loss, or {_EXAMPLE} for a loss with metrics, or (loss, metrics, "
+        f"outputs) to add rows of samples, but got a tuple of ({kinds}). Return only the loss, or "
+        f"put the other values into a dict with names"
     )
 
 
@@ -72,7 +72,7 @@ class ChangedBuffers:
     """The buffers that a shard changed, and their values afterwards."""
 
     indices: Sequence[int]
-    """Numbers of the changed buffers, in the order of their layout."""
+    """Numbers of the changed buffers, in layout order."""
     flat: FlatTensors
     """Values of all buffers, changed or not."""
 
@@ -81,52 +81,53 @@ class ChangedBuffers:
 class ShardResult:
     """The result of one shard, or of some of its microbatches.
 
-    It depends on the parameters, the buffers, the shard's samples, and (seed, step, shard), and on
-    nothing else: the same call on another device, or later, returns the same bits.
+    It depends only on the parameters, the buffers, the shard's samples, and (seed, step, shard):
+    the same call on another device, or later, returns the same bits.
     """
 
     gradients: list[torch.Tensor | None]
-    """One for each trained parameter, shaped like it; None where the shard computed none. Empty
-    if they have been handed over stage by stage."""
+    """Gradient of each trained parameter, in its shape; None if the shard computed none. Empty if
+    they were sent stage by stage."""
     total: torch.Tensor | None
-    """() float64: the shard's part of the loss; None until a loss of several terms has divisors."""
+    """() float64: the shard's part of the loss; None until a loss of several terms has
+    denominators."""
     weight: float | LateWeight
-    """The shard's part of the divisor, or a code below 0: see `onefold.core.values`."""
+    """The shard's part of the denominator, or a code below 0: see `onefold.core.values`."""
     buffers: ChangedBuffers | None = None
-    """The buffers that the shard changed; None if it changed none."""
+    """Buffers that the shard changed; None if it changed none."""
     values: ShardValues | None = None
-    """What the loss returned beside itself, if anything."""
+    """Metrics and outputs that the loss returned, if any."""
 
     left_out: int = 0
-    """How many of the shard's samples ``collate`` has left out."""
+    """Number of the shard's samples that ``collate`` dropped."""
 
     given: Sequence[bool] = ()
-    """What `gave` returns of gradients that have been handed over."""
+    """Value of `gave` for gradients that were sent stage by stage."""
 
     digest: int | torch.Tensor | None = None
-    """Digest of the gradient, () int64; None without `GradientNotes` that make one."""
+    """Digest of the gradient, () int64; None unless `GradientNotes` request one."""
 
     @property
     def known_weight(self) -> float:
-        """The weight; on an accelerator this may wait for it."""
+        """The weight; on an accelerator this may block."""
         return known(self.weight)
 
     @property
     def gave(self) -> Sequence[bool]:
-        """For each trained parameter, whether the shard computed a gradient for it."""
+        """Whether the shard computed a gradient, for each trained parameter."""
         return self.given or [gradient is not None for gradient in self.gradients]
 
 
 Gradients = list[torch.Tensor | None]
-"""One tensor for each trained parameter, of its shape, in the dtype in which they are added up;
-None where a shard gave none."""
+"""One tensor per trained parameter, in its shape, in the dtype of gradient sums; None if a shard
+computed no gradient."""
 
 
 SUM = -1.0
 
 
 GATHERS = -0.5
-"""No whole number, as the codes of terms are."""
+"""Not an integer, because the codes of terms are integers."""
 
 
 LATE = -0.25
@@ -134,24 +135,24 @@ LATE = -0.25
 
 @dataclass(frozen=True, slots=True)
 class StepWeight:
-    """What the totals of a step are divided by."""
+    """Denominator of the totals of a step."""
 
     value: float
-    """The sum of the shards' weights; 1 if the loss is not divided, NaN if it has several terms."""
+    """Sum of the shards' weights; 1 if the loss is not divided, NaN if it has several terms."""
     divided: bool = True
-    """Whether the loss is divided at all."""
+    """Whether the loss is divided."""
     terms: int = 1
-    """Number of terms with a divisor each; if there are several, nothing has been computed yet."""
+    """Number of terms with a denominator each; if more than 1, nothing has been computed yet."""
     gathers: bool = False
-    """Whether a shard has asked for the tensors of the others; then nothing has been computed."""
+    """Whether a shard requested the tensors of the others; then nothing has been computed yet."""
     late: bool = False
-    """Whether a shard has handed over a stage too early; then sums are not complete."""
+    """Whether a shard sent a stage too early; then the sums are incomplete."""
 
 
 def code_of(part: Contribution) -> float | LateWeight:
-    """A shard's entry among the table's weights: its weight, or a code below 0."""
+    """Return a shard's entry among the table's weights: its weight, or a code below 0."""
     if part.kind == "means":
-        # One below SUM for a single term, so that no code is SUM itself.
+        # A single term gives SUM - 1, so no code equals SUM itself.
         return SUM - len(part.parts)
     return SUM if part.kind == "sum" else part.weight
 
@@ -160,17 +161,17 @@ def total_weight(weights: Sequence[float], sizes: Sequence[int], step: int) -> S
     """Add up the shards' weights in the order of the fold.
 
     Args:
-        weights: (V,) float64 of the shards; 0 for empty ones.
+        weights: (V,) float64 weights of the shards; 0 for empty shards.
         sizes: (V,) number of samples in each shard.
-        step: number of the step, for errors.
+        step: step number, for errors.
 
     Raises:
-        LossError: some shards' losses are divided and others' are not.
+        LossError: some shards return divided losses and others do not.
     """
-    # Empty shards never ran, so they have no opinion on the kind of the loss. In a sum they count
-    # as 0, in their place in the tree.
+    # Empty shards never ran, so they have no code. In the sum they count as 0, at their position in
+    # the tree.
     filled = [weight for weight, size in zip(weights, sizes, strict=True) if size]
-    # Before kinds are compared: what a shard that gathers will return is not known yet.
+    # Before comparing kinds, because the result of a shard that gathers is not known yet.
     if GATHERS in filled:
         return StepWeight(math.nan, gathers=True)
     if LATE in filled:
@@ -181,8 +182,8 @@ def total_weight(weights: Sequence[float], sizes: Sequence[int], step: int) -> S
     if max(filled) != least:
         kinds = ", ".join(sorted({_kind(weight) for weight in filled}))
         raise LossError(
-            f"the loss of step {step} is of several kinds: {kinds}. Expected the same kind for "
-            f"every shard, also for one in which there is nothing to count"
+            f"the shards of step {step} return different kinds of losses: {kinds}. Return the same "
+            f"kind for every shard, even if it has nothing to count"
         )
     if least == SUM:
         return StepWeight(1.0, divided=False)

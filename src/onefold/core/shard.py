@@ -1,15 +1,14 @@
-"""How a batch is cut into shards, which device runs which, and how a shard is cut. Pure.
+"""Cuts a batch into shards and a shard into microbatches, and shares shards among devices. Pure.
 
-A shard is run in microbatches where a whole one is too large for its device's memory:
-`microbatch_bounds` cuts it.
+If a shard is too large for a device's memory, it runs in microbatches: `microbatch_bounds` cuts it.
 
 Note: lists of samples
 ----------------------
-A list as long as the shard may hold one thing a sample, as collate functions for detection make it
-(a list of images of various sizes, a list of dicts of boxes), or tensors that each have a row for
-every sample, which are then as many as samples by chance. It holds samples if its parts are texts,
-dicts, dataclasses or other objects. Tensors are samples if none has the length of the shard, or if
-the payload holds samples of those other kinds beside them.
+A list as long as the shard may hold one item per sample, as collate functions for detection return
+it (a list of images of various sizes, a list of dicts of boxes). Or it may hold tensors with a row
+per sample, and their number equals the number of samples by chance. It holds samples if its items
+are strings, dicts, dataclasses or other objects. A list of tensors holds samples if none of them
+has the length of the shard, or if the payload also holds samples of those other types.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ __all__ = ["Shares", "cut_bounds", "join_rows", "microbatch_bounds", "rows_of", 
 
 @lru_cache(maxsize=64)
 def cut_bounds(samples: int, shards: int) -> tuple[tuple[int, int], ...]:
-    """First and past-the-last sample of every shard, cut as ``torch.tensor_split`` cuts.
+    """Return the bounds (first, last + 1) of every shard, as ``torch.tensor_split`` cuts.
 
-    The first ``samples % shards`` shards hold one sample more than the others; with fewer samples
-    than shards the last ones are empty.
+    The first ``samples % shards`` shards hold one sample more than the others. With fewer samples
+    than shards, the last shards are empty.
 
     >>> cut_bounds(7, 3)
     ((0, 3), (3, 5), (5, 7))
@@ -45,7 +44,7 @@ def cut_bounds(samples: int, shards: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=1024)
 def runs_of(numbers: Sequence[int]) -> tuple[slice, ...]:
-    """Where numbers in ascending order lie in a table: one slice for each row of neighbors.
+    """Return slices that select numbers in ascending order: one for each run of neighbors.
 
     >>> runs_of((0, 1, 2, 5))
     (slice(0, 3, None), slice(5, 6, None))
@@ -57,11 +56,11 @@ def runs_of(numbers: Sequence[int]) -> tuple[slice, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Which device runs which shards: ``counts[d]`` for device ``d``, in device order.
+    """The shards that each device runs: ``counts[d]`` for device ``d``, in device order.
 
-    A device's shards are neighbors, so that it can add up most of them by itself. In rounds they
-    are not: all devices take the next shards one after the other, and what is added up of a round
-    is one row of neighbors.
+    A device's shards are contiguous, so that it can sum most of them itself. With ``in_rounds``
+    they are not: in each round the devices run the next shards, one each, so that the shards summed
+    after a round are contiguous.
 
     >>> Shares.even(shards=7, devices=3).counts
     (3, 2, 2)
@@ -72,26 +71,26 @@ class Shares:
     """
 
     counts: tuple[int, ...]
-    """Number of shards of each device; a device with none merely updates its partition."""
+    """Number of shards of each device; a device with 0 shards only updates its partition."""
     in_rounds: bool = False
     """Whether the devices take the shards in turn."""
     pipeline: int = 1
-    """How many devices compute a shard together, the one that has it and those after it."""
+    """Number of devices that compute a shard together: the one that owns it and those after it."""
     shards: int = field(init=False, repr=False, compare=False)
-    """How many shards every batch is cut into (V)."""
+    """Number of shards per batch (V)."""
 
     def __post_init__(self) -> None:
-        # Once, as it is asked for many times in a step.
+        # Computed once, because a step reads it many times.
         object.__setattr__(self, "shards", sum(self.counts))
         if not self.counts or any(count < 0 for count in self.counts) or not sum(self.counts):
             raise ValueError(
-                f"shares give every device zero or more shards, at least one in all; "
+                f"shares require zero or more shards per device, and at least one in total, but "
                 f"got {self.counts}"
             )
 
     @classmethod
     def even(cls, *, shards: int, devices: int) -> Shares:
-        """Share the shards out evenly: the devices' shares differ by one shard at most.
+        """Share the shards evenly: counts differ by at most one shard.
 
         Raises:
             ValueError: there are more devices than shards.
@@ -100,7 +99,7 @@ class Shares:
 
     @classmethod
     def whole(cls, *, devices: int) -> Shares:
-        """Have the first device compute whole batches, each as one shard.
+        """Let the first device compute whole batches, each as one shard.
 
         >>> Shares.whole(devices=3).counts
         (1, 0, 0)
@@ -109,7 +108,7 @@ class Shares:
 
     @classmethod
     def in_pipelines(cls, *, shards: int, devices: int, pipeline: int) -> Shares:
-        """Have the devices of each pipeline compute shards together: the first one of it has them.
+        """Let the devices of each pipeline compute shards together; the first one owns them.
 
         Raises:
             ValueError: there are more pipelines than shards.
@@ -125,38 +124,38 @@ class Shares:
 
     @classmethod
     def given(cls, counts: Sequence[int], *, shards: int, devices: int) -> Shares:
-        """Make shares from counts that a user wrote down, checked against the run.
+        """Make shares from counts that the user wrote, and check them against the run.
 
         Raises:
-            ValueError: the counts are for a different number of devices, or add up to a different
-                number of shards.
+                ValueError: the counts are for another number of devices, or their sum is not
+                    ``shards``.
         """
         shares = cls(tuple(int(count) for count in counts))
         if len(shares.counts) != devices or shares.shards != shards:
             raise ValueError(
-                f"the shares {shares.counts} have {len(shares.counts)} devices and {shares.shards} "
-                f"shards; this run has {devices} devices and {shards} shards"
+                f"this run has {devices} devices and {shards} shards, but the shares "
+                f"{shares.counts} are for {len(shares.counts)} devices and {shares.shards} shards"
             )
         return shares
 
     @property
     def devices(self) -> int:
-        """The number of devices that take part."""
+        """Number of devices."""
         return len(self.counts)
 
     def shards_of(self, device: int) -> Sequence[int]:
-        """The shards that ``device`` runs, in ascending order."""
+        """Return the shards that ``device`` runs, in ascending order."""
         if self.in_rounds:
             return tuple(row[device] for row in self.rounds() if device in row)
         start = sum(self.counts[:device])
         return range(start, start + self.counts[device])
 
     def read_by(self, device: int) -> Sequence[int]:
-        """The shards of which ``device`` needs the samples: its own, or those of its pipeline."""
+        """Return the shards whose samples ``device`` needs: its own, or those of its pipeline."""
         return self.shards_of(device // self.pipeline * self.pipeline)
 
     def column_of(self, device: int) -> range:
-        """The devices that compute the same as ``device``, one in each pipeline.
+        """Return the devices that compute the same stages as ``device``, one in each pipeline.
 
         >>> list(Shares.in_pipelines(shards=4, devices=6, pipeline=2).column_of(3))
         [1, 3, 5]
@@ -164,16 +163,16 @@ class Shares:
         return range(device % self.pipeline, self.devices, self.pipeline)
 
     def in_a_row(self) -> Shares:
-        """Make the shares in which each device's shards are neighbors, and it has them for itself.
+        """Return shares in which each device's shards are contiguous, without a pipeline.
 
-        The counts are the same, except of pipelines: what goes through those is shared out evenly.
+        The counts stay the same. If there is a pipeline, all devices share the shards evenly.
         """
         if self.pipeline == 1:
             return Shares(self.counts)
         return Shares(tuple(stop - start for start, stop in cut_bounds(self.shards, self.devices)))
 
     def rounds(self) -> tuple[Mapping[int, int], ...]:
-        """What runs at the same time: for each round the shard of every device that has one.
+        """Return the shards that run at the same time: for each round, a shard by device.
 
         >>> Shares((3, 1), in_rounds=True).rounds()
         ({0: 0, 1: 1}, {0: 2}, {0: 3})
@@ -185,8 +184,8 @@ def _even_shares(shards: int, number: int, what: str) -> tuple[int, ...]:
     if not 1 <= number <= shards:
         s = "s" * (shards > 1)
         raise ValueError(
-            f"{number} {what}s cannot share {shards} shard{s}: a shard is never divided. Use at "
-            f"most {shards} {what}{s}, or give Trainer more shards"
+            f"{number} {what}s cannot share {shards} shard{s}, because a shard is never divided. "
+            f"Use at most {shards} {what}{s}, or pass more shards to Trainer"
         )
     return tuple(stop - start for start, stop in cut_bounds(shards, number))
 
@@ -207,47 +206,47 @@ def _rounds(shares: Shares) -> tuple[Mapping[int, int], ...]:
 
 _NUMBERS = (int, float, complex)
 _PLAIN = (str, bytes, *_NUMBERS, type(None))
-"""What a payload may hold beside the samples, alike for all of them."""
+"""Types that a payload may hold in addition to samples; microbatches get these values whole."""
 _NO_OBJECTS = (torch.Tensor, np.ndarray, tuple, list, *_PLAIN)
 
 
 def microbatch_bounds(samples: int, size: int | None) -> tuple[tuple[int, int], ...]:
-    """Cut a shard into the fewest microbatches of at most ``size`` samples, as equal as can be.
+    """Cut a shard into the fewest microbatches of at most ``size`` samples, as equal as possible.
 
     >>> microbatch_bounds(7, 3)
     ((0, 3), (3, 5), (5, 7))
     >>> microbatch_bounds(7, None)
     ((0, 7),)
     """
-    # Equal ones, as a rest of a single sample would be none that batch norm could normalize.
+    # Equal sizes, because a remainder of one sample would be too small for batch norm.
     return cut_bounds(samples, 1 if size is None else max(1, -(-samples // size)))
 
 
 def rows_of(payload: Any, microbatch: tuple[int, int], samples: int, *, dim: int = 0) -> Any:
-    """Take a microbatch's samples out of a shard's payload; tensors are views of the payload's.
+    """Take a microbatch's samples from a shard's payload; tensors are views of the payload's.
 
     Args:
-        payload: tensors, arrays or rows of text (samples, ...), in any tuples, lists, mappings and
-            dataclasses, which keep their type; or lists of one part a sample, see the note at the
-            head of this file. Single numbers and texts, which belong to all samples, go along.
+        payload: tensors, arrays or lists of strings (samples, ...), in any tuples, lists, mappings
+            and dataclasses, which keep their type; or lists with one item per sample, see the note
+            at the top of this file. Single numbers and strings belong to all samples and are kept.
         microbatch: the first sample, and the one after the last.
-        samples: how many samples the shard has.
-        dim: the dimension of tensors in which the samples lie.
+        samples: number of samples in the shard.
+        dim: sample dimension of tensors.
 
     Raises:
-        ValueError: a tensor has another size in that dimension than the samples.
+        ValueError: the size of a tensor in that dimension is not the number of samples.
         TypeError: the payload holds something that cannot be cut.
     """
     return _Cut(microbatch, samples, dim, _lists_samples(payload, samples)).rows(payload, "batch")
 
 
 def join_rows(payloads: Sequence[Any], sizes: Sequence[int], *, dim: int = 0) -> Any:
-    """Join the payloads of shards to that of all their samples, in the structure of the first.
+    """Concatenate the payloads of shards, in the structure of the first one.
 
     Args:
         payloads: as for `rows_of`, one for each shard.
-        sizes: how many samples each shard has.
-        dim: the dimension of tensors in which the samples lie.
+        sizes: number of samples in each shard.
+        dim: sample dimension of tensors.
 
     Raises:
         ValueError: payloads differ in more than their samples.
@@ -276,21 +275,21 @@ def _joined(payloads: Sequence[Any], cuts: Sequence[_Cut], path: str) -> Any:
         return first
     came = [tuple(p.shape) if isinstance(p, torch.Tensor) else type(p).__name__ for p in payloads]
     raise ValueError(
-        f"{path}: expected tensors of all shards that can be joined along their samples, lists of "
-        f"one part a sample, or values alike in all shards, got {came}. A collate that pads each "
-        f"shard to its own length can pad to a fixed one"
+        f"{path}: expected tensors that can be concatenated along their samples, lists with one "
+        f"item per sample, or values that are equal in all shards, but got {came}. If collate pads "
+        f"each shard to its own length, pad to a fixed length instead"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How one payload is cut."""
+    """The parameters of cutting one payload."""
 
     microbatch: tuple[int, int]
     samples: int
     dim: int
     listed: bool
-    """Whether the payload holds lists of samples that are no tensors."""
+    """Whether the payload holds lists of samples that are not tensors."""
 
     def rows(self, payload: Any, path: str) -> Any:
         if isinstance(payload, torch.Tensor | np.ndarray):
@@ -300,10 +299,10 @@ class _Cut:
                 return with_parts(payload, payload[slice(*self.microbatch)])
             if payload and all(isinstance(row, _NUMBERS) for row in payload):
                 raise TypeError(
-                    f"{path}: expected a tensor of one row a sample, got {len(payload)} numbers in "
-                    f"a {type(payload).__name__}, of which microbatch cannot tell whether they "
-                    f"belong to the {self.samples} samples or to all of them. Have the data set's "
-                    f"collate make a tensor of them"
+                    f"{path}: expected a tensor with one row per sample, but got {len(payload)} "
+                    f"numbers in a {type(payload).__name__}. microbatch cannot tell whether these "
+                    f"numbers belong to the {self.samples} samples or to all of them. Make a "
+                    f"tensor of them in the data set's collate"
                 )
         parts = parts_of(payload)
         if parts is not None:
@@ -311,8 +310,8 @@ class _Cut:
         if isinstance(payload, _PLAIN):
             return payload
         raise TypeError(
-            f"{path}: expected tensors, or tuples, lists, dicts and dataclasses of them, which "
-            f"microbatch can cut, got {type(payload).__name__}. Use more shards instead"
+            f"{path}: microbatch can cut tensors, and tuples, lists, dicts and dataclasses of "
+            f"tensors, but got {type(payload).__name__}. Use more shards instead"
         )
 
     def _rows_of_tensor(self, payload: Any, path: str) -> Any:
@@ -321,14 +320,15 @@ class _Cut:
         if payload.ndim <= self.dim or payload.shape[self.dim] != self.samples:
             where = f"size in dimension {self.dim}" if self.dim else "first dimension"
             raise ValueError(
-                f"{path}: expected a {where} of {self.samples}, the shard's samples, along which "
-                f"microbatch can cut it; got shape {tuple(payload.shape)}. Use more shards "
-                f"instead, or have the data set's collate give one row a sample"
+                f"{path}: expected a {where} of {self.samples}, the number of samples in the "
+                f"shard, but got shape {tuple(payload.shape)}. microbatch cuts along that "
+                f"dimension. Use more shards instead, or return one row per sample from the data "
+                f"set's collate"
             )
         return payload[(*[slice(None)] * self.dim, slice(*self.microbatch))]
 
     def are_samples(self, rows: Sequence[Any]) -> bool:
-        """Whether a list has one part a sample, and not one for all of them."""
+        """Return whether a list has one item per sample, instead of items for all samples."""
         if not isinstance(rows, tuple | list):
             return False
         if _are_listed(rows, self.samples):
@@ -340,20 +340,20 @@ class _Cut:
         return self.listed or not any(self._may_be_whole(row) for row in rows)
 
     def _may_be_whole(self, tensor: Any) -> bool:
-        """Whether a tensor may have a row for each sample, or belong to all of them."""
-        # A single number has no dimension, and belongs to all.
+        """Return whether a tensor may have a row per sample, or belong to all samples."""
+        # A single number has no dimension, and belongs to all samples.
         return tensor.shape[self.dim : self.dim + 1] == (self.samples,) or not tensor.ndim
 
 
 def _lists_samples(payload: Any, samples: int) -> bool:
-    """Whether there is a list of one object a sample anywhere in a payload; texts do not count."""
+    """Return whether a payload contains a list with one object per sample, not counting strings."""
     if isinstance(payload, tuple | list) and _are_listed(payload, samples):
         return not isinstance(payload[0], str | bytes)
     return any(_lists_samples(part, samples) for _, part in parts_of(payload) or ())
 
 
 def _are_listed(rows: Sequence[Any], samples: int) -> bool:
-    """Whether a list has one part a sample that is no tensor."""
+    """Return whether a list has one item per sample, and its items are not tensors."""
     if len(rows) != samples or hasattr(rows, "_fields"):
         return False
     return all(isinstance(row, str | bytes) for row in rows) or all(

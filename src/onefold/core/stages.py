@@ -1,14 +1,14 @@
-"""Where a model may be cut into stages, and how a pipeline computes these. Pure.
+"""Stages of a model, and the order in which a pipeline computes them. Pure.
 
-`Stages` records which of the model's parameters lie in which stage. `cut_pipeline` decides which
-stages each device of a pipeline has, and `moves` in which order it computes.
+`Stages` maps each parameter to its stage. `cut_pipeline` assigns stages to the devices of a
+pipeline, and `moves` gives the order of a device's forward and backward passes.
 
-The first device of a pipeline computes the beginning of the model, the next one goes on with what
-it was given, and the last one has the loss; backward goes the same way back. A device begins with
-as many forward passes as there are devices behind it, and from then on takes one back for each one
-forth, so that it never has more shards under way than there are devices from it on. This order is
-known as 1F1B (Narayanan et al., 2019, "PipeDream: generalized pipeline parallelism for DNN
-training").
+The first device of a pipeline computes the beginning of the model. Each following device continues
+from the activations that it receives, and the last one computes the loss; backward runs in the
+opposite direction. A device first runs as many forward passes as there are devices after it, and
+then alternates forward and backward. So it never has more shards in flight than there are devices
+from itself to the end. This schedule is known as 1F1B (Narayanan et al., 2019, "PipeDream:
+generalized pipeline parallelism for DNN training").
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 ROOT = 0
-"""The stage of what lies in no other one, or in several."""
+"""Number of the root stage, for parameters that belong to no other stage, or to several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +45,21 @@ class Stages:
     """The stage of each trained parameter; stage 0 is the root."""
 
     names: tuple[str, ...]
-    """What each stage is called in messages, the root included."""
+    """Name of each stage in messages, including the root."""
     stage_of: tuple[int, ...]
-    """For each trained parameter, in the order of their layout, the number of its stage."""
+    """Stage number of each trained parameter, in layout order."""
     places: tuple[int, ...] = ()
-    """For each stage, the place of the device that computes it, in a pipeline of several devices;
-    empty where every device computes all stages."""
+    """Position in the pipeline of the device that computes each stage; empty if there is no
+    pipeline, and every device computes all stages."""
 
     @property
     def pipeline(self) -> int:
-        """How many devices compute the model together."""
+        """Number of devices that compute the model together."""
         return max(self.places, default=0) + 1
 
     @property
     def entries(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage, the numbers of its parameters."""
+        """Parameter numbers of each stage."""
         return tuple(
             tuple(number for number, stage in enumerate(self.stage_of) if stage == wanted)
             for wanted in range(len(self.names))
@@ -70,21 +70,21 @@ class Stages:
 
 
 class StageLayout:
-    """Where segments lie in memory that holds one stage at a time.
+    """Offsets of segments in memory that holds one stage at a time.
 
     Args:
-        layout: of what is held there.
-        segments: of the whole model.
-        stages: the stage of each entry.
+        layout: layout of the values in that memory.
+        segments: segments of the whole model.
+        stages: stage of each entry.
     """
 
     def __init__(self, layout: Layout, segments: Sequence[Segment], stages: Stages) -> None:
         self.layout = layout
         self.stages = stages
         self.segments: list[list[int]] = [[] for _ in stages.names]
-        """For each stage, the numbers of its segments."""
+        """Segment numbers of each stage."""
         self.places: list[tuple[int, int, torch.dtype]] = []
-        """For each segment where it begins and how long it is, in bytes, and its dtype."""
+        """Offset and size of each segment, in bytes, and its dtype."""
         self._starts: dict[int, int] = {}
         filled = [0] * len(stages)
         for number, segment in enumerate(segments):
@@ -96,41 +96,41 @@ class StageLayout:
             self.places.append((filled[stage], nbytes, dtype))
             filled[stage] += aligned(nbytes)
         self.stage_bytes = tuple(filled)
-        """Bytes of each stage."""
+        """Size of each stage, in bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the largest stage."""
+        """Size of the largest stage, in bytes."""
         return max(self.stage_bytes)
 
     def whole(self, entry: int, room: torch.Tensor) -> torch.Tensor:
-        """View of an entry, in its shape, in memory that holds its stage."""
+        """Return a view of an entry, in its shape, in memory that holds its stage."""
         found, dtype = self.layout.entries[entry], self.layout.dtype_of(entry)
-        # The segments of an entry follow each other without gaps.
+        # The segments of an entry are contiguous, so that one view covers them.
         start = self._starts[entry]
         stretch = room[start : start + found.numel * dtype.itemsize].view(dtype)
         return stretch.as_strided(found.shape, found.stride)
 
     def in_room(self, number: int, room: torch.Tensor) -> torch.Tensor:
-        """(numel,) view of a segment in memory that holds its stage, (stage_bytes,) uint8."""
+        """Return a (numel,) view of a segment in ``room``: (stage_bytes,) uint8, its stage."""
         start, nbytes, dtype = self.places[number]
         return room[start : start + nbytes].view(dtype)
 
 
 class Move(Enum):
-    """What a device does with a shard, or with a microbatch of one."""
+    """Direction in which a device computes a shard or a microbatch: forward or backward."""
 
     FORTH = "forth"
     BACK = "back"
 
 
 def moves(place: int, devices: int, count: int) -> Iterator[tuple[Move, int]]:
-    """The order in which one device of a pipeline computes.
+    """Yield the order in which one device of a pipeline computes.
 
     Args:
-        place: of the device in its pipeline, from 0.
-        devices: how many the pipeline has.
-        count: how many shards, or microbatches of shards, go through it.
+        place: position of the device in its pipeline, from 0.
+        devices: number of devices in the pipeline.
+        count: number of shards, or microbatches of shards, to compute.
 
     >>> [f"{move.value} {number}" for move, number in moves(0, 2, 3)]
     ['forth 0', 'forth 1', 'back 0', 'forth 2', 'back 1', 'back 2']
@@ -145,19 +145,19 @@ def moves(place: int, devices: int, count: int) -> Iterator[tuple[Move, int]]:
 
 
 def in_groups(microbatches: Sequence[int], devices: int) -> list[tuple[int, int] | None]:
-    """The order in which microbatches of shards go through a pipeline.
+    """Return the order in which microbatches of shards go through a pipeline.
 
-    A microbatch begins with what the one before it in its shard has left (random numbers,
-    statistics of batch norm), so it begins after that one has been there and back. Meanwhile other
-    shards are under way: as many as there are devices. Where shards are missing for that, a device
-    does nothing in their place.
+    A microbatch starts from the state that the previous one of its shard left (random numbers,
+    batch norm statistics), so it starts after that one's backward pass. Meanwhile the pipeline
+    computes other shards: as many as there are devices. If there are fewer shards, devices idle in
+    the gaps.
 
     Args:
-        microbatches: for each shard that has samples, the number of its microbatches.
-        devices: how many the pipeline has.
+        microbatches: number of microbatches of each shard that has samples.
+        devices: number of devices in the pipeline.
 
     Returns:
-        The place of a shard in ``microbatches``, and the number of its microbatch; None for a gap.
+        Index of a shard in ``microbatches``, and its microbatch number; None for a gap.
 
     >>> in_groups([2, 1, 1], 2)
     [(0, 0), (1, 0), (0, 1), None, (2, 0)]
@@ -170,13 +170,13 @@ def in_groups(microbatches: Sequence[int], devices: int) -> list[tuple[int, int]
             order += [
                 (shard, microbatch) if microbatch < microbatches[shard] else None for shard in group
             ]
-            # Also a group that is smaller needs the time of a whole one, until its last microbatch.
+            # A smaller group takes as long as a full one, except for its last microbatch.
             order += [None] * (devices - len(group) if microbatch < most - 1 else 0)
     return order
 
 
 def waiting(devices: int, count: int) -> float:
-    """How much longer a step of an even pipeline takes than the work of one of its devices.
+    """Return the idle time of a device in an even pipeline, relative to its work in a step.
 
     >>> waiting(4, 8)
     0.375
@@ -185,19 +185,19 @@ def waiting(devices: int, count: int) -> float:
 
 
 _MERGED_SHARE, _MERGED_BYTES = 1 / 8, 16 << 20
-"""Stages are merged up to this share of all of them, or this size."""
+"""Stages are merged up to this fraction of the model, or up to this size if that is smaller."""
 
 
 def merge(sizes: Sequence[int]) -> list[int]:
-    """Make one stage of small neighbors, from the end of the model on, where backward begins.
+    """Merge small neighboring stages, from the end of the model, where backward begins.
 
-    What is left at the beginning stays small, as nothing is computed while it is sent.
+    The stages at the beginning stay small, because no computation overlaps sending them.
 
     Args:
-        sizes: of the stages in bytes, in the order of the model.
+        sizes: stage sizes in bytes, in model order.
 
     Returns:
-        The new number of each.
+        New number of each stage.
 
     >>> merge((1, 1, 9, 20, 40, 1))
     [0, 0, 1, 2, 3, 3]
@@ -213,14 +213,14 @@ def merge(sizes: Sequence[int]) -> list[int]:
 
 
 def cut_pipeline(sizes: Sequence[int], devices: int) -> tuple[int, ...]:
-    """Divide stages among the devices of a pipeline: for each a row of about the same size.
+    """Assign each device of a pipeline a run of consecutive stages, balanced by size.
 
     Args:
-        sizes: of the stages in bytes, in the order of the model.
-        devices: how many there are.
+        sizes: stage sizes in bytes, in model order.
+        devices: number of devices in the pipeline.
 
     Returns:
-        The place in the pipeline of each stage, such that the largest share is as small as can be.
+        Pipeline position of each stage, such that the largest share is as small as possible.
 
     Raises:
         ValueError: there are fewer stages than devices.
@@ -230,10 +230,11 @@ def cut_pipeline(sizes: Sequence[int], devices: int) -> tuple[int, ...]:
     """
     if not 1 <= devices <= len(sizes):
         raise ValueError(
-            f"expected a stage or more for each device of a pipeline, got {len(sizes)} stages and "
-            f"{devices} devices: use fewer devices, or name more stages with Trainer(stages=[...])"
+            f"a pipeline needs at least one stage per device, but got {len(sizes)} stages and "
+            f"{devices} devices. Use fewer devices, or define more stages with "
+            f"Trainer(stages=[...])"
         )
-    # The least size that no share need be larger than.
+    # Find the smallest limit with which the shares cover all stages.
     limits = range(max(sizes), sum(sizes) + 1)
     place = bisect_left(limits, len(sizes), key=lambda limit: _ends(sizes, devices, limit)[-1])
     starts = [0, *_ends(sizes, devices, limits[place])]
@@ -243,8 +244,8 @@ def cut_pipeline(sizes: Sequence[int], devices: int) -> tuple[int, ...]:
 
 
 def _ends(sizes: Sequence[int], devices: int, limit: int) -> list[int]:
-    """Where each share ends, none larger than the limit, and none empty; the last one too early
-    if the limit is too low."""
+    """Return the end of each share, with shares that are non-empty and within the limit; the last
+    end is too early if the limit is too low."""
     ends: list[int] = []
     stop = 0
     for place in range(devices):

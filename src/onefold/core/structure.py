@@ -1,20 +1,20 @@
-"""The containers of batches: how to make one like another, and how many samples it holds. Pure.
+"""Containers of batches: rebuilding them with other parts, and counting their samples. Pure.
 
-Note: the type is kept
-----------------------
-A loss may ask a batch for its attributes, so what is cut or moved keeps its type. Dicts of other
-kinds are copied, with whatever else they hold, and their items are replaced; so are dataclasses,
-also frozen ones, whose ``__init__`` is not run again. Other mappings, and kinds of tuple and list,
-are made anew from their items.
+Note: types are kept
+--------------------
+A loss may read attributes of a batch, so a batch that is cut or moved keeps its type. Subclasses of
+dict are copied, with their attributes, and their items are replaced. So are dataclasses, including
+frozen ones, without running ``__init__`` again. Other mappings, tuples and lists are rebuilt from
+their items.
 
-Note: samples that are left out
--------------------------------
-A collate function that drops broken samples returns k rows for the n samples that it was given, and
-a scalar loss is then the mean over k. A payload does not say which of its dimensions is that of the
-samples. So it is k only where every field has k rows and none has n, and where nothing speaks for
-another reading: a list of tensors of one kind may be one of samples, and where each tensor has a
-dimension of n the samples may lie there. The answer follows from one shard's payload alone: what
-else a device has read must not show in its bits.
+Note: dropped samples
+---------------------
+A collate function that drops broken samples returns k rows for n samples, and a scalar loss is then
+the mean over k. A payload does not say which of its dimensions is the sample dimension. So the
+count is k only if every field has k rows and none has n, and if no other reading is possible: a
+list of tensors of one type may be a list of samples, and if every tensor has a dimension of n, that
+may be the sample dimension. The count depends on one shard's payload alone, because other data that
+a device has read must not affect the shard's bits.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ __all__ = [
 
 
 def has_fields(value: object) -> bool:
-    """Whether something is an object of a dataclass."""
+    """Return whether a value is a dataclass instance."""
     return is_dataclass(value) and not isinstance(value, type)
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the parts of a container, each with the path to it; None if it is no container.
+    """Return the parts of a container with their paths; None if ``value`` is not a container.
 
     >>> parts_of({"x": 1, "y": [2]})
     [("['x']", 1), ("['y']", [2])]
@@ -66,13 +66,13 @@ def parts_of(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def with_parts(value: Any, parts: Sequence[Any]) -> Any:
-    """Make a container of the same type that holds other parts, in the order of `parts_of`.
+    """Make a container of the same type with other parts, in the order of `parts_of`.
 
     Raises:
         TypeError: the container cannot be made from parts.
     """
     kind = type(value)
-    # Nearly all are one of these.
+    # Nearly all containers are one of these.
     if kind is tuple or kind is list:
         return kind(parts)
     if kind is dict:
@@ -87,31 +87,31 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
         return kind(parts)
     except Exception as error:
         raise TypeError(
-            f"expected a batch of containers that can be made from their parts, and "
-            f"{kind.__name__} cannot ({error}). Use a dict, a tuple or a dataclass, or give "
+            f"the containers of a batch must be constructible from their parts, but "
+            f"{kind.__name__} is not ({error}). Use a dict, a tuple or a dataclass, or give "
             f"{kind.__name__} a method to(device) and make it in the collate of trainer.loader"
         ) from error
 
 
 def _is_fields(value: object) -> bool:
-    """Whether the parts of a container are its fields alone."""
+    """Return whether the parts of a container are its fields alone."""
     return has_fields(value) and not isinstance(value, tuple | list | Mapping)
 
 
 def _put(value: Any, parts: Sequence[Any]) -> Any:
-    """Put other parts into a mapping or a dataclass."""
+    """Replace the parts of a mapping or a dataclass."""
     if isinstance(value, Mapping):
         for key, part in zip(list(value), parts, strict=True):
-            value[key] = part  # type: ignore[index]  # of those that can be changed
+            value[key] = part  # type: ignore[index]  # only mutable ones get here
     else:
         for field, part in zip(fields(value), parts, strict=True):
-            # Past a frozen class's own method, which refuses.
+            # Bypass a frozen class's own __setattr__, which raises.
             object.__setattr__(value, field.name, part)
     return value
 
 
 def tensors_of(value: Any, kinds: Any = torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers, or what is of other kinds, in their order."""
+    """Yield the tensors, or the values of other types, in nested containers, in order."""
     if isinstance(value, kinds):
         yield value
         return
@@ -120,12 +120,12 @@ def tensors_of(value: Any, kinds: Any = torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def with_tensors(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """Make the same containers with other tensors, in the order of `tensors_of`.
+    """Replace the tensors in nested containers, in the order of `tensors_of`.
 
     Args:
-        value: tensors in nested containers; those in which nothing changes stay what they are.
-        change: returns what takes the place of a tensor.
-        kind: what to change in place of tensors.
+        value: tensors in nested containers; unchanged containers are returned as they are.
+        change: function that returns the replacement of a tensor.
+        kind: type of values to replace, if not tensors.
     """
     if isinstance(value, kind):
         return change(value)
@@ -135,9 +135,10 @@ def with_tensors(value: Any, change: Callable[[Any], Any], kind: type = torch.Te
 
 
 def put_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Put other tensors into containers, in the order of `tensors_of`.
+    """Replace the tensors in containers, in the order of `tensors_of`.
 
-    Lists, dicts and objects stay what they are: others who hold them see what is in them now.
+    Lists, mutable mappings and dataclasses are changed in place, so other references see the new
+    values.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -154,13 +155,14 @@ def put_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """A part of a batch that every shard gets whole: times, a grid, a temperature.
+    """A part of a batch that every shard receives whole: times, a grid, a temperature.
 
-    In a batch of the script's own, for `Trainer.step`, `Trainer.gradient` or the function of
-    `Trainer.batches`. The loss gets what is in it, with its tensors on the device.
+    Use it in batches that the script makes, for `Trainer.step`, `Trainer.gradient` or the function
+    of `Trainer.batches`. The loss receives the value itself, with its tensors on the device.
 
     Args:
-        value: tensors or NumPy arrays of any shape, in any containers; anything else goes along.
+        value: tensors or NumPy arrays of any shape, in any containers; other values are passed as
+            is.
 
     >>> def loss(model, batch):
     ...     return (model(batch["x"]) * batch["scale"]).square().mean(dim=1)
@@ -175,16 +177,16 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """A part of a batch with another number of samples, which is cut into shards by itself.
+    """A part of a batch with another number of samples, which is cut into shards separately.
 
-    Such as the points of a boundary beside those of the inside. The samples of a step are those of
-    what is not wrapped; of the first such part if all is. Return an `onefold.Mean` for each
-    part: a scalar, which is the mean of a shard, is refused where the sizes of shards are not in
-    proportion.
+    An example is boundary points in addition to interior points. The sample count of a step is that
+    of the parts that are not wrapped, or of the first wrapped part if all are. Return an
+    `onefold.Mean` for each part: a scalar, which is the mean over a shard, raises an error if the
+    sizes of the shards are not in proportion.
 
     Args:
-        value: tensors or NumPy arrays, in any containers, alike in the length of ``dim``.
-        dim: the dimension in which the samples lie.
+        value: tensors or NumPy arrays, in any containers, all of the same size in ``dim``.
+        dim: sample dimension.
 
     >>> def loss(model, batch):
     ...     inside, edge = (model(part).square().mean(dim=1) for part in batch)
@@ -203,20 +205,20 @@ _Tensor = torch.Tensor | np.ndarray
 
 
 class Count(NamedTuple):
-    """How many samples a payload holds."""
+    """Number of samples in a payload."""
 
     samples: int
     sure: bool = True
-    """Whether nothing speaks for fewer."""
+    """Whether the payload rules out a smaller number."""
 
 
 def count_of(payload: object, samples: int, dim: int = 0) -> Count:
-    """Find out how many samples a payload holds; as many as were read unless fewer are seen.
+    """Count the samples of a payload: as many as were read, unless it shows that there are fewer.
 
     Args:
-        payload: what ``collate`` returned for one shard.
-        samples: n, how many samples it was given.
-        dim: the dimension of tensors in which the samples lie.
+        payload: return value of ``collate`` for one shard.
+        samples: n, number of samples passed to ``collate``.
+        dim: sample dimension of tensors.
 
     >>> count_of([torch.zeros(3, 5), torch.zeros(3)], 4)
     Count(samples=3, sure=True)
@@ -226,10 +228,10 @@ def count_of(payload: object, samples: int, dim: int = 0) -> Count:
     fields = []
     for lengths in _lengths(payload, samples, dim):
         if samples in lengths:
-            return Count(samples)  # nearly always, and at once
+            return Count(samples)  # the common case
         fields += [lengths] if lengths else []
     listed, of_tensors = _listed(payload)
-    # Two or three tensors of one kind may still be fields.
+    # Two or three tensors of one type may still be fields.
     if listed == samples and (samples > 3 or not of_tensors):
         return Count(samples)
     least = min([listed or samples, *map(min, fields)])
@@ -244,7 +246,7 @@ def count_of(payload: object, samples: int, dim: int = 0) -> Count:
 
 
 def _lengths(payload: Any, samples: int, dim: int) -> Iterator[set[int]]:
-    """For each field, how many samples it may hold; nothing where it does not say."""
+    """Yield the possible sample counts of each field; an empty set if it gives none."""
     if isinstance(payload, _Tensor):
         yield _length(payload, dim)
         return
@@ -252,7 +254,7 @@ def _lengths(payload: Any, samples: int, dim: int) -> Iterator[set[int]]:
         if isinstance(part, Mapping) or has_fields(part):
             yield from _lengths(part, samples, dim)
         elif isinstance(part, tuple | list):
-            # Texts may be many: a list as long as there are samples is not gone through.
+            # A list as long as the shard may hold many strings, so do not search it.
             inner = tensors_of(part, _Tensor) if len(part) != samples else ()
             lengths = [_length(tensor, dim) for tensor in inner if tensor.ndim]
             yield {len(part)}.union(set.intersection(*lengths) if lengths else ())
@@ -266,16 +268,17 @@ def _length(tensor: Any, dim: int) -> set[int]:
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
-    # One of sequences of several lengths has only the first number.
+    # A nested tensor with sequences of several lengths has only its first size.
     nested = isinstance(tensor, torch.Tensor) and tensor.is_nested
     return (tensor.size(0),) if nested else tuple(tensor.shape)
 
 
 def _listed(payload: object) -> tuple[int, bool]:
-    """How many parts of one kind there are, as samples are, and whether they are tensors."""
+    """Return the number of items if all have one type, as samples do, and whether they are
+    tensors."""
     if not isinstance(payload, tuple | list) or hasattr(payload, "_fields"):
         return 0, False
     of_tensors = all(isinstance(part, _Tensor) for part in payload)
     kinds = {(p.dtype, p.ndim) if isinstance(p, _Tensor) else type(p) for p in payload}
-    # A tensor alone is a field.
+    # A single tensor is a field.
     return len(payload) if len(kinds) == 1 and len(payload) > of_tensors else 0, of_tensors
