@@ -313,7 +313,7 @@ AROUND = r"def loss\(model, batch\):\n.*\n +return {}\(model\(inputs\), targets\
         (Criterion(), INPUTS, AROUND.format("Criterion")),
         (of_the_batch_alone, INPUTS, AROUND.format("of_the_batch_alone")),
         (lambda model, x, y: model(x), INPUTS, AROUND.format("criterion")),
-        (without_return, INPUTS, "a function that ends without return gives None"),
+        (without_return, INPUTS, "a function without a return statement returns None"),
         (of_classes, (ROWS.double(), CLASSES), r"batch\[0\] is torch.float64. .*astype"),
         (of_classes, (ROWS.double().numpy(), CLASSES), r"batch\[0\] is torch.float64"),
         (of_classes, (ROWS.to(torch.uint8), CLASSES), r"torch.uint8. .* tensor.float\(\) / 255"),
@@ -322,7 +322,7 @@ AROUND = r"def loss\(model, batch\):\n.*\n +return {}\(model\(inputs\), targets\
         (
             of_classes,
             (ROWS, ["cat", "dog"] * 4),
-            r"\[0\]: .* got str.* Labels are numbers: classes",
+            r"\[0\]: .* got str.* Encode labels as numbers: classes",
         ),
     ],
 )

@@ -116,7 +116,7 @@ AFTER_A_STEP: dict[str, Callable[[Any, int], object]] = {
     "trainer.evaluate: device 1 has 34 samples .* 0 has 30": (
         lambda t, n: t.evaluate(score, Stream(0, 30 + 4 * n), batch_size=10)
     ),
-    "device 1 has a batch_size of 0 and device 0 one of 10": (
+    "device 1 has a batch_size of 0 and device 0 has 10": (
         lambda t, n: t.predict(score, Stream(0, 30 - 30 * n), batch_size=10)
     ),
     "data set of device 1 has other samples than .* device 0": lambda t, n: train(t, rows(40, n)),
@@ -125,7 +125,7 @@ AFTER_A_STEP: dict[str, Callable[[Any, int], object]] = {
         lambda t, n: train(t, rows(40), sampler=range(5 * n, 20 + 5 * n))
     ),
     "data set of device 1 has other samples than": lambda t, n: train(t, Stream(n, 30)),
-    "data set of device 1 has other .* trainer.batches must give": other_rule,
+    "data set of device 1 has other .* trainer.batches must also give": other_rule,
     "device 1 is at sample 20 of a pass .* device 0 at sample 10": other_place,
     "device 1 has a batch of loader 0 and device 0 .* loader 1": other_loader,
     "the data set of device 1 has other samples": changed_data,

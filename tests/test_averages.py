@@ -242,7 +242,7 @@ def test_statistics_that_cannot_be_recomputed() -> None:
     assert both(trainer) == before
     synced = onefold.SyncBatchNorm.convert(nn.Sequential(nn.Linear(20, 4), nn.BatchNorm1d(4)))
     trainer = averaging(model=synced, last=2)
-    with pytest.raises(ValueError, match=r"update_bn: the model has an onefold\.SyncBatchNorm"):
+    with pytest.raises(ValueError, match=r"update_bn does not support onefold\.SyncBatchNorm"):
         shown(trainer, update_bn=data(), batch_size=30)
     trainer = averaging(model=nn.Linear(20, 4), last=2)
     assert shown(trainer, update_bn=data(), batch_size=9) == shown(trainer)
@@ -288,7 +288,7 @@ def test_the_line_may_stand_anywhere_on_resuming(had: bool, order: str, tmp_path
         second.average(**asked)
     second.load(tmp_path)
     if order == "never" and not had:
-        with pytest.raises(ValueError, match=r"no average is kept: call trainer.average\("):
+        with pytest.raises(ValueError, match=r"there is no average. Call trainer.average\("):
             shown(second)
     if order == "after" or (order == "never" and not had):
         second.average(**asked)
@@ -338,8 +338,8 @@ def test_what_is_no_average_is_refused() -> None:
         ({"decay": 0.9, "mean": True}, "got decay=0.9 and mean=True"),
         ({"decay": 1.0}, "expected decay to be at least 0 and less than 1, got 1.0"),
         ({"decay": float("nan")}, "less than 1, got nan"),
-        ({"decay": "0.9"}, "expected decay to be a number, got '0.9'"),
-        ({"decay": 0.9, "every": 0}, "expected every of at least 1, got 0"),
+        ({"decay": "0.9"}, "decay must be a number, but got '0.9'"),
+        ({"decay": 0.9, "every": 0}, "every must be at least 1, but got 0"),
         ({"mean": 1}, "expected mean to be True or False, got 1"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):

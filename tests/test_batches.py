@@ -115,7 +115,9 @@ def test_what_is_no_batch_is_refused() -> None:
     words = r"batch\[0\]\['x'\] has 1.* trainer.loader and its collate"
     with pytest.raises(ValueError, match=words):
         make_trainer().step(samples)
-    with pytest.raises(TypeError, match=r"got object. Use trainer.loader .* its collate makes"):
+    with pytest.raises(
+        TypeError, match=r"got object. For anything else use trainer.loader, whose collate makes"
+    ):
         make_trainer().step(object())
 
 
@@ -190,9 +192,9 @@ DIM = "dim, counted from the first dimension,"
         ((torch.ones(3, 4), torch.ones(3)), 1, r"batch\[1\] has shape \(3,\): .*dim=1"),
         ((torch.ones(3, 4), torch.ones(3, 5)), 1, "agree in their dimension 1: "),
         (torch.ones(()), 1, "scalar tensor: expected a dimension 1 of samples"),
-        (torch.ones(3, 4), -1, f"expected {DIM} of at least 0, got -1"),
-        (torch.ones(3, 4), "1", f"expected {DIM} to be a whole number, got '1'"),
-        (torch.ones(3, 4), True, f"expected {DIM} to be a whole number, got True"),
+        (torch.ones(3, 4), -1, f"{DIM} must be at least 0, but got -1"),
+        (torch.ones(3, 4), "1", f"{DIM} must be an integer, but got '1'"),
+        (torch.ones(3, 4), True, f"{DIM} must be an integer, but got True"),
     ],
 )
 def test_what_cannot_be_cut_in_a_dimension_is_named(batch: Any, dim: Any, words: str) -> None:
@@ -467,7 +469,9 @@ def test_tensors_lie_beside_a_loaders_batch() -> None:
     trainer = trainer_of(2, loss)
     few, _ = two_loaders(trainer)
     trainer.step((next(iter(few)), torch.linspace(0, 1, 4)))
-    with pytest.raises(ValueError, match=r"batch\[1\] has 5 samples, and the loader's batch.* 4"):
+    with pytest.raises(
+        ValueError, match=r"batch\[1\] has 5 samples, but the loader's batch next to it has 4"
+    ):
         trainer.step((next(iter(few)), torch.ones(5)))
 
 
@@ -498,14 +502,18 @@ UNEQUAL = r"a batch of 6 and 5 samples.*onefold.Mean\(total, wei"
             {"x": XS[:2], "t": onefold.Scatter(XS)},
             "has 6 samples and the batch 2, so",
         ),
-        (two_losses, {"x": onefold.Broadcast(XS)}, "holds no tensor"),
+        (two_losses, {"x": onefold.Broadcast(XS)}, "the batch contains no tensor"),
         (
             two_losses,
             onefold.Scatter({"x": onefold.Broadcast(XS)}),
             "a Broadcast within onefold.Scatter",
         ),
-        (two_losses, onefold.Scatter(XS, dim=-1), f"expected {DIM} of at least 0"),
-        (two_losses, onefold.Scatter((XS, XS[:5])), "must agree in their first dimension"),
+        (two_losses, onefold.Scatter(XS, dim=-1), f"{DIM} must be at least 0"),
+        (
+            two_losses,
+            onefold.Scatter((XS, XS[:5])),
+            "must have the same size in their first dimension",
+        ),
         (mean_of_both, (XS, onefold.Scatter(XS[:5])), UNEQUAL),
         (beside, (XS, onefold.Scatter(XS[:5])), UNEQUAL),
     ],

@@ -308,7 +308,7 @@ def test_outside_of_a_shard_there_is_nothing_to_be_the_same_in(
     # Whatever a test before this one has seeded by itself.
     monkeypatch.setattr(randomness.COMMON, "numbers", None)
     trainer_of(Draws()).step(batch_of(1))
-    words = "no shard is computed or read: expected a call inside"
+    words = "was called outside a shard. Call it in a loss"
     with pytest.raises(RuntimeError, match=words), onefold.same_rng_for_all_shards():
         raise AssertionError("the block is not entered")
 

@@ -115,5 +115,7 @@ def test_what_a_script_writes_has_all_shards_begin_anew(tmp_path: Path) -> None:
 
 
 def test_microbatches_of_a_shard_are_refused() -> None:
-    with pytest.raises(ValueError, match="as large as a shard, and microbatch runs a shard in mic"):
+    with pytest.raises(
+        ValueError, match="microbatch cannot be combined with a buffer whose rule is"
+    ):
         trainer_of(microbatch=2)

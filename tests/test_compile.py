@@ -242,7 +242,7 @@ def test_what_is_missing_or_open_to_others_is_named_before_work_begins(
         trainer_of()
     with tracer.patch(disable=True), pytest.raises(ValueError, match="TORCH_COMPILE_DISABLE"):
         trainer_of()
-    with pytest.raises(TypeError, match="expected compile to be True or False, got 'max-auto"):
+    with pytest.raises(TypeError, match="compile must be True or False, but got 'max-auto"):
         trainer_of(compile="max-autotune")
     trainer_of(compile=False).save(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"saved with compile False, this run has True"):

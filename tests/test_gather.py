@@ -228,9 +228,9 @@ def test_only_losses_gather_and_only_rows() -> None:
         with pytest.raises(LossError, match=words):
             call(lambda model, batch: {"loss": of_own_rows(model, batch)}, rows, batch_size=11)
     assert onefold.gather(torch.ones(2), rows=True)[1] == slice(0, 2)
-    with pytest.raises(TypeError, match="expected a tensor to gather, got float"):
+    with pytest.raises(TypeError, match="gather expects a tensor, but got float"):
         onefold.gather(1.0)  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match=r"shape \(n, \.\.\.\) to gather, got shape \(\)"):
+    with pytest.raises(ValueError, match=r"shape \(n, \.\.\.\), but got shape \(\)"):
         onefold.gather(torch.ones(()))
 
 
@@ -428,7 +428,7 @@ def test_what_cannot_be_normalized_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected input \(n, C, \.\.\.\), got shape \(3,\)"):
         onefold.SyncBatchNorm(3)(torch.ones(3))
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), onefold.SyncBatchNorm(5))
-    with pytest.raises(ValueError, match="expected more than one value per channel in the whole"):
+    with pytest.raises(ValueError, match="requires more than one value per channel in the whole"):
         norming(model).step(image_batches(1, samples=1)[0])
     with pytest.raises(LossError, match="as microbatch has cut it"):
         norming(model, microbatch=1).step(image_batches(1)[0])

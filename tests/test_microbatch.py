@@ -142,7 +142,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     for wrong in (0, 1.5, True, "all"):
         with pytest.raises((TypeError, ValueError), match="microbatch"):
             trainer_of(microbatch=wrong)
-    with pytest.raises(LossError, match="is of several kinds"):
+    with pytest.raises(LossError, match="return different kinds of losses"):
         trainer_of(loss, shards=2, microbatch=1).step(batches(1)[0])
 
 

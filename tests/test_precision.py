@@ -238,9 +238,9 @@ def test_steps_that_are_not_finite_may_be_skipped(precision: str | None) -> None
 @for_each(
     ("precision", "options", "words"),
     [
-        ("half", {}, 'expected precision to be one of "fp32", "bf16", .*got .half'),
-        (None, {"on_nonfinite": "ignore"}, 'expected on_nonfinite to be one of "raise",'),
-        (None, {"clip_value": -1.0}, "expected clip_value to be more than 0"),
+        ("half", {}, 'precision must be one of "fp32", "bf16", .*but got .half'),
+        (None, {"on_nonfinite": "ignore"}, 'on_nonfinite must be one of "raise",'),
+        (None, {"clip_value": -1.0}, "clip_value must be greater than 0"),
         ("bf16", {"model": nn.Linear(20, 10).bfloat16()}, "expected .* got weight in torch.bfl"),
     ],
 )

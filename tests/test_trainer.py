@@ -225,8 +225,8 @@ def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
 @for_each(
     ("choice", "words"),
     [
-        ({"clip_norm": math.nan}, "expected clip_norm to be more than 0, got nan"),
-        ({"timeout_s": math.inf}, "expected timeout_s to be finite"),
+        ({"clip_norm": math.nan}, "clip_norm must be greater than 0, but got nan"),
+        ({"timeout_s": math.inf}, "timeout_s must be finite"),
         ({"shares": 4}, "shares must be a list of integers, but got 4"),
         (
             {"shares": (1, 1)},

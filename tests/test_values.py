@@ -238,9 +238,9 @@ JOINED: dict[str, LossOf] = {
     r"step 1, shard 0: expected a loss, or .* got a tuple of \(Tensor, Tensor\)": (
         lambda model, batch: (of_samples(model, batch), model(batch[0]))
     ),
-    "expected 'td' to be a tensor with one row": rows_of({"td": torch.tensor(1.0)}),
+    "'td' must be a tensor with one row": rows_of({"td": torch.tensor(1.0)}),
     r"for each of [32] samples, got \(99,\)": rows_of({"td": torch.ones(99)}),
-    r"or \(loss, values, outputs\) for rows of samples": rows_of(torch.ones(3)),
+    r"or \(loss, metrics, outputs\) to add rows of samples": rows_of(torch.ones(3)),
 }
 
 

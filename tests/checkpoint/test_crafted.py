@@ -181,8 +181,12 @@ BAD: list[tuple[Path_, object, str]] = [
     (("seed",), 1 << 64, "seed must be below"),
     (("libraries",), {}, "libraries.torch is missing"),
     (("scheduler", "state", "step"), 3, "StepLR has step, which is no state"),
-    (("scheduler", "settings_at_start"), {"a": {KIND: "code"}}, "scheduler: a value is not as a"),
-    (("optimizer", "settings_at_start", 0, "lr"), {KIND: "code"}, "no kind of value 'code'"),
+    (
+        ("scheduler", "settings_at_start"),
+        {"a": {KIND: "code"}},
+        "scheduler: a value in the checkpoint is damaged",
+    ),
+    (("optimizer", "settings_at_start", 0, "lr"), {KIND: "code"}, "unknown kind of value 'code'"),
     (("scheduler", "every"), "week", "scheduler.every to be `str` matching regex"),
     (
         ("optimizer", "parameters"),
@@ -194,7 +198,7 @@ BAD: list[tuple[Path_, object, str]] = [
         [],
         "optimizer: the settings of the optimizer must not",
     ),
-    (("optimizer", "settings", 0, "lr"), {KIND: "code"}, "there is no kind of value 'code'"),
+    (("optimizer", "settings", 0, "lr"), {KIND: "code"}, "unknown kind of value 'code'"),
     (("optimizer", "tensors", "weight"), ["exp_avg"], "weight"),  # without its average
     (("optimizer", "other_state", "weight"), {"onefold.average": 3}, "weight"),
     (
@@ -206,7 +210,7 @@ BAD: list[tuple[Path_, object, str]] = [
     (("average", "decay"), 1.0, "average.decay"),
     (("average", "every"), 0, "average.every"),
     *(
-        (("extra",), {KIND: kind, **more}, "a value is not as a checkpoint has it")
+        (("extra",), {KIND: kind, **more}, "a value in the checkpoint is damaged")
         for kind, more in [
             *(("code", {"items": []}), ("float", {"items": "x"}), ("set", {"items": [[1]]})),
             *(("tensor", {"dtype": kind, "items": [1]}) for kind in ("load", "int7")),

@@ -252,11 +252,11 @@ def test_another_model_is_refused_by_the_first_name_that_differs(
 
 
 CHANGES: dict[str, tuple[Any, str, str]] = {
-    "seed": (1, "seed 0, this run has 1", "another order"),
-    "shards": (2, "shards 4, this run has 2", "bit for bit"),
-    "clip_norm": (1.0, "clip_norm None, this run has 1.0", "other steps"),
-    "optimizer": (torch.optim.Adam, "optimizer SGD, this run has Adam", "begins anew"),
-    "scheduler": (ExponentialLR, "scheduler None, this run has ExponentialLR", "begins anew"),
+    "seed": (1, "seed 0, but this run has 1", "another order"),
+    "shards": (2, "shards 4, but this run has 2", "bit-identical"),
+    "clip_norm": (1.0, "clip_norm None, but this run has 1.0", "remaining steps differ"),
+    "optimizer": (torch.optim.Adam, "optimizer SGD, but this run has Adam", "starts from scratch"),
+    "scheduler": (ExponentialLR, "scheduler None, but this run has ExponentialLR", "starts from scratch"),
 }
 
 
@@ -322,8 +322,8 @@ COMPLEX = torch.zeros(1, dtype=torch.complex128)
 @for_each(
     ("model", "choices", "text"),
     [
-        (line(), {"keep": 0}, "expected keep of at least 1, got 0"),
-        (line(), {"keep": 2.5}, "expected keep to be a whole number, got 2.5"),
+        (line(), {"keep": 0}, "keep must be at least 1, but got 0"),
+        (line(), {"keep": 2.5}, "keep must be an integer, but got 2.5"),
         (line(), {"best": "accuracy"}, 'best must be "highest NAME"'),
         (line(), {"best": "lowest loss"}, "but scores has no score of that name"),
         (line(), {"scores": {"loss": "low"}}, "scores must map names to numbers"),

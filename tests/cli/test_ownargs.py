@@ -61,14 +61,14 @@ def test_a_script_that_refuses_one_of_ours_is_explained(
     [
         ("run nowhere.py", "there is no script nowhere.py"),
         ("run --devices 0 a-file", "expected at least one device"),
-        ("run --exchange pigeon a-file", "expected the exchange to be one of"),
-        ("run --timeout 1e12 a-file", "the timeout to be finite and at most 2073600 s"),
+        ("run --exchange pigeon a-file", "the exchange must be one of"),
+        ("run --timeout 1e12 a-file", "the timeout must be finite and at most 2073600 s"),
         ("verify --steps 0 a-file", "Invalid value for '--steps'"),
         ("run --max-restarts 2 a-file", "--max-restarts: expected with --checkpoint, which names"),
         ("run --checkpoint a-file a-file", "--checkpoint a-file: expected a folder, this is a"),
         ("run --checkpoint c --save-every 0 a-file", "--save-every 0: expected a number of steps"),
-        ("run --checkpoint c --keep-last 0 a-file", "expected keep_last of at least 1, got 0"),
-        ("run --placement 3 a-file", f"expected placement to be one of {described()}, got '3'"),
+        ("run --checkpoint c --keep-last 0 a-file", "keep_last must be at least 1, but got 0"),
+        ("run --placement 3 a-file", f"placement must be one of {described()}, but got '3'"),
         ("run --checkpoint c --grace-period 0 a-file", "expected the grace period to be more than"),
         ("run --offload-dir . a-file", "cannot be combined with placement replicate, because eve"),
         (

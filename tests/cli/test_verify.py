@@ -166,7 +166,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     for devices in ("1", "", "1,x", "0,1", "1,cpu:2", "cpu:2"):
         with pytest.raises(ValueError, match=r"expected (two or more ways|counts of devices)"):
             verify_script(missing, devices, options=options)
-    words = f"expected placement to be one of {re.escape(described())}, got 'spam'"
+    words = f"placement must be one of {re.escape(described())}, but got 'spam'"
     with pytest.raises(ValueError, match=words):
         verify_script(missing, "1,2", options=options, placement="replicate,spam")
 

@@ -96,15 +96,15 @@ def test_a_batch_that_cannot_be_cut_is_explained() -> None:
     for batch, words in (
         ((torch.ones(3), ONES), r"batch\[0\] has 3, batch\[1\] has 2"),
         ({"x": [np.ones(3)], "y": torch.ones(4)}, r"batch\['x'\]\[0\] has 3, batch\['y'\] has 4"),
-        (torch.tensor(1.0), "batch is a scalar tensor: expected a first dimension of"),
+        (torch.tensor(1.0), "batch is a scalar tensor, but it needs a first dimension of"),
         ([np.ones(2), np.ones(())], r"batch\[1\] is a scalar tensor"),
-        ({"x": ()}, "holds no tensor"),
+        ({"x": ()}, "the batch contains no tensor"),
         (np.float32(3), "batch: expected a tensor or NumPy array.* got float32"),
         ((ONES, 5), r"batch\[1\]: expected a tensor .* got int"),
         ({"a": Fields(ONES, "text")}, r"batch\['a'\].y: expected .* got str"),
         ([ONES, None], r"batch\[1\]: .* got NoneType. Use trainer.loader"),
         ([ONES, np.array(["a", "b"])], r"batch\[1\] is an array of <U1: expected numbers"),
-        ([np.array([{}, None])], r"batch\[0\] is an array of object: .* Use trainer.loader"),
+        ([np.array([{}, None])], r"batch\[0\] is an array of object, .* or use trainer.loader"),
         ([np.zeros(2, np.longdouble)], "is an array of float128"),
         ([np.ma.masked_equal([1, 2], 2)], r"batch\[0\] is a masked array"),
     ):
@@ -221,7 +221,7 @@ def test_a_batch_that_is_used_as_that_of_a_plain_loop_is_explained(
 ) -> None:
     batch = cut_batch((NUMBERS, NUMBERS), HALVES, [0])
     assert batch
-    with pytest.raises(TypeError, match=r"give it to trainer\.step\(batch\) as it is"):
+    with pytest.raises(TypeError, match=r"Pass it to trainer\.step\(batch\) as is"):
         use(batch)
 
 

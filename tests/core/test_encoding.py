@@ -55,7 +55,7 @@ NESTED.append(NESTED)
 
 def test_everything_else_is_refused_by_name() -> None:
     for value, words in (
-        (object(), "the value is of type object, which no device can send"),
+        (object(), "the value is of type object, which cannot be sent"),
         ([1, {2}], r"the value\[1\] is of type set"),
         ({"a": (Color.RED,)}, r"the value\['a'\]\[0\] is of type Color"),
         (Pair(1, 2), "of type Pair"),
@@ -136,5 +136,5 @@ def test_an_array_of_another_kind_is_refused() -> None:
     with pytest.raises(TypeError, match="it is of type ndarray, which a checkpoint"):
         to_json(np.zeros(2, "O"), "it")
     for dtype in ("O", "U3", "f8,f8", "nothing"):
-        with pytest.raises(ValueError, match="a value is not as a checkpoint has it"):
+        with pytest.raises(ValueError, match="a value in the checkpoint is damaged"):
             from_json({**to_json(np.zeros(2), "it"), "dtype": dtype})

@@ -67,12 +67,15 @@ def test_anything_else_is_refused_and_named() -> None:
             for weight in (-1, -0.5, math.inf, math.nan, torch.tensor(-2.0))
         ),
         *((Mean(SIX, weight), r": the weight of onefold\.Mean must be") for weight in NO_NUMBERS),  # type: ignore[arg-type]
-        (Mean(SIX, LEARNED), r".*depends on parameters.* weight\.detach\(\)"),
+        (Mean(SIX, LEARNED), r".*requires grad, but onefold .* weight\.detach\(\)"),
         (RIGHT + Mean(SIX, -1), r", term 2: .* finite and >= 0, got -1\.0"),
         (RIGHT + Sum(torch.ones(2)), r", term 2: the total of onefold\.Sum must be"),
-        (LossTerms((torch.ones(()),)), r".*each a onefold\.Mean or onefold\.Sum, got \(tensor"),  # type: ignore[arg-type]
-        (LossTerms(()), r".*expected a tuple of terms in onefold\.LossTerms, each"),
-        (LossTerms([RIGHT]), r".*expected a tuple of terms in onefold\.LossTerms, each"),  # type: ignore[arg-type]
+        (
+            LossTerms((torch.ones(()),)),
+            r".*requires a tuple of onefold\.Mean or onefold\.Sum, but got \(tensor",
+        ),  # type: ignore[arg-type]
+        (LossTerms(()), r".*onefold\.LossTerms requires a tuple of onefold\.Mean or"),
+        (LossTerms([RIGHT]), r".*onefold\.LossTerms requires a tuple of onefold\.Mean or"),  # type: ignore[arg-type]
     ):
         with pytest.raises(LossError, match=f"^the loss of shard 3{words}"):
             weigh(result, 3, "the loss of shard 3")

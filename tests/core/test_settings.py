@@ -81,7 +81,7 @@ def test_a_saved_setting_has_a_name_a_price_and_a_check() -> None:
 
 def test_other_names_are_refused() -> None:
     for name in ("", "float16", "fp16-", "BF16"):
-        with pytest.raises(ValueError, match='expected precision to be one of "fp32", "bf16"'):
+        with pytest.raises(ValueError, match='precision must be one of "fp32", "bf16"'):
             Precision(name)  # type: ignore[arg-type]
 
 

@@ -103,7 +103,7 @@ def test_what_cannot_be_cut_is_named() -> None:
         ({"x": torch.ones(4, 2)}, 0, ValueError, r"batch\['x'\]: expected a first dimension of 5"),
         ((fives, np.ones(3)), 0, ValueError, r"batch\[1\]: expected a first dimension of 5"),
         ([torch.ones(2, 5), fives], 1, ValueError, r"size in dimension 1 of 5, .* \(5,\)"),
-        ([fives, {1, 2}], 0, TypeError, r"batch\[1\]: expected tensors, .* got set"),
+        ([fives, {1, 2}], 0, TypeError, r"batch\[1\]: microbatch can cut tensors, .* but got set"),
         ([fives, [3, 1, 2, 2, 5]], 0, TypeError, r"batch\[1\]: .* got 5 numbers in a list"),
         ([fives, (0.5, 2.0)], 0, TypeError, r"batch\[1\]: .* got 2 numbers in a tuple"),
     ):

@@ -59,12 +59,12 @@ def test_values_are_read_as_losses_are_and_nothing_is_kept_of_the_graph() -> Non
 
 def test_what_is_no_value_is_named() -> None:
     for values, words in (
-        ({"": LOSS}, "expected names of one line for values, got ''"),
-        ({"a\nb": LOSS}, r"expected names of one line for values, got 'a\\nb'"),
-        ({3: LOSS}, "expected names of one line for values, got 3"),
+        ({"": LOSS}, "metric names must be single lines, but got ''"),
+        ({"a\nb": LOSS}, r"metric names must be single lines, but got 'a\\nb'"),
+        ({3: LOSS}, "metric names must be single lines, but got 3"),
         ({"a": 0.5}, f"the value 'a' of {HERE}: expected a tensor .* got float"),
         ({"a": torch.ones(5)}, f"the value 'a' of {HERE}: expected shape \\(2,\\)"),
-        ({str(n): LOSS for n in range(MOST + 1)}, "at most 32 numbers beside the loss, got 33 .0,"),
+        ({str(n): LOSS for n in range(MOST + 1)}, "can return at most 32 metrics, but got 33 .0,"),
     ):
         with pytest.raises(LossError, match=words):
             read_values(values, {}, 2, HERE)

@@ -215,8 +215,8 @@ def test_batches_by_a_rule_are_numbered_through_the_run() -> None:
     ("rule", "per_epoch", "kind", "words"),
     [
         (3, 3, TypeError, "expected a function of step and generator"),
-        (square, 0, ValueError, "expected per_epoch of at least 1, got 0"),
-        (square, 1.5, TypeError, "expected per_epoch to be a whole number"),
+        (square, 0, ValueError, "per_epoch must be at least 1, but got 0"),
+        (square, 1.5, TypeError, "per_epoch must be an integer"),
         (lambda step, generator: 1 / 0, 3, SampleError, "making batch 0 in epoch 0 failed: ZeroD"),
     ],
 )

@@ -177,7 +177,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_not_kept(caplog: pytest.LogCaptu
 
     saved = used_until(stream_loader(Odd(), Shares((2,))), 12)
     assert saved.begun[0].state is None
-    assert caplog.text.count("which a checkpoint cannot hold") == 1
+    assert caplog.text.count("which cannot be saved in a checkpoint") == 1
     again = stream_loader(Odd(), Shares((2,)))
     again.track.go_to(saved)
     assert samples_in(list(again)) == samples_in(list(stream_loader(Odd(), Shares((2,)))))[12:]

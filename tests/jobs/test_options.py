@@ -90,7 +90,7 @@ REFUSED: list[tuple[type[Any], str, list[Any], str]] = [
         TrainOptions,
         "placement",
         ["spam"],
-        "placement to be one of replicate, replicate:state .*, offload, got 'spam'",
+        "placement must be one of replicate, replicate:state .*, offload, but got 'spam'",
     ),
     (TrainOptions, "runs", [""], "the name of a folder"),
     (TrainOptions, "name", ["a/b", "..", "a/"], "a name without slashes"),

@@ -178,12 +178,12 @@ def test_a_run_goes_on(score: Any, samples: TensorDataset, words: str) -> None:
 @for_each(
     ("result", "words"),
     [
-        (torch.ones(2), "expected the function to return a dict .* got Tensor"),
+        (torch.ones(2), "the function must return a dict .* but got Tensor"),
         (None, "a dict of values by name, .* got NoneType"),
-        ({}, "expected the function to return a dict of values by name"),
+        ({}, "the function must return a dict of values by name"),
         ({"accuracy": 0.5}, "^the value 'accuracy' of batch 0 .*, shard 0: .* got float"),
         ({"accuracy": torch.ones(2, 3)}, r"^the value 'accuracy' of .* got shape \(2, 3\)"),
-        ({0: torch.ones(2)}, "expected names of one line"),
+        ({0: torch.ones(2)}, "value names must be single lines"),
     ],
 )
 def test_a_score_of_another_kind_is_refused(result: object, words: str) -> None:
@@ -369,7 +369,7 @@ def test_the_bits_of_predictions_do_not_depend_on_the_devices(samples: int) -> N
 @for_each(
     ("entry", "words"),
     [
-        (lambda row, n: row[:n] if n else torch.zeros(0, 4), r"alike in dtype and number of dim"),
+        (lambda row, n: row[:n] if n else torch.zeros(0, 4), r"same dtype and number of dim"),
         (lambda row, n: row.double() if n % 2 else row, "float32 .* and float64 .* for sample"),
         (lambda row, n: {"a": row} if n % 2 else {"b": row}, "dicts of 'value' to have the same"),
         (lambda row, n: row if n % 2 else {"a": row}, "or a list with one tensor or dict of"),
@@ -406,7 +406,7 @@ def test_what_differs_between_shards_or_batches_is_refused(
 
     trainer = make_trainer(devices=len(shares), shares=shares)
     for batch_size in (8, 2):
-        with pytest.raises(DisagreementError, match=r"expected the same names"):
+        with pytest.raises(DisagreementError, match=r"must return the same names"):
             getattr(trainer, call)(say, TensorDataset(torch.arange(8.0)), batch_size=batch_size)
 
 
@@ -430,7 +430,7 @@ def test_what_has_not_one_row_a_sample_is_refused(value: object, came: str, devi
 
 
 def test_names_of_numbers_have_one_line() -> None:
-    with pytest.raises(ValueError, match="expected names of one line for numbers"):
+    with pytest.raises(ValueError, match="names of numbers must be single lines"):
         make_trainer().gather({"two\nlines": 1.0})
 
 

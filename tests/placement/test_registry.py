@@ -67,7 +67,7 @@ def test_every_command_takes_all_forms(words: str, monkeypatch: pytest.MonkeyPat
         option = [*words.split(), "--placement", form, *arguments]
         for given, variable in ((option, None), (command, form)):
             ended = CliRunner().invoke(app, given, env={PLACEMENT_VARIABLE: variable})
-            wanted = "expected placement to be one of" if form == "spam" and refusal else refusal
+            wanted = "placement must be one of" if form == "spam" and refusal else refusal
             assert ended.exit_code == 1
             assert wanted in str(ended.exception), (form, variable)
 

@@ -113,7 +113,7 @@ def test_a_rule_may_be_chosen(devices: int, rule: str, expected: float) -> None:
 @for_each(
     ("rules", "words"),
     [
-        ({"value": "median"}, r"rule of buffers 'value' to be one of .*, got 'median'"),
+        ({"value": "median"}, r"rule of buffers 'value' must be one of .*, but got 'median'"),
         ({"values": "max"}, "a rule for 'values', which names no buffer of the model: it has val"),
     ],
 )

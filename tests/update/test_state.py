@@ -62,7 +62,7 @@ def test_all_that_an_optimizer_may_keep_comes_back_in_its_order() -> None:
     ("value", "words"),
     [
         (torch.zeros(2, dtype=torch.complex128), r"optimizer's it is of torch\.complex128, which"),
-        (object(), r"optimizer's it is of type object, which a checkpoint cannot hold"),
+        (object(), r"optimizer's it is of type object, which cannot be saved in a checkpoint"),
     ],
 )
 def test_what_no_file_holds_is_refused(value: object, words: str) -> None:

@@ -85,7 +85,7 @@ class Devices:
     equal.
 
     Note: when membership changes
-    ---------------------------------
+    -----------------------------
     Only `regroup` changes it, on all devices, between two steps: no trainer call is in progress, no
     gradient is kept, and the exchange of the previous group is closed. Immediately afterwards the
     engine is rebuilt. Other code must not store any of this, or the engine's values for its group,

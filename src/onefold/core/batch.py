@@ -7,7 +7,7 @@ Note: the digest of a batch
 ---------------------------
 Devices compare the script's batches before each step, so the digest must be far cheaper than a
 step: it reads at most 64 elements of each tensor. Its purpose is to catch a batch that was drawn
-differently (another seed, one random number too many on the lead), in which nearly every element
+differently (another seed, one random number too many on the lead): nearly every element then
 differs, and not a single wrong value. The positions that it reads depend on the shape alone, so
 devices with equal tensors read equal elements.
 """
@@ -59,7 +59,7 @@ _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(slots=True)
 class DataPass:
-    """One pass of a loader over its data set."""
+    """State of a loader's pass over its data set."""
 
     number: int
     """Number of the pass among those of its loader."""

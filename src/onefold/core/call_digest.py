@@ -204,8 +204,7 @@ _WORDS = {
     "place": "{where}: {who} is at sample {theirs} of a pass over the data and device 0 at sample "
     "{ours}: every device must use every batch of a loader",
     "data": "{where}: the data set of {who} has other samples than that of device 0: create the "
-    "same "
-    "data set on every device, and seed its random values first. Paths, times and process "
+    "same data set on every device, and seed its random values first. Paths, times and process "
     "numbers in a sample count as differences. A sampler, a stream or the function of "
     "trainer.batches must also give the same values everywhere: remove any split by rank and "
     "world size, because onefold cuts each batch itself",

@@ -47,7 +47,7 @@ _TEXT = "utf-8", "surrogatepass"
 
 
 def encode(value: object, what: str) -> bytes:
-    """Encode a value as bytes, from which `decode` restores it.
+    """Encode a value as bytes that `decode` reads.
 
     Args:
         value: None, a bool, int, float, str or bytes; a strided tensor of any dtype, shape and
@@ -193,7 +193,7 @@ _DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 
 
 def to_json(value: object, what: str, depth: int = 0) -> Any:
-    """Convert a value to plain JSON values, from which `from_json` restores it exactly.
+    """Convert a value to plain JSON values that `from_json` restores exactly.
 
     Args:
         value: None, a number, a string, a small tensor or array of numbers, or lists, tuples,

@@ -2,8 +2,8 @@
 
 Segments and chunks are views of the flat tensors.
 
-Note: where a tensor begins
----------------------------
+Note: alignment
+---------------
 Every tensor starts at a multiple of 256 bytes, whatever precedes it. A vectorized kernel may treat
 the elements before the first aligned address separately, and GPU libraries choose kernels of matrix
 products by the alignment of addresses, up to 256 bytes.
@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 
-# The largest alignment by which kernels are chosen: see the note on where a tensor begins.
+# The largest alignment that affects the choice of kernels: see the note on alignment.
 _ALIGNMENT_BYTES = 256
 # From this size on a tensor is added in place: copying it would cost as much as adding it.
 _LARGE_BYTES = 256 << 10
@@ -205,7 +205,7 @@ class FlatTensors:
     def _fill(self, memory: torch.Tensor) -> None:
         self.memory = memory
         """(layout.nbytes,) uint8; empty after `let_go`."""
-        # One flat tensor for each dtype, (numel,): views of `memory`, which they keep alive.
+        # A flat tensor per dtype, (numel,): views of `memory`, which they keep alive.
         self.sections: list[torch.Tensor] = []
         layout = self.layout
         rooms = torch.split(memory, list(layout.section_bytes))
@@ -221,7 +221,7 @@ class FlatTensors:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """One view of each entry, in its own shape and strides."""
+        """Views of all entries, in their own shapes and strides."""
         if self._views is None:
             # The first access may be in inference mode, whose tensors cannot be written to outside
             # it.
@@ -236,7 +236,7 @@ class FlatTensors:
     def copy_(self, other: FlatTensors, *, non_blocking: bool = False) -> None:
         """Copy the values of another object, which may have other dtypes."""
         if self.layout.dtypes == other.layout.dtypes:
-            # One kernel for all sections.
+            # A single kernel copies all sections.
             self.memory.copy_(other.memory, non_blocking=non_blocking)
             return
         for section, values in zip(self.sections, other.sections, strict=True):
@@ -295,7 +295,7 @@ def storage_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype with which elements are read, by their size in bytes."""
+"""Integer dtypes for reading elements, by element size in bytes."""
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
@@ -370,7 +370,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def aligned(nbytes: int) -> int:
-    """Round up to a multiple of 256 bytes, at which a tensor of any dtype may begin."""
+    """Round up to a multiple of 256 bytes, a valid start for a tensor of any dtype."""
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -451,7 +451,7 @@ def names_with_nan(tensors: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of all values, (), in a dtype in which small types do not overflow."""
+    """Return the sum of all values, (), in a dtype that small types do not overflow."""
     # `sum(dtype=)` widens while it adds; `.float()` would first copy the tensor at twice its size.
     if values.dtype in (torch.float16, torch.bfloat16):
         return values.detach().sum(dtype=torch.float32)

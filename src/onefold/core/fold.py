@@ -1,4 +1,4 @@
-"""The fold: one fixed order in which the values of the shards are added. Pure.
+"""The fold: a fixed order of adding the values of the shards. Pure.
 
 Note: the order of addition
 ---------------------------
@@ -131,7 +131,7 @@ def fold(part: Callable[[Block], T | None], node: Block, add: Callable[[T, T], T
 
 
 def before_last(node: Block) -> list[Block]:
-    """Return the nodes to which the last shard's sum is added, the leftmost first.
+    """Return the nodes that the last shard's sum is added to, the leftmost first.
 
     >>> before_last(Block(0, 7))
     [Block(start=0, stop=4), Block(start=4, stop=6)]

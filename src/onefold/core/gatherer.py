@@ -60,7 +60,7 @@ class Gatherer(ABC):
 
     @property
     def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tensors from which backward starts in addition to the loss, with their gradients."""
+        """Start tensors of backward in addition to the loss, with their gradients."""
         return []
 
 

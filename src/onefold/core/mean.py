@@ -484,7 +484,7 @@ def _weigh_terms(means: LossTerms, what: str, *, late: bool) -> Contribution:
             f"{what}: onefold.LossTerms requires a tuple of onefold.Mean or onefold.Sum, but got "
             f"{means.terms!r}"
         )
-    # Errors number the terms from 1, in the order in which the user added them.
+    # Errors number the terms from 1, in the order of the user's additions.
     parts = [
         _weigh_term(term, f"{what}, term {number}", late=late)
         for number, term in enumerate(means.terms, 1)

@@ -1,6 +1,6 @@
 """Seeds that depend on the work and never on the device, and the states of generators.
 
-`packed_generators` packs the states of all generators into bytes, from which another device can
+`packed_generators` packs the states of all generators into bytes, so that another device can
 continue: PyTorch's generators (of the host and of one GPU), Python's ``random`` and NumPy's.
 
 Note: what is seeded, and what it costs
@@ -203,7 +203,7 @@ def same_rng_for_all_shards(name: str = "") -> Iterator[None]:
 
 
 def comparable_state(state: Any) -> Any:
-    """Return a generator's state in a form in which equal states compare equal."""
+    """Convert a generator's state, so that equal states compare equal."""
     if isinstance(state, dict):
         return {key: comparable_state(value) for key, value in state.items()}
     if isinstance(state, tuple):
@@ -266,7 +266,7 @@ def _kept_numpy() -> Iterator[None]:
     stand_in = _stand_ins.pop() if _stand_ins else np.random.MT19937(0)
     try:
         mtrand.set_bit_generator(stand_in)
-        # A reused stand-in still has the state in which the previous step left it.
+        # A reused stand-in still has the state of the previous step.
         np.random.seed(0)
         yield
     finally:
@@ -329,7 +329,7 @@ def forget_numpy() -> None:
 def sample_order(
     samples: int, *, seed: int, epoch: int, loader: int = 0
 ) -> torch.Tensor:  # (samples,) int64
-    """Return the order in which one loader visits the samples in one epoch.
+    """Return the sample order of one loader in one epoch.
 
     Args:
         samples: number of samples in the data set.
@@ -346,7 +346,7 @@ def sample_order(
 def order_by_length(
     lengths: torch.Tensor, *, batch_size: int, seed: int, epoch: int, loader: int = 0
 ) -> torch.Tensor:  # (samples,) int64
-    """Return a `sample_order` in which samples of similar length share a batch.
+    """Return a `sample_order` that puts samples of similar length into the same batch.
 
     Samples are shuffled, and sorted by length within pools of a few batches; then the batches are
     shuffled. A short last batch is drawn from all samples, so that dropping it favors no length.

@@ -86,7 +86,7 @@ AS_GIVEN = Precision(None)
 
 
 def added_up_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a parameter's gradients are summed, and values are averaged.
+    """Return the dtype for summing a parameter's gradients, and for averaging its values.
 
     A sum of two bfloat16 numbers keeps 8 bits, and the fold of a batch adds many of them. float32
     keeps all their bits, and its rounding errors are 2**16 times smaller. An average moves by a

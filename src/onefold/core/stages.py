@@ -1,4 +1,4 @@
-"""Stages of a model, and the order in which a pipeline computes them. Pure.
+"""Stages of a model, and their order of computation in a pipeline. Pure.
 
 `Stages` maps each parameter to its stage. `cut_pipeline` assigns stages to the devices of a
 pipeline, and `moves` gives the order of a device's forward and backward passes.
@@ -125,7 +125,7 @@ class Move(Enum):
 
 
 def moves(place: int, devices: int, count: int) -> Iterator[tuple[Move, int]]:
-    """Yield the order in which one device of a pipeline computes.
+    """Yield the passes of one device of a pipeline, in order.
 
     Args:
         place: position of the device in its pipeline, from 0.
@@ -145,7 +145,7 @@ def moves(place: int, devices: int, count: int) -> Iterator[tuple[Move, int]]:
 
 
 def in_groups(microbatches: Sequence[int], devices: int) -> list[tuple[int, int] | None]:
-    """Return the order in which microbatches of shards go through a pipeline.
+    """Return the order of the shards' microbatches in a pipeline.
 
     A microbatch starts from the state that the previous one of its shard left (random numbers,
     batch norm statistics), so it starts after that one's backward pass. Meanwhile the pipeline

@@ -8,7 +8,7 @@ depends on the bounds of these parts, so they may depend on the number of device
 are numbered after the trained ones and follow them in the memory of a stage.
 
 Note: why segments
-----------------
+------------------
 An optimizer kernel may treat the tail of a tensor differently from its middle, so the bits of an
 update may depend on where a slice begins and ends. If parameters were cut by the number of devices,
 the bits would depend on that number. Therefore every parameter is first cut into *segments*
@@ -55,7 +55,7 @@ class Storage:
     parameters: Layout
     """Trained parameters, in the dtypes that the model computes with."""
     other: Layout
-    """All other parameters: frozen ones, and those that no optimizer holds."""
+    """All other parameters: frozen, or held by no optimizer."""
     buffers: Layout
     """Buffers of the module."""
     segments: tuple[Segment, ...]
@@ -77,9 +77,9 @@ class Storage:
     """Whether each device also sums and updates the segments that others own: every device receives
     all partial sums, by the stages of ``early``, and parameters are not sent."""
     gradients: Layout = field(init=False)
-    """Gradients of the trained parameters, in the dtypes in which they are summed."""
+    """Gradients of the trained parameters, in the dtypes of their sums."""
     masters: Layout = field(init=False)
-    """Values of the trained parameters, in the dtypes in which the optimizer updates them."""
+    """Values of the trained parameters, in the dtypes that the optimizer updates."""
 
     def __post_init__(self) -> None:
         # Computed once, because a step reads these layouts many times.

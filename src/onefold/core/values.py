@@ -3,7 +3,7 @@
 `ShardValues` and `StepValues` hold values that a loss returns in addition to the loss, such as an
 accuracy. They are reported and never trained on.
 
-`columns_of` cuts the outputs of a prediction into columns, in which they are stored until all
+`columns_of` cuts the outputs of a prediction into columns, which are stored until all
 devices have them. A value with one row per sample is one column. A list with one tensor per sample,
 each perhaps of a different size, is one column too; a list with one dict per sample has a column
 for each key. The columns of a shard form a dict, encoded by `onefold.core.encoding`.
@@ -180,7 +180,7 @@ class ShardValues:
     """Metrics of one shard, or of a microbatch of it."""
 
     lines: tuple[str, ...]
-    """For each number, whether it is divided, and the name of its metric."""
+    """Entry per number: whether it is divided, and the name of its metric."""
     numbers: torch.Tensor
     """(lines, 2) float64 on the shard's device: totals and their denominators."""
     rows: Mapping[Column, Rows] = field(default_factory=dict)
@@ -271,7 +271,7 @@ def with_values_detached(result: object) -> object:
 def read_values(
     values: Mapping[str, object], outputs: Mapping[str, object], samples: int, where: str
 ) -> ShardValues | None:
-    """Read metrics, each in the way in which a loss is read; None if there are none.
+    """Read metrics, each like a loss; None if there are none.
 
     Args:
         values: metrics by name; tensors may be boolean.

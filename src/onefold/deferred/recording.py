@@ -1,33 +1,33 @@
-"""Records how the tensors of a model come about, and leaves the large ones without values.
+"""Records how the tensors of a model are made, and leaves the large ones without values.
 
-`build` makes a model in this way. `Recording` sees each operation at PyTorch's dispatcher, where
-all functions end up as a few operations that make, fill and view tensors:
+`build` makes a model in this way. `Recording` intercepts each operation at PyTorch's dispatcher,
+where all functions become a few operations that make, fill and view tensors:
 
 - An operation that makes a tensor (``empty``, ``randn``, ``mul``) gives a large one memory without
-  room, and a recipe: the calls that make its values.
+  disk space, and a recipe: the calls that make its values.
 - An operation that fills such a tensor (``normal_``, ``copy_``, ``mul_``) is added to its recipe.
-- A view lies in the memory of its tensor, and so has the same recipe.
-- Any other operation is given values: its tensors are drawn before it runs, each in a file.
+- A view shares the memory of its tensor, and therefore its recipe.
+- Any other operation needs values: its tensors are drawn before it runs, each in a file.
 
-Note: what is drawn while it is recorded
-----------------------------------------
-Whoever draws next, a dropout layer or the script, must find the generator as the plain way leaves
-it. So each recorded operation also runs at once, on scratch memory that is freed at once: this
-advances the generator, gives the shape of the result, and finds errors. When values are needed, the
-operation runs again, from the state that the generator had.
+Note: random numbers during recording
+-------------------------------------
+Later draws, by a dropout layer or the script, must find the generator in the same state as without
+recording. So each recorded operation also runs immediately, on scratch memory that is then freed.
+This advances the generator, gives the shape of the result, and finds errors. When values are
+needed, the operation runs again, from the recorded state of the generator.
 
-Note: what bypasses the dispatcher
-----------------------------------
+Note: functions that bypass the dispatcher
+------------------------------------------
 Some methods (``numpy``, ``tolist``, ``data_ptr``) read memory without an operation. `_DirectReads`
-sees them as functions, and draws first. ``trunc_normal_`` looks at what it has drawn to decide what
-to draw again: it is recorded as if it were one operation, or each model that uses it would be
+intercepts them as functions, and draws first. ``trunc_normal_`` reads its draws to decide what to
+draw again. It is recorded as one operation, because otherwise every model that uses it would be
 drawn.
 
-Note: who else may look
------------------------
-At the end only parameters of the model stay without values, and of these only the ones in whose
-memory no other tensor lies: nobody would notice when another one is read. For the same reason
-nothing is recorded of which autograd keeps a graph.
+Note: other tensors in the same memory
+--------------------------------------
+At the end only parameters of the model stay without values, and of these only the ones that share
+their memory with no other tensor, because no hook would intercept reads of the other one. For the
+same reason, operations with an autograd graph are not recorded.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ from onefold.system.file_memory import SparseAllocator
 __all__ = ["Recording"]
 
 _SMALL_BYTES = 64 << 10
-"""A tensor with values of up to this size is copied into a recipe that needs it."""
+"""Maximum size of a tensor with values that is copied into a recipe."""
 _LONGEST = 250
-"""Calls in a recipe: a longer one takes too long to repeat, so its values are drawn at once."""
+"""Maximum calls in a recipe: repeating more takes too long, so values are drawn at once."""
 _COPYING = frozenset(["clone", "_to_copy"])
 _KNOWN = frozenset(
     [
@@ -83,7 +83,7 @@ _KNOWN = frozenset(
         *("log_normal_", "geometric_"),
     ]
 )
-"""Can be recorded, as can what PyTorch calls pointwise: none reads values to decide what to do."""
+"""Operations to record in addition to pointwise ones; their control flow ignores values."""
 _T = torch.Tensor
 _DIRECT_READS = frozenset(
     [
@@ -93,7 +93,7 @@ _DIRECT_READS = frozenset(
         *(torch.tensor, torch.as_tensor, torch.asarray),
     ]
 )
-"""Read memory without an operation, or with operations that no mode sees."""
+"""Functions that read memory without an operation, or with one that no mode intercepts."""
 
 
 @dataclass(slots=True)
@@ -101,23 +101,23 @@ class _Waiting:
     """Memory without values."""
 
     memory: torch.Tensor
-    """(bytes,) uint8"""
+    """(bytes,) uint8."""
     holders: int
-    """How many tensors lay in it before any of the script's did."""
+    """Number of tensors that used the storage before the script did."""
     recipe: Recipe
 
     @property
     def users(self) -> int:
-        """How many tensors of the script's lie in it."""
+        """Number of the script's tensors that use it."""
         return holders_of(self.memory.untyped_storage()) - self.holders
 
     def is_filled_by(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that lies in it takes all of it."""
+        """Return whether a tensor in it occupies all of it."""
         return tensor.nbytes == self.recipe.nbytes and is_dense(tensor.shape, tensor.stride())
 
 
 class _DirectReads(TorchFunctionMode):
-    """Draws what is about to be read past the dispatcher."""
+    """Draws values before a function reads them without the dispatcher."""
 
     def __init__(self, draw: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
@@ -137,11 +137,11 @@ class _DirectReads(TorchFunctionMode):
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has PyTorch's operations make large tensors without values, as far as that is possible.
+    """Makes large tensors without values if PyTorch's operations allow it.
 
     Args:
-        allocator: where they lie, in files if they are drawn after all.
-        least_bytes: smaller tensors are ordinary.
+        allocator: allocator of their memory, in files if values are drawn after all.
+        least_bytes: minimum size; smaller tensors are ordinary.
     """
 
     supports_higher_order_operators = True
@@ -150,7 +150,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._allocator, self._least_bytes = allocator, least_bytes
         self._waiting: dict[int, _Waiting] = {}
-        """By the address of the storage."""
+        """Memory without values, by the address of its storage."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -178,8 +178,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._in_file(result) if _name(func) in _COPYING else result
 
     def finish(self, made: object) -> None:
-        """Leave the parameters of what was made without values, and draw all the rest."""
-        gc.collect()  # views that a function has left behind in a cycle
+        """Defer the parameters of the modules in ``made``, and draw all other values."""
+        gc.collect()  # frees views in reference cycles
         with hidden_from_modes():
             for parameter in (p for module in _modules_in(made) for p in _parameters_of(module)):
                 waiting = self._of(parameter)
@@ -192,27 +192,27 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draw_all()
 
     def draw_all(self) -> None:
-        """Draw what has no values yet and is still in use."""
+        """Draw all missing values that are still in use."""
         for waiting in list(self._waiting.values()):
             if waiting.users:
                 self._draw(waiting.memory)
         self._waiting.clear()
 
     def _truncated(self, draw: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record a call of what draws for ``trunc_normal_``."""
+        """Record a call of the function that draws for ``trunc_normal_``."""
         result = self._recorded(draw, args, kwargs, fills=True, draws=True)
         return draw(*args, **kwargs) if result is None else result
 
     def _recorded(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, fills: bool, draws: bool
     ) -> torch.Tensor | None:
-        """Record an operation and return its result; None if it has to see values.
+        """Record an operation and return its result; None if it needs values.
 
         Args:
             func: the operation.
-            args: its arguments.
-            kwargs: its arguments with names.
-            fills: whether it writes to the first one.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            fills: whether it writes to its first argument.
             draws: whether it draws random numbers.
         """
         with hidden_from_modes():
@@ -224,7 +224,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             possible = stays and length <= _LONGEST and all(map(self._can_be_kept, every))
             if not possible or (fills and into is None):
                 return None
-            # A call draws from PyTorch's generator, which is given the state of the script's.
+            # The call will draw from PyTorch's default generator, set to the script's generator
+            # state.
             generator = kwargs.get("generator") or torch.default_generator
             given = tuple(args), {n: None if v is generator else v for n, v in kwargs.items()}
             kept = with_tensors(given, partial(self._kept, into))
@@ -233,7 +234,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             try:
                 result, after = self._rehearsed(call, given, into)
             except Exception:
-                # PyTorch reports what is wrong when the call is made with values.
+                # PyTorch reports the error when the call is made with values.
                 return None
             if into is not None:
                 into.recipe = into.recipe.then(call, length)
@@ -249,7 +250,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _rehearsed(
         self, call: RecordedCall, given: Any, into: _Waiting | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make a call on scratch memory: the result, and the state of the generator afterwards."""
+        """Run a call on scratch memory; return the result, and the generator's state afterwards."""
         target = short_lived(0 if into is None else into.recipe.nbytes)
 
         def scratch(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,7 +273,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _without_values(
         self, result: torch.Tensor, call: RecordedCall, length: int
     ) -> torch.Tensor:
-        """A tensor like the result of a call, in memory that waits for values."""
+        """Return a tensor like the result of a call, in memory without values."""
         memory, view = self._room_for(result)
         recipe = Recipe(memory.numel())
         if not _name(call.function).startswith(("empty", "new_empty")):
@@ -282,21 +283,21 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return view.within(memory)
 
     def _kept(self, into: _Waiting | None, tensor: torch.Tensor) -> torch.Tensor | Reference:
-        """What a recipe keeps of an argument, which the script may change later."""
+        """Convert an argument for a recipe, because the script may change it later."""
         found = self._of(tensor)
         if found is None:
             return tensor.detach().clone()
         return Reference(View.of(tensor), None if found is into else found.recipe)
 
     def _can_be_kept(self, tensor: torch.Tensor) -> bool:
-        """Whether a recipe can refer to a tensor, or hold a copy."""
+        """Return whether a recipe can refer to a tensor, or hold a copy."""
         if tensor.layout != torch.strided:
             return False
         small = tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES
         return tensor.is_meta or small or self._of(tensor) is not None
 
     def _in_file(self, result: torch.Tensor) -> torch.Tensor:
-        """Have a large copy of values lie in a file, as the values do."""
+        """Move a large copy of values to a file, where the original values are."""
         with hidden_from_modes():
             if not self._is_large(result):
                 return result
@@ -305,24 +306,26 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return view.within(memory).copy_(result)
 
     def _room_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, View]:
-        """(bytes,) uint8 without room for a tensor alone, and where it lies in that."""
+        """Allocate (bytes,) uint8 without disk space for one tensor; return it with the
+        location."""
         start, stop = extent(tensor)
         return self._allocator.room(stop - start), View.of(tensor)._replace(offset=0)
 
     def _is_large(self, result: Any) -> bool:
-        """Whether a result is a tensor that may do without values."""
+        """Return whether a result is a tensor that may stay without values."""
         ordinary = type(result) is torch.Tensor and result.layout == torch.strided
         return ordinary and result.device.type == "cpu" and result.nbytes >= self._least_bytes
 
     def _of(self, tensor: torch.Tensor) -> _Waiting | None:
-        """The memory without values that a tensor lies in, if it does."""
+        """Return the memory without values that contains a tensor; None if its memory has
+        values."""
         is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
         if not self._waiting or not is_plain or is_lazy(tensor):
             return None
         return self._waiting.get(address_of(tensor.untyped_storage()))
 
     def _draw(self, tensor: torch.Tensor) -> None:
-        """Give a tensor its values, if it has none."""
+        """Draw the values of a tensor, if it has none."""
         with hidden_from_modes():
             waiting = self._of(tensor)
             if waiting is not None:
@@ -335,19 +338,19 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _name(func: Any) -> str:
-    """The name of an operation without its overload."""
+    """Return the name of an operation without its overload."""
     return str(getattr(func, "overloadpacket", func).__name__)
 
 
 def _is_known(func: Any) -> bool:
-    """Whether an operation of PyTorch's can be recorded."""
-    # What writes to anything but its first argument has another name.
+    """Return whether an operation of PyTorch can be recorded."""
+    # Operations that write to an argument other than the first do not end in an underscore.
     writes = writes_to_arguments(func) and not _name(func).endswith("_")
     return not writes and (Tag.pointwise in func.tags or _name(func) in _KNOWN)
 
 
 def _modules_in(made: object) -> Iterator[torch.nn.Module]:
-    """The modules in nested containers, or the module itself."""
+    """Yield the modules in nested containers, or the module itself."""
     if isinstance(made, torch.nn.Module):
         yield made
         return
@@ -356,7 +359,7 @@ def _modules_in(made: object) -> Iterator[torch.nn.Module]:
 
 
 def _parameters_of(module: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-    """The parameters of a module that say when they are used."""
-    # What is scripted computes with them beyond Python.
+    """Return the parameters of a module whose use can be intercepted."""
+    # A scripted module reads its parameters outside Python.
     scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
     return () if scripted else module.parameters()

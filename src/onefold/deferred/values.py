@@ -1,18 +1,18 @@
-"""Parameters whose first values nobody has drawn yet, and the calls that make these values.
+"""Parameters whose initial values are not drawn yet, and the calls that draw them.
 
 `onefold.build` makes such parameters.
 
-Note: who draws them
---------------------
-A Trainer has the values drawn where they are kept, a parameter at a time. Whoever else computes
-with such a parameter has it drawn then, in the file that its memory is a part of: a parameter that
-has no values yet says when it is used, as one does that is elsewhere.
+Note: when values are drawn
+---------------------------
+A Trainer draws the values directly into the memory that will hold them, one parameter at a time. If
+other code reads such a parameter, its values are drawn at that moment, in the file that backs its
+memory: a hook intercepts its use, as for a parameter that is partitioned.
 
 Note: why the bits are the same
 -------------------------------
-A recipe repeats the operations of the script, each on memory of the same strides, from the state
-that the generator had, with the same default dtype and number of threads. A recipe never changes:
-an operation on the tensor makes a new one, so a recipe that a copy has taken over stays as it was.
+A recipe repeats the operations of the script, each on memory of the same strides, from the same
+state of the generator, with the same default dtype and number of threads. A recipe is immutable: an
+operation on the tensor makes a new recipe, so a recipe that a copy has taken over does not change.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ __all__ = [
 
 
 class View(NamedTuple):
-    """Where a tensor lies in memory that it may share with others."""
+    """Location of a tensor in memory that it may share with others."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Of its first element, counted in elements of its dtype."""
+    """Offset of its first element, in elements of its dtype."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        """Where a tensor lies in its storage."""
+        """Return the location of a tensor in its storage."""
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         return cls(tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor that lies there in (bytes,) uint8 memory."""
+        """Return the tensor at this location in (bytes,) uint8 memory."""
         begins = int(memory.storage_offset()) // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), begins + self.offset, self.shape, self.stride)
@@ -67,34 +67,34 @@ class View(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Stands for a tensor among the arguments of a call."""
+    """Placeholder for a tensor among the arguments of a call."""
 
     view: View
     recipe: Recipe | None = None
-    """Of the memory that it lies in; None if that is the memory that is being filled."""
+    """Recipe of the memory that contains the tensor; None for the memory being filled."""
 
     def tensor(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return self.view.within(memory if self.recipe is None else self.recipe.made())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall:
-    """One operation, and what its result depends on besides its arguments."""
+    """One operation, and everything besides its arguments that affects its result."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     state: torch.Tensor | None
-    """Of the generator that it draws from; None if it draws nothing."""
+    """State of the generator before the call; None if the call draws nothing."""
     target: View | None = None
-    """Where its result goes; None if it writes to one of its arguments."""
+    """Location of its result; None if it writes to one of its arguments."""
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     threads: int = field(default_factory=torch.get_num_threads)
-    """Of one operation."""
+    """Number of threads of one operation."""
 
     def repeat(self, memory: torch.Tensor) -> None:
-        """Make the call again, on (bytes,) uint8 of other memory."""
+        """Repeat the call on (bytes,) uint8 of other memory."""
         given = (tuple(self.args), dict(self.kwargs))
         args, kwargs = with_tensors(given, lambda each: each.tensor(memory), Reference)
         dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
@@ -103,7 +103,7 @@ class RecordedCall:
         torch.set_default_dtype(self.default_dtype)
         torch.set_num_threads(self.threads)
         try:
-            # The script may have set another default device since.
+            # The script may have set another default device in the meantime.
             with torch.no_grad(), torch.device("cpu"):
                 result = self.function(*args, **kwargs)
         finally:
@@ -115,25 +115,25 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All calls that have made the content of a stretch of memory, in their order."""
+    """All calls that made the content of a block of memory, in order."""
 
     nbytes: int
     calls: tuple[RecordedCall, ...] = ()
     length: int = 0
-    """How many calls it takes, those that make arguments included."""
+    """Number of calls to run, including those that make arguments."""
 
     def then(self, call: RecordedCall, length: int) -> Recipe:
-        """The recipe with one more call, and of another length."""
+        """Return the recipe with one more call, and another length."""
         return Recipe(self.nbytes, (*self.calls, call), length)
 
     def made(self) -> torch.Tensor:
-        """(nbytes,) uint8 of these values, zeros where no call has made any."""
+        """Return (nbytes,) uint8 with these values, zero where no call wrote."""
         memory = short_lived(self.nbytes)
         self.fill(memory)
         return memory
 
     def fill(self, memory: torch.Tensor) -> None:
-        """Make the values in (nbytes,) uint8 of memory on the host; generators stay as they are."""
+        """Draw the values into (nbytes,) uint8 of host memory; generators keep their states."""
         state = torch.get_rng_state()
         try:
             for call in self.calls:
@@ -143,34 +143,34 @@ class Recipe:
 
 
 def short_lived(nbytes: int) -> torch.Tensor:
-    """(nbytes,) uint8 of zeros on the host, returned to the system as soon as freed."""
-    # The C library may keep what it is given back, and put something small and lasting into it.
+    """Return (nbytes,) uint8 of zeros on the host, returned to the system when freed."""
+    # The C library may keep freed memory, and put a small, long-lived object into it.
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
 
 
 _ABOUT_MEMORY = frozenset(
     [
         *(torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset),
-        # Some optimizers make their state of such as soon as they are made.
+        # Some optimizers create their state from these on construction.
         *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
     ]
 )
-"""What asks a parameter for its shape and its place alone, both of which it has."""
+"""Functions that read only a parameter's shape and location, which exist without values."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredValues:
-    """The values of one parameter, which has its memory to itself."""
+    """The values of one parameter, which does not share its memory."""
 
     recipe: Recipe
     view: View
-    """How the parameter lies in the memory."""
+    """Location of the parameter in the memory."""
     memory: torch.Tensor
-    """(bytes,) uint8 of the allocator's, without room on the disk."""
+    """(bytes,) uint8 from the allocator, without disk space."""
     allocator: SparseAllocator
 
     def write_to(self, view: torch.Tensor) -> None:
-        """Draw the values, into a tensor of the parameter's shape, on any device, of any dtype."""
+        """Draw the values into a tensor of the parameter's shape, on any device, in any dtype."""
         alike = (view.dtype, view.device.type) == (self.view.dtype, "cpu")
         if alike and tuple(view.stride()) == self.view.stride:
             self.recipe.fill(storage_order(view).view(torch.uint8))
@@ -178,28 +178,28 @@ class DeferredValues:
             view.copy_(self.view.within(self.recipe.made()))
 
     def settle(self) -> None:
-        """Draw the values, into the parameter's own memory.
+        """Draw the values into the parameter's own memory.
 
         Raises:
-            OSError: the disk has no room.
+            OSError: the disk is full.
         """
         self.allocator.provide(self.memory)
-        # Whoever is asking may be in a mode in which nothing can be drawn: these are a thread's.
+        # The caller may be in a mode that forbids drawing; a new thread has no modes.
         with ThreadPoolExecutor(1) as alone:
             alone.submit(self.recipe.fill, self.memory).result()
 
 
 def defer(parameter: torch.nn.Parameter, values: DeferredValues) -> None:
-    """Have a parameter's values be drawn when somebody needs them."""
+    """Defer drawing a parameter's values until they are used."""
     setattr(parameter, DEFERRED, values)
     _PARAMETERS.hide([parameter])
 
 
 @contextmanager
 def revealed(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Have parameters be plain ones, but after an error those that still have no values.
+    """Make parameters plain inside this context; after an error, defer those without values again.
 
-    Their memory is another one then, or has its values.
+    A parameter whose memory was replaced has values.
     """
     waiting = [(each, values) for each in parameters if (values := deferred_of(each)) is not None]
     for parameter, _ in waiting:
@@ -218,7 +218,7 @@ def _settle(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         values = deferred_of(tensor)
         if values is not None:
-            # Plain first: drawing is a use as well.
+            # Make the parameter plain first, because drawing is a use as well.
             assert isinstance(tensor, torch.nn.Parameter)
             with revealed([tensor]):
                 values.settle()
@@ -229,7 +229,7 @@ _PARAMETERS = AccessHook(
     harmless=_ABOUT_MEMORY,
     uses=[
         torch.Tensor.data_ptr,
-        # What is put in the place of the values must not be taken for ours any more.
+        # Assigning `.data` replaces the values, so the parameter must no longer be deferred.
         torch.Tensor.data.__set__,  # type: ignore[attr-defined]
     ],
 )

@@ -1,16 +1,14 @@
-"""Keeps averages of an engine's model, and shows them in it: `Trainer.average` and `averaged`.
+"""Keeps averages of a model and shows them in the model: `Trainer.average` and `averaged`.
 
 Note: how averages are shown
 ----------------------------
-Each process first copies what it must put back: all trained parameters and buffers. Where all
-processes of a host compute with the same memory, all but the lead copy no more than their own
+Each process first copies the values to restore: all trained parameters and buffers. If all
+processes of a host share the memory of the parameters, all but the lead copy only their own
 segments. Then the devices meet. The owner of each segment writes its average, rounded to the
-model's dtype, where models see the segment, and it is handed on as after an update. Masters stay as
-they are.
+model's dtype, to the parameters, which are published as after an update. Masters do not change.
 
-At the end the devices meet again, and everybody puts back its copies. That needs no word from
-anybody else, so it is also done when the block is left by an exception, which the others may not
-have seen.
+At the end the devices meet again, and each process restores its copies. This requires no message
+from other devices, so it also works if an exception ends the block on this device alone.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ __all__ = ["Averaging"]
 
 
 class Averaging:
-    """Keeps the averages of the model, and shows them in its place.
+    """Keeps averages of the model, and shows them in the model.
 
     Args:
         engine: the devices of this process.
@@ -43,14 +41,14 @@ class Averaging:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.asked: AverageRule | None = None
-        """The average that the script has asked for; None if it has not."""
+        """The average that the script requested; None if it requested none."""
         self._loaded = False
         self.expected: AverageRule | None = None
-        """That of a checkpoint whose values are not taken yet."""
+        """The average of a checkpoint whose values are not loaded yet."""
         self._kept: FlatTensors | None = None
-        """The training values of all parameters, while averages are shown."""
+        """Training values of all parameters, while averages are shown."""
         self._put_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What was overwritten to show the averages: the place, and a copy of what was there."""
+        """Memory that was overwritten to show the averages, and a copy of its content."""
 
     @property
     def _context(self) -> StepContext:
@@ -61,11 +59,11 @@ class Averaging:
         return self._context.update.averages
 
     def check_begin(self, rule: AverageRule) -> None:
-        """Refuse an average that cannot be begun.
+        """Check that an average can start.
 
         Raises:
-            ValueError: an average is kept already, which the script has asked for before, or which
-                a checkpoint has brought and which is another one.
+            ValueError: the script already started an average, or a loaded checkpoint contains a
+                different one.
             RuntimeError: the script is inside a block that shows the average.
         """
         self._engine.agreement.refuse_inside(Call.AVERAGE)
@@ -74,22 +72,23 @@ class Averaging:
             return
         if not self._loaded and self.expected is None:
             raise ValueError(
-                f"trainer.average({rule.words}) was called while the average of {ours.words} is "
-                f"kept: a trainer keeps one average, so call it once"
+                f"trainer.average({rule.words}) was called, but the average of {ours.words} "
+                f"already exists. A trainer keeps one average: call it once"
             )
         if ours != rule:
             raise ValueError(
-                f"the checkpoint that was loaded holds an average of {ours.words}, which goes on; "
-                f"trainer.average({rule.words}) was called: expected the same. To begin another "
-                f'one, load with allow_changed=["average"]'
+                f"trainer.average({rule.words}) was called, but the loaded checkpoint contains an "
+                f"average of {ours.words}, which continues. Pass the same arguments. To start "
+                f"another average, load with "
+                f'allow_changed=["average"]'
             )
 
     def start_average(self, rule: AverageRule, step: int) -> None:
-        """Begin an average, or go on with that of a checkpoint; called on all devices.
+        """Start an average, or continue that of a checkpoint; called on all devices.
 
         Args:
-            rule: how it follows the model; `check_begin` has let it pass.
-            step: the number of the next step.
+            rule: rule of the average, accepted by `check_begin`.
+            step: number of the next step.
         """
         self._engine.agreement.start_call(
             CallDigest(Call.AVERAGE, step, arguments=digest(rule.words))
@@ -100,20 +99,20 @@ class Averaging:
 
     @contextmanager
     def block(self, step: int, *, recomputes: bool = False) -> Iterator[None]:
-        """Have every device's model hold the averages inside this context.
+        """Show the averages in the model on every device, inside this context.
 
         Args:
-            step: the number of the next step.
-            recomputes: whether statistics of batch norms are recomputed first.
+            step: number of the next step.
+            recomputes: whether batch norm statistics are recomputed first.
 
         Raises:
-            ValueError: no average is kept.
-            DisagreementError: another device is somewhere else.
-            RuntimeError: the script is inside such a block already.
+            ValueError: there is no average.
+            DisagreementError: another device makes another call.
+            RuntimeError: the script is already inside such a block.
         """
         if self._averages.rule is None:
             raise ValueError(
-                "trainer.averaged() was called and no average is kept: call "
+                "trainer.averaged() was called, but there is no average. Call "
                 "trainer.average(decay=0.999) or trainer.average(mean=True) before the steps"
             )
         agreement = self._engine.agreement
@@ -133,16 +132,16 @@ class Averaging:
                     self._put_back()
                     agreement.averaged = False
             if self._context.exchange.memory.is_common:
-                # Nobody goes on before every owner has put back its segments.
+                # Wait until every owner has restored its segments.
                 self._context.exchange.memory.publish_parameters()
                 self._context.guard.note()
 
     @contextmanager
     def training_values(self) -> Iterator[FlatTensors]:
-        """On the lead, have the module show its training values, also while averages are shown.
+        """On the lead, show the training values in the module, even while averages are shown.
 
         Yields:
-            The trained parameters that the module shows then.
+            The trained parameters that the module shows.
         """
         first = self._context.first
         if self._kept is None:
@@ -161,12 +160,12 @@ class Averaging:
             first.attach()
 
     def to_json(self) -> dict[str, Any] | None:
-        """Describe the average in a checkpoint; None if none is kept."""
+        """Describe the average for a checkpoint; None if there is none."""
         rule = self._averages.rule
         return None if rule is None else rule.to_json(self._averages.steps)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Copies of the averages of all buffers on the host, by name; none if none are kept."""
+        """Return copies of the averages of all buffers on the host, by name; empty without any."""
         kept = self._averages.buffers
         if kept is None:
             return {}
@@ -174,13 +173,13 @@ class Averaging:
         return {name: view.to("cpu", copy=True) for name, view in named}
 
     def loaded(self, rule: AverageRule | None, steps: int, buffers: Iterable[SegmentState]) -> None:
-        """Go on as a checkpoint says, once the model and the states of segments are loaded.
+        """Continue from a checkpoint, after the model and the states of segments are loaded.
 
         Args:
-            rule: of the average that it holds; None if that is none, or none that is wanted. Then
-                the one that the script has asked for begins with the values as they are now.
-            steps: how many steps it had followed.
-            buffers: the averages of buffers, by number.
+            rule: rule of the checkpoint's average; None if it has none, or is not to be used. Then
+                an average that the script requested starts from the current values.
+            steps: number of steps that the average has followed.
+            buffers: averages of buffers, by number.
         """
         self._loaded, self.expected = True, None
         brought = dict(self._averages.segments)
@@ -199,13 +198,14 @@ class Averaging:
         )
 
     def _bring_changes(self) -> None:
-        """Bring what a script may have changed since the last step to where it counts."""
+        """Apply changes that the script may have made since the last step to the training state."""
         self._context.first.buffers.absorb()
         self._context.follow_first()
         self._engine.follow_parameters()
 
     def _prepare(self) -> None:
-        """Copy what is about to be overwritten; before the devices meet, after which others may."""
+        """Copy the values to overwrite, before the devices meet, because others may write
+        afterwards."""
         self._bring_changes()
         first, common = self._context.first, self._context.exchange.memory.is_common
         first.buffers.note_changes()
@@ -215,20 +215,20 @@ class Averaging:
         if common and first.number != 0:
             aside += [(place, place.clone()) for place in self._shown_segments()]
         else:
-            # The lead's are all of them, as it also saves them.
+            # The lead copies all parameters, because it also saves them.
             self._kept = first.trained.clone()
             aside += zip(first.trained.sections, self._kept.sections, strict=True)
         self._put_aside = aside
 
     def _shown_segments(self) -> list[torch.Tensor]:
-        """Where models see the segments of this process."""
+        """Return the memory that models read for the segments of this process."""
         return [
             (item.values if item.shown is None else item.shown).detach()
             for item in self._context.update.owned
         ]
 
     def _show(self) -> None:
-        """Write the averages where models see the values, on all devices."""
+        """Write the averages to the memory that models read, on all devices."""
         averages = [self._averages.segments[item.number] for item in self._context.update.owned]
         if averages:
             copy_each(self._shown_segments(), averages)
@@ -240,7 +240,7 @@ class Averaging:
 
     def _put_back(self) -> None:
         try:
-            # What the block has put in the place of buffers goes first, or it would stay there.
+            # First absorb buffers that the block replaced, or the replacements would remain.
             self._context.first.buffers.absorb()
         finally:
             for place, copy in self._put_aside:

@@ -1,9 +1,9 @@
-"""Brings values from device to device between steps: numbers, text and tensors, and batches.
+"""Collectives between steps, for numbers, text, tensors and batches, and digests of the model.
 
-Note: digests where no device has all parameters
--------------------------------------------------
-Each stage is gathered on one of the devices, which digests its parameters one by one, and all learn
-the digests. So a stage travels once, and every device digests other ones at the same time.
+Note: digests if no device has all parameters
+---------------------------------------------
+Each stage is gathered on one device, which digests its parameters one by one and sends the digests
+to all. So a stage is sent once, and all devices digest different stages at the same time.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ __all__ = [
 
 
 def written(value: object) -> bytes:
-    """Write a value as bytes for other devices; done before the devices meet.
+    """Encode a value as bytes for other devices, before the collective starts.
 
     Raises:
-        TypeError: it is, or holds, something that cannot be sent.
+        TypeError: the value is, or contains, something that cannot be sent.
         ValueError: it is a dict of numbers with a name that is empty or has several lines.
     """
     if isinstance(value, Mapping) and _is_numbers(value):
         for name in value:
             if "\n" in name or not name:
-                raise ValueError(f"expected names of one line for numbers, got {name!r}")
+                raise ValueError(f"names of numbers must be single lines, but got {name!r}")
     return encode(value, "the value")
 
 
 def gather(exchange: Exchange, own: Mapping[int, bytes]) -> list[Any]:
-    """Gather a value from every device, in the devices' order.
+    """Gather a value from every device, in device order.
 
     Args:
-        exchange: with all devices.
-        own: for each own device what `written` made of its value.
+        exchange: exchange with all devices.
+        own: for each device of this process, the result of `written` for its value.
 
     Returns:
-        The values. Where all of them are dicts of numbers, the numbers are floats.
+        The values. If all of them are dicts of numbers, the numbers are floats.
 
     Raises:
-        DisagreementError: all are dicts of numbers, and their names differ.
+        DisagreementError: all values are dicts of numbers, and their names differ.
     """
     values = [decode(text) for text in exchange.transport.all_gather_objects(own)]
     if not all(map(_is_numbers, values)):
@@ -70,24 +70,24 @@ def gather(exchange: Exchange, own: Mapping[int, bytes]) -> list[Any]:
 
 
 def written_shards(shards: Mapping[int, object]) -> bytes:
-    """Write the payloads of a process's shards as bytes; done before the devices meet.
+    """Encode the payloads of a process's shards as bytes, before the collective starts.
 
     Raises:
-        TypeError: a payload is, or holds, something that cannot be sent.
+        TypeError: a payload is, or contains, something that cannot be sent.
     """
     return encode(sorted(shards.items()), "the batch")
 
 
 def gather_batch(exchange: Exchange, own: Sequence[int], text: bytes, batch: ShardedBatch) -> Any:
-    """Gather a batch's payload, that of all shards, on the host; called on all devices.
+    """Gather the payload of all shards of a batch on the host; called on all devices.
 
     Args:
-        exchange: with all devices.
-        own: the numbers of this process's devices.
-        text: what `written_shards` made of the process's shards.
-        batch: the batch, whose sizes are known everywhere.
+        exchange: exchange with all devices.
+        own: numbers of this process's devices.
+        text: result of `written_shards` for the process's shards.
+        batch: the batch, whose sizes every process knows.
     """
-    # Once for each process, whose devices have the same.
+    # Send once per process, because its devices have the same shards.
     texts = dict.fromkeys(own, b"") | {own[0]: text}
     found = exchange.transport.all_gather_objects(texts)
     payloads = dict(shard for each in found if each for shard in decode(each))
@@ -97,11 +97,11 @@ def gather_batch(exchange: Exchange, own: Sequence[int], text: bytes, batch: Sha
 
 
 def broadcast(exchange: Exchange, text: bytes | None) -> Any:
-    """Bring the lead's value to every device.
+    """Broadcast the lead's value to every device.
 
     Args:
-        exchange: with all devices.
-        text: on the lead's process, what `written` made of its value; elsewhere None.
+        exchange: exchange with all devices.
+        text: result of `written` on the lead's process; None elsewhere.
     """
     made = None if text is None else torch.frombuffer(bytearray(text), dtype=torch.uint8)
     given = exchange.transport.scatter_from_lead(None if made is None else lambda device: made)
@@ -109,7 +109,7 @@ def broadcast(exchange: Exchange, text: bytes | None) -> Any:
 
 
 def _is_numbers(value: object) -> bool:
-    """Whether a value is a dict of real numbers by name, and nothing else."""
+    """Return whether a value is a dict that contains only real numbers by name."""
     return isinstance(value, Mapping) and all(
         type(name) is str and _is_number(number) for name, number in value.items()
     )
@@ -124,34 +124,34 @@ def _is_number(value: object) -> bool:
 
 
 def check_names(names: Sequence[Sequence[str]]) -> None:
-    """Refuse devices that have different names.
+    """Check that all devices have the same names.
 
     Raises:
-        DisagreementError: two of them have.
+        DisagreementError: two devices have different names.
     """
     first = next((each for each in names if each), [])
     for number, each in enumerate(names):
         if list(each) != list(first):
             raise DisagreementError(
-                f"device {number} has {each} and another one {first}: expected the same "
-                f"names, in the same order, on every device"
+                f"device {number} has {each} and another device {first}, but every device must "
+                f"have the same names, in the same order"
             )
 
 
 def model_digests(engine: Engine, step: int) -> dict[str, str]:
-    """Digest every parameter and buffer of the model, under its own name, in the model's order.
+    """Digest every parameter and buffer of the model by name, in the model's order.
 
-    Called on all devices, or on any where this process has all parameters.
+    Called on all devices, or on any device if this process has all parameters.
 
     Args:
         engine: the devices of this process.
-        step: the number of the next step.
+        step: number of the next step.
 
     Raises:
-        DisagreementError: another device is somewhere else.
-        StateError, ValueError: the model holds other parts than when Trainer was made.
+        DisagreementError: another device makes another call.
+        StateError, ValueError: the model has other parts than when Trainer was created.
     """
-    # Or they would be those of a part that was not trained.
+    # Otherwise the digests could belong to a part that was not trained.
     engine.context.replicas[0].parts.check_held()
     engine.agreement.refuse_torn(Call.FINGERPRINT)
     if engine.placement.partitioned:
@@ -160,7 +160,7 @@ def model_digests(engine: Engine, step: int) -> dict[str, str]:
 
 
 def agreed_digests(engine: Engine) -> dict[str, str]:
-    """What `model_digests` returns, in a call that all devices have agreed on."""
+    """Return the result of `model_digests`, inside a call that all devices have agreed on."""
     tensors = named_tensors(engine.context.module)
     numbers = {id(p): n for n, p in enumerate(engine.placement.partitioned)}
     elsewhere = engine.placement.parameters.read_stages(tensor_digests)

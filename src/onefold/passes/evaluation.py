@@ -1,16 +1,16 @@
-"""Passes over a data set: every sample once, and the same bits on any number of devices.
+"""Passes over a data set: every sample once, with the same bits on any number of devices.
 
-`evaluate` scores, `predict` returns values for each sample, and `recompute_statistics` computes
-batch-norm statistics for averaged weights. The weights of an average never computed with each
-other, so the mean of the statistics that others have left is not theirs. As
-`torch.optim.swa_utils.update_bn` does: every batch norm starts from nothing, the model runs over
-the data in training mode and without gradients, and all batches count alike.
+`evaluate` computes metrics, `predict` returns values for each sample, and `recompute_statistics`
+computes batch norm statistics for averaged weights. Averaged weights have never run the model, so
+an average of the recorded statistics does not belong to them. As in
+`torch.optim.swa_utils.update_bn`, every batch norm starts from scratch, the model runs over the
+data in training mode without gradients, and all batches have equal weight.
 
 Note: the order of addition
 ---------------------------
-Every shard starts from empty statistics, and its own are added to a sum for its number, in float64,
-in the order of the batches; in the end the sums are folded over shard numbers. So the order does
-not depend on which device ran which shard.
+Every shard starts from empty statistics, and its result is added in float64 to a sum for its shard
+number, in the order of the batches. At the end the sums are folded over shard numbers. So the order
+does not depend on which device ran which shard.
 """
 
 from __future__ import annotations
@@ -46,34 +46,36 @@ __all__ = ["DataCall", "ScoreFunction", "evaluate", "predict", "recompute_statis
 
 
 _GATHERED = (
-    "onefold.gather is for losses; here expected a function of a shard's own samples. For a score "
-    "over the whole data set: trainer.predict gives the values of every sample, and then score "
-    "those; for the loss of a batch: call it outside of the trainer's calls"
+    "onefold.gather cannot be called here, because it is for losses, and this function only sees "
+    "its own shard. For a metric over the whole data set, compute it from the values that "
+    "trainer.predict returns for every sample; for the loss of a batch, call the function outside "
+    "the trainer's calls"
 )
 
 _SAME = {"clone", "cpu", "detach", "double", "float", "reshape", "squeeze", "to", "view"}
 _SAME |= {"add", "neg", "sub"}
-"""What gives a scalar another dtype, device or sign, or adds others, and divides it by nothing."""
+"""Functions that change the dtype, device or sign of a scalar, or add others, without dividing
+it."""
 
 ScoreFunction = Callable[[torch.nn.Module, Any], object]
-"""Takes the model and one shard; returns a dict of values as `onefold.core.mean` reads them."""
+"""Maps the model and one shard to a dict of values, which are read as in `onefold.core.mean`."""
 
 
 def evaluate(
     engine: Engine, score: ScoreFunction, batches: Iterable[ShardedBatch], call: DataCall
 ) -> dict[str, float]:
-    """Compute every value's total over its weight, over all samples of all batches.
+    """Compute every metric's total over its weight, over all samples of all batches.
 
     Args:
         engine: the devices of this process.
-        score: the user's score function.
-        batches: the data set's, each with this process's shards.
-        call: what all devices must have been given alike.
+        score: the user's metric function.
+        batches: batches of the data set, each with this process's shards.
+        call: arguments that must be the same on all devices.
 
     Raises:
-        LossError: a value cannot be read, or has another shape than its samples.
-        DisagreementError: the score function does not return the same names for every shard, or
-            another device was given other data.
+        LossError: a value cannot be read, or its shape does not match the samples.
+        DisagreementError: the metric function does not return the same names for every shard, or
+            another device received other data.
     """
     tallies = {number: _Tally() for number in engine.context.own}
 
@@ -99,7 +101,7 @@ def evaluate(
     for own_lines, places, numbers in found:
         if own_lines:
             table[places[:, 0], places[:, 1]] = numbers
-    # In the fold's order: over shards, and then over batches.
+    # In the order of the fold: over shards, then over batches.
     by_batch = fold_rows(table.transpose(0, 1))  # (batches, lines, 2)
     values = StepValues(tuple(lines), by_batch).finished()
     return {name: float(value) for name, value in values.items()}
@@ -114,19 +116,19 @@ def compute_shards(
     compute: Callable[[DataShard], None],
     ctrl_c: ctrl_c_later,
 ) -> tuple[list[int], ShardedBatch | None]:
-    """Compute this process's shards of all batches, while nobody may write to parameters.
+    """Compute this process's shards of all batches, with writes to parameters blocked.
 
     Args:
         engine: the devices of this process.
         function: the user's function.
-        batches: the data set's, each with this process's shards.
-        call: what all devices must have been given alike.
-        what: the pass, for errors.
+        batches: batches of the data set, each with this process's shards.
+        call: arguments that must be the same on all devices.
+        what: name of the pass, for errors.
         compute: called for each shard.
         ctrl_c: delivers Ctrl-C between two batches.
 
     Returns:
-        The number of samples in each batch; and the last batch, if there was one.
+        The number of samples in each batch, and the last batch, if there was one.
     """
     sizes: list[int] = []
     batch, seed = None, engine.context.settings.seed
@@ -134,13 +136,13 @@ def compute_shards(
         for number, batch in enumerate(batches):
             first = number == 0
             ctrl_c.deliver()
-            # Only now: the data's digest is known once the first batch has been read.
+            # Only now, because the data's digest is known once the first batch has been read.
             if first:
                 call.agree(engine, call.samples, batch)
                 during.enter_context(engine.context.with_generators_of(function))
                 function = during.enter_context(engine.placement.parameters.forward(function))
             sizes.append(batch.samples)
-            # One shard may write, as in a plain loop; but not to gathered parameters.
+            # A single shard may write to parameters, as in a plain loop, but not to gathered ones.
             free = engine.placement.may_write(batch.shares.shards)
             guarded = nullcontext() if free else engine.context.guard.refusing_writing(values=first)
             noted = engine.external.watched(
@@ -159,27 +161,28 @@ def compute_shards(
 
 @dataclass(frozen=True, slots=True)
 class DataCall:
-    """A call that goes through a data set, as all devices must make it."""
+    """A call that iterates over a data set; it must be the same on all devices."""
 
     call: Call
     step: int
-    """Number of the next step."""
+    """Step number of the next step."""
     samples: int
     """Number of samples in the data set; 0 for a stream."""
     batch_size: int
     """Samples per batch, over all devices."""
     function: object
-    """The user's function that is computed."""
+    """The user's function."""
 
     def at_hand(self, engine: Engine) -> AbstractContextManager[None]:
-        """Have all parameters on this device where those of one stage will not do."""
+        """Gather all parameters if gathering one stage at a time is not enough."""
         # Compiled code takes all of its parameters as arguments.
         return engine.gathered(self.step) if self._is_compiled(engine) else nullcontext()
 
     def may_note_sums(self, engine: Engine, batch: ShardedBatch) -> bool:
-        """Whether to look for sums in a batch: not where one shard is all, and right in any case.
+        """Return whether to look for sums in a batch.
 
-        Nor where PyTorch would choose other kernels, or compile anew, as it sees the looking.
+        A sum is correct if one shard is the whole data set. Do not look either if it would make
+        PyTorch choose other kernels or recompile.
         """
         alone = batch.shares.shards == 1 and batch.samples == self.samples
         modules = self._modules(engine)
@@ -193,15 +196,15 @@ class DataCall:
         return any(calls_compiled(module, self.function) for module in self._modules(engine))
 
     def agree(self, engine: Engine, samples: int, batch: ShardedBatch | None) -> None:
-        """Wait for all devices to have read so many samples, and compare what they were given.
+        """Wait until all devices have read this many samples, and compare their arguments.
 
         Args:
             engine: the devices of this process.
-            samples: how many; 0 of a stream that has begun.
-            batch: the last one; None if there was none.
+            samples: number of samples; 0 for a stream that has begun.
+            batch: the last batch; None if there was none.
 
         Raises:
-            DisagreementError: another device was given something else.
+            DisagreementError: another device has other arguments.
         """
         head = CallDigest(
             call=self.call,
@@ -214,11 +217,11 @@ class DataCall:
         engine.agree(head, function=self.function)
 
     def agree_on_end(self, engine: Engine, samples: int, last: ShardedBatch | None) -> None:
-        """After all batches: compare how much a stream has yielded, which nobody knew before.
+        """Compare the lengths of a stream after all batches, because they are unknown before.
 
         Raises:
-            ValueError: there was nothing at all.
-            DisagreementError: another device was given another number of samples.
+            ValueError: the stream is empty.
+            DisagreementError: another device received another number of samples.
         """
         if self.samples:
             return
@@ -226,19 +229,19 @@ class DataCall:
         head = CallDigest(call=self.call, step=self.step, samples=samples, data=data)
         engine.agree(head, function=self.function)
         if last is None:
-            raise ValueError("the stream yields nothing: expected at least one sample")
+            raise ValueError("the stream yielded no samples, but at least one is required")
 
 
 class _Sums(TorchFunctionMode):
-    """Notes scalars that are sums by an argument of their loss, as scores have no graph to say so.
+    """Tracks scalars that are sums by an argument of their loss; metrics have no graph to tell.
 
-    Not for steps: in which of them one looks depends on where a run was resumed, and a mode may
-    show in their bits. See `onefold.shard.loss_watch`.
+    Not for steps: which steps are checked depends on where a run was resumed, and the mode may
+    affect their bits. See `onefold.shard.loss_watch`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: dict[int, torch.Tensor] = {}  # kept: another tensor would get the same id
+        self._found: dict[int, torch.Tensor] = {}  # references keep the ids unique
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -248,32 +251,32 @@ class _Sums(TorchFunctionMode):
         if kept or given.get("reduction") == "sum" or given.get("size_average") is False:
             self._found[id(result)] = result
         else:
-            self._found.pop(id(result), None)  # divided where it is
+            self._found.pop(id(result), None)  # other functions divide it
         return result
 
     def refuse(self, values: dict[str, Any], where: str) -> None:
-        """Refuse values that are noted; all but scalars are read as one value a sample."""
+        """Reject tracked scalars; any other value is read as one value per sample."""
         for name, value in values.items():
             if id(value) in self._found and not value.dim():
                 raise LossError(
-                    f"the value {name!r} of {where} is a sum over the shard (reduction='sum'), and "
+                    f"the value {name!r} of {where} is a sum over the shard (reduction='sum'), but "
                     f"onefold reads a scalar as the mean over the shard's samples. Return "
-                    f"onefold.Sum(total) for a sum over the data set, and the values with "
+                    f"onefold.Sum(total) for a sum over the data set, or the values with "
                     f"reduction='none' for a mean"
                 )
 
 
 class _Tally:
-    """Collects what one device's shards contribute, batch by batch."""
+    """Collects the contributions of one device's shards, batch by batch."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
-        """One for each part of each value, as `ShardValues` has them."""
+        """One line for each part of each value, as in `ShardValues`."""
         self._shards: dict[tuple[int, int], tuple[torch.Tensor, list[float]]] = {}
-        """By batch and shard: totals, (lines,) float64 on the device, and weights."""
+        """Totals, (lines,) float64 on the device, and weights, by batch and shard."""
 
     def add(self, own: DataShard, values: dict[str, object], where: str) -> None:
-        """Add one shard's values."""
+        """Add the values of one shard."""
         samples = own.batch.count_of(own.shard).samples
         found = [
             (f"{part.kind} {name}", part)
@@ -283,18 +286,17 @@ class _Tally:
         lines, parts = map(list, zip(*found, strict=True))
         if self._lines and lines != self._lines:
             raise DisagreementError(
-                f"{where}: the score function returned {list(values)}, and "
-                f"{names_of(self._lines)} before; expected the same names, and terms of the same "
-                f"kind, for every shard"
+                f"{where}: the metric function must return the same names, and terms of the same "
+                f"kind, for every shard, but returned {list(values)} after {names_of(self._lines)}"
             )
         self._lines = lines
-        # Each stays where it is: to read totals here, or to bring weights to a GPU, would wait for
-        # the GPU in every shard.
+        # Leave totals and weights where they are: reading totals here, or copying weights to a GPU,
+        # would block on the GPU in every shard.
         totals = torch.stack([part.total() for part in parts])
         self._shards[own.number, own.shard] = totals, [part.weight for part in parts]
 
     def report(self) -> tuple[list[str], torch.Tensor, torch.Tensor]:
-        """Return the lines, (n, 2) int64 places, and (n, lines, 2) float64 totals and weights."""
+        """Return the lines, (n, 2) int64 indices, and (n, lines, 2) float64 totals and weights."""
         places = torch.tensor(list(self._shards), dtype=torch.int64).view(-1, 2)
         numbers = torch.zeros(len(places), len(self._lines), 2, dtype=torch.float64)
         if self._shards:
@@ -308,21 +310,21 @@ class DataShard(NamedTuple):
     """One shard of a batch in a pass over a data set."""
 
     replica: Replica
-    """Computes it."""
+    """The replica that computes it."""
     function: ScoreFunction
-    """The user's."""
+    """The user's function."""
     batch: ShardedBatch
     number: int
-    """Of the batch."""
+    """Number of the batch."""
     shard: int
     seed: int
-    """Of the run."""
+    """Seed of the run."""
 
     def compute(self, purpose: str) -> object:
-        """Compute the function, as before a shard of a step: nothing earlier may show.
+        """Compute the function from the same state as a shard of a step, without earlier effects.
 
         Args:
-            purpose: what random numbers are for.
+            purpose: purpose of the random numbers.
         """
         replica, place = self.replica, (self.seed, self.number)
         payload = move(self.batch.shards[self.shard], replica.device)
@@ -334,30 +336,30 @@ class DataShard(NamedTuple):
             return self.function(replica.module, payload)
 
     def values(self, where: str) -> dict[str, Any]:
-        """Compute the function's values, and check that they have names.
+        """Compute the function's values, and check their names.
 
         Args:
-            where: names batch and shard in errors.
+            where: names of the batch and shard, for errors.
 
         Raises:
-            LossError: the function returned something other than a dict of values by name.
+            LossError: the function did not return a dict of values by name.
         """
         refusal = partial(LossError, f"{where}: {_GATHERED}")
         with gathering(Refusing(refusal, is_of_step=False)):
             values = self.compute("evaluate")
         if not isinstance(values, dict) or not values:
             raise LossError(
-                f"{where}: expected the function to return a dict of values by name, such as "
-                f'{{"loss": ..., "accuracy": ...}}, got {type(values).__name__}'
+                f"{where}: the function must return a dict of values by name, such as "
+                f'{{"loss": ..., "accuracy": ...}}, but got {type(values).__name__}'
             )
         for name in values:
             if not isinstance(name, str) or not name or "\n" in name:
-                raise LossError(f"{where}: expected names of one line for values, got {name!r}")
+                raise LossError(f"{where}: value names must be single lines, but got {name!r}")
         return values
 
 
 def _alike(found: Sequence[list[str]]) -> list[str]:
-    """Return the lines that all devices have alike; one with empty shards has none.
+    """Return the lines that all devices share; a device whose shards are empty has none.
 
     Raises:
         DisagreementError: two devices have different lines.
@@ -375,8 +377,8 @@ def predict(
     Args:
         engine: the devices of this process.
         function: the user's function.
-        batches: the data set's, each with this process's shards.
-        call: what all devices must have been given alike.
+        batches: batches of the data set, each with this process's shards.
+        call: arguments that must be the same on all devices.
 
     Raises:
         LossError: a value is neither a tensor with one row per sample nor a list with one tensor,
@@ -385,7 +387,7 @@ def predict(
     """
     context = engine.context
     own: list[Column] = []
-    # For each batch its shards' values, by shard and column, on the host.
+    # Values of each batch, by shard and column, on the host.
     rows: dict[int, dict[int, dict[Column, Rows]]] = defaultdict(dict)
 
     def add(shard: DataShard) -> None:
@@ -394,17 +396,17 @@ def predict(
         left = shard.batch.count_of(shard.shard).samples
         if left < samples:
             raise LossError(
-                f"{where}: collate returned {left} rows for {samples} samples: expected a row for "
-                f"each sample, as predictions are in the order of the data set and have one for "
-                f"each. Leave samples out of the data set instead, with torch.utils.data.Subset"
+                f"{where}: collate returned {left} rows for {samples} samples, but a prediction "
+                f"needs one row per sample, in the order of the data set. Remove samples from the "
+                f"data set instead, with torch.utils.data.Subset"
             )
         found: dict[Column, Rows] = {}
         for name, value in shard.values(where).items():
             found |= columns_of(name, value, samples, where)
         if own and own != [*found]:
             raise DisagreementError(
-                f"{where}: the function returned {[*found]}, and {own} before; expected the same "
-                f"names, dtypes and shapes for every shard"
+                f"{where}: the function must return the same names, dtypes and shapes for every "
+                f"shard, but returned {[*found]} after {own}"
             )
         own[:] = found
         rows[shard.number][shard.shard] = found
@@ -414,7 +416,7 @@ def predict(
     call.agree_on_end(engine, sum(sizes), last)
     given = dict.fromkeys(context.own, own)
     columns = _alike(context.exchange.transport.all_gather_values(given))
-    # Batch by batch: messages stay small, and each batch's own rows are freed once they are sent.
+    # Batch by batch: messages stay small, and each batch's own rows are freed after sending.
     parts: list[dict[Column, Rows]] = []
     for number in range(len(sizes)):
         parts += context.of_all_shards(rows.pop(number, {})).values()
@@ -425,18 +427,18 @@ _TAKEN_WITH = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def recompute_statistics(engine: Engine, batches: Iterable[ShardedBatch], call: DataCall) -> None:
-    """Give batch norms the statistics of a data set, on all devices; nothing without batch norms.
+    """Recompute batch norm statistics over a data set, on all devices; no-op without batch norms.
 
-    Layers that the model does not use, or keeps in evaluation mode, stay as they are.
+    Layers that the model does not use, or keeps in evaluation mode, do not change.
 
     Args:
-        engine: the devices of this process; its loss is what runs the model.
-        batches: the data set's, each with this process's shards.
-        call: what all devices must have been given alike.
+        engine: the devices of this process; its loss runs the model.
+        batches: batches of the data set, each with this process's shards.
+        call: arguments that must be the same on all devices.
 
     Raises:
-        DisagreementError: another device was given other data.
-        ValueError: a batch norm is one over the whole batch, which shards alone cannot compute.
+        DisagreementError: another device received other data.
+        ValueError: a batch norm is an `onefold.SyncBatchNorm`, which shards alone cannot compute.
     """
     first = engine.context.replicas[0]
     kept = _kept(first.module)
@@ -444,9 +446,9 @@ def recompute_statistics(engine: Engine, batches: Iterable[ShardedBatch], call: 
     for layer in layers:
         if isinstance(layer, SyncBatchNorm):
             raise ValueError(
-                "update_bn: the model has an onefold.SyncBatchNorm, whose variance over a whole "
-                "batch is not that of its shards: expected batch norms that normalize by the "
-                "shard. Open the block without update_bn: averaged statistics are there"
+                "update_bn does not support onefold.SyncBatchNorm, because the variance over a "
+                "whole batch is not that of its shards. Omit update_bn: the block shows averaged "
+                "statistics"
             )
     if not layers:
         return
@@ -464,14 +466,14 @@ def recompute_statistics(engine: Engine, batches: Iterable[ShardedBatch], call: 
 
 
 def _kept(module: torch.nn.Module) -> set[torch.nn.Module]:
-    """The batch norms that the script keeps in evaluation mode in a model that trains."""
+    """Return the batch norms that the script keeps in evaluation mode in a model that trains."""
     if not module.training:
         return set()
     return {m for m in module.modules() if isinstance(m, BatchNorm) and not m.training}
 
 
 def _layers(module: torch.nn.Module) -> list[Any]:
-    """The batch norms that keep statistics."""
+    """Return the batch norms that have running statistics."""
     return [
         layer
         for layer in module.modules()
@@ -482,7 +484,7 @@ def _layers(module: torch.nn.Module) -> list[Any]:
 
 @contextmanager
 def _beginning_anew(layers: Sequence[Any]) -> Iterator[None]:
-    """Have batch norms compute the plain mean of what they see, from nothing."""
+    """Reset batch norms, and let them compute the plain mean over their inputs."""
     before = [layer.momentum for layer in layers]
     try:
         for layer in layers:
@@ -501,10 +503,10 @@ def _sums(
     places: list[list[int]],
     kept: Iterable[torch.nn.Module],
 ) -> list[torch.Tensor]:
-    """Add up the statistics of all shards of all batches, which count alike.
+    """Add up the statistics of all shards of all batches, with equal weight per batch.
 
     Returns:
-        For each shard (k,) float64, layer by layer; nothing where there were no batches.
+        (k,) float64 for each shard, layer by layer; empty if there were no batches.
     """
     sums: dict[int, torch.Tensor] = {}
 
@@ -517,7 +519,7 @@ def _sums(
 
     with engine.gathered(call.step), engine.evaluating(training=True) as ctrl_c:
         for layer in kept:
-            layer.training = False  # put back with the modes of all others
+            layer.training = False  # restored with all other modes
         _, last = compute_shards(engine, engine.loss, batches, call, "update_bn", add, ctrl_c)
     found = engine.context.of_all_shards(sums)
     if last is None:
@@ -527,19 +529,19 @@ def _sums(
 
 
 def _read(replica: Replica, places: list[list[int]], weight: float) -> torch.Tensor:
-    """The statistics of one shard, weighted, and its counts: (k,) float64."""
+    """Return the weighted statistics of one shard, and its counts: (k,) float64."""
     views = replica.buffers.flat.views
     parts = []
     for mean, variance, counted in places:
         seen = views[counted].double().reshape(1)
-        # Where the layer did not run, what it began with must not count.
+        # If the layer did not run, its initial statistics must not count.
         share = weight * (seen > 0)
         parts += [views[mean].double() * share, views[variance].double() * share, share, seen]
     return torch.cat(parts)
 
 
 def _write(first: Replica, places: list[list[int]], sums: Sequence[torch.Tensor]) -> None:
-    """Write the means over all batches in which a layer ran to the first device's buffers."""
+    """Write the means over all batches that ran a layer to the first device's buffers."""
     total, most = fold_shards(sums, torch.add), fold_shards(sums, torch.maximum)
     views, start = first.buffers.flat.views, 0
     for mean, variance, counted in places:

@@ -1,24 +1,24 @@
-"""The block in which a script may change model and optimizer between steps: `Trainer.modifying`.
+"""The block that lets a script change model and optimizer between steps: `Trainer.modifying`.
 
-`Modifying` is about the model and the settings. `FullOptimizerState` brings the optimizer's state
-together, so that the script may change it in the block.
+`Modifying` handles the model and the settings. `FullOptimizerState` gathers the optimizer's state
+if the script may change it in the block.
 
 Note: a gradient inside the block
 ---------------------------------
-In the block, devices may differ: where processes have their parameters in common memory, all but
-the lead write to copies. A gradient has to be computed with the same values everywhere. So the
-block is closed for as long as that takes: the lead's values become everybody's, and afterwards
-everybody goes on from there, in new copies. What the script holds are the parameters themselves,
-which stay the same objects; the gradients in their ``.grad`` are each process's own, and stay too.
+In the block, devices may differ: if processes share the memory of their parameters, all but the
+lead write to copies. A gradient must be computed with the same values on all devices. So the block
+is closed during the computation: the lead's values are broadcast, and afterwards every device
+continues from them, in new copies. The parameters that the script holds stay the same objects; the
+gradients in their ``.grad`` belong to each process, and stay too.
 
-Note: whose state it is
------------------------
+Note: ownership of the state
+----------------------------
 A device keeps the state of the segments that it updates, under the tensors of these segments.
 Between steps the optimizers' own ``state`` is therefore another mapping,
-`onefold.update.optimizers.DividedState`. In a block that asks for it, all devices have the state of
-whole parameters there. When the block ends, the lead's is cut again, and each device takes that of
-its own segments. Where one device has all of it, in segments that are whole parameters, nothing is
-divided, and nothing of this is done.
+`onefold.update.optimizers.DividedState`. In a block that requests the state, this mapping holds the
+state of whole parameters, on all devices. When the block ends, the lead's state is cut again, and
+each device receives that of its own segments. If one device has all of the state, in segments that
+are whole parameters, none of this is necessary.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NO_READS = ("__deepcopy__", "__repr__", "dim", "size")
 
 
 class FullOptimizerState:
-    """The whole state of an optimizer, for the length of a block.
+    """The full state of an optimizer during a block.
 
     Args:
         engine: the devices of this process.
@@ -63,19 +63,20 @@ class FullOptimizerState:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._left: Mapping[Any, Any] | None = None
-        """What the script has left, if it is still to be handed out."""
+        """State that the script left in the block, if it is still to be distributed."""
         self.is_read = any(map(_has_methods, optimizers_in(self._update.optimizer).values()))
-        """Whether the optimizers have methods of their own, which may look at their state."""
+        """Whether the optimizers have their own methods, which may read their state."""
 
     @property
     def _update(self) -> PartitionedOptimizer:
         return self._engine.context.update
 
     def show(self) -> None:
-        """Have the script see the whole state on every device; called on all of them."""
+        """Show the script the full optimizer state on every device. Collective."""
         several = isinstance(self._update.optimizer, Optimizers)
-        # Several have theirs in one place, and each is to see its own. And a process that owns all
-        # of a small model has its state whole, but must meet the others, which have none.
+        # Several optimizers store their state in one place, but each must see its own. And a
+        # process that owns all of a small model has its whole state, but must join the collective
+        # for processes that have none.
         if self._update.is_undivided and not (self._engine.context.with_others or several):
             self._update.view.is_whole = True
             return
@@ -83,7 +84,7 @@ class FullOptimizerState:
         own: torch.Tensor | str
         try:
             own = packed(self._update.optimizer_states())
-        except TypeError as error:  # of a state that cannot be sent, all devices are to know
+        except TypeError as error:  # sent, so that all devices learn of it
             own = str(error)
         given = dict.fromkeys(context.own, None) | {context.first.number: own}
         found = context.exchange.transport.all_gather_values(given)
@@ -95,15 +96,15 @@ class FullOptimizerState:
         self._update.view.show(self._joined([s for each in memories for s in unpack(each)]))
 
     def hide(self) -> None:
-        """Have nobody see it any more, and keep what has become of it."""
+        """Hide the full state, and keep the script's changes to it."""
         self._update.adopt_assigned()
         self._left = self._update.view.hide(undivided=self._update.is_undivided)
         if not self._engine.context.with_others:
-            # Also where the block has failed, as parameters stay changed as well.
+            # Also if the block failed, because changes to parameters are kept as well.
             self.adopt_from_lead()
 
     def adopt_from_lead(self) -> None:
-        """Have owners take their part of the lead's; called on all devices."""
+        """Scatter the lead's optimizer state to its owners. Collective."""
         left, self._left = self._left, None
         if left is None:
             return
@@ -135,17 +136,17 @@ class FullOptimizerState:
 
 
 def _has_methods(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's class has methods that none of PyTorch's has."""
+    """Return whether an optimizer's class has methods that PyTorch's classes lack."""
     own = [each for each in type(optimizer).__mro__ if not each.__module__.startswith("torch.")]
     names = {name for kind in own for name, value in vars(kind).items() if callable(value)}
     return any(name not in _KNOWN and not name.startswith("_") for name in names)
 
 
 class _Reads(TorchFunctionMode):
-    """Refuses to compute with tensors that shards have left on modules.
+    """Rejects computation with tensors that shards left on modules.
 
     Args:
-        left: the tensors, and where they are.
+        left: the tensors, and their locations.
     """
 
     def __init__(self, left: Iterable[tuple[weakref.ref[torch.Tensor], str]]) -> None:
@@ -163,7 +164,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _is_in_forward() -> bool:
-    """Whether a module is called: what it has kept for itself (a table, a mask) it may read."""
+    """Return whether a module is being called: it may read its own tensors (a table, a mask)."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_name != "_call_impl":
         frame = frame.f_back
@@ -171,7 +172,7 @@ def _is_in_forward() -> bool:
 
 
 class Modifying:
-    """Lets the lead's process change parameters, buffers and settings for everybody.
+    """Lets the lead's process change parameters, buffers and settings for all devices.
 
     Args:
         engine: the devices of this process.
@@ -182,26 +183,27 @@ class Modifying:
         self._state = FullOptimizerState(engine)
         self._with_state = False
         self.blocks = 0
-        """How many blocks the script has opened so far."""
+        """Number of blocks that the script has opened so far."""
 
     @property
     def _private(self) -> bool:
-        """Whether this process must not write to the memory that its parameters lie in."""
+        """Whether this process must not write to the memory of its parameters."""
         context = self._engine.context
         return context.exchange.memory.is_common and not context.leads
 
     @property
     def number(self) -> int:
-        """Which block the script is in, counted from 1; 0 outside of any."""
+        """Number of the current block, from 1; 0 outside a block."""
         return self.blocks if self._engine.agreement.modifying else 0
 
     @contextmanager
     def block(self, step: int, *, state: bool | None = None) -> Iterator[None]:
-        """Open the block; when it ends, the lead's values are everybody's.
+        """Open the block; at its end, the lead's values are broadcast.
 
         Args:
-            step: the number of the next step.
-            state: whether the optimizer's state is there; None if its methods may want it.
+            step: number of the next step.
+            state: whether to show the optimizer's state; None to show it if its methods may read
+                it.
         """
         self._engine.agreement.refuse_inside(Call.CHANGING)
         self.blocks += 1
@@ -218,10 +220,10 @@ class Modifying:
 
     @contextmanager
     def closed(self, step: int) -> Iterator[None]:
-        """Close the block that the script is in for the length of this context; see the head.
+        """Close the script's current block during this context; see the note above.
 
         Args:
-            step: the number of the next step.
+            step: number of the next step.
         """
         if not self._engine.agreement.modifying:
             yield
@@ -231,7 +233,8 @@ class Modifying:
         try:
             yield
         except BaseException:
-            # The script may catch it, alone: then it still is in its block.
+            # The script may catch the exception on this device alone, and then is still in its
+            # block.
             self._engine.agreement.modifying = True
             raise
         self._open(step)
@@ -240,8 +243,8 @@ class Modifying:
         agreement, first = self._engine.agreement, self._engine.context.first
         named = first.parts.named.values()
         if self._private:
-            # What this process writes must not reach the common memory, so it gets copies; made
-            # before the devices meet, after which the lead may already be writing.
+            # This process gets copies, because its writes must not reach the shared memory. Copy
+            # before the devices meet, because afterwards the lead may already be writing.
             first.check_places()
             copies = [parameter.data.clone() for parameter in named]
         agreement.start_call(CallDigest(Call.CHANGING, step, arguments=int(self._with_state)))
@@ -256,7 +259,7 @@ class Modifying:
             self._reading.enter_context(_Reads(left.tensors))
 
     def _leave(self) -> None:
-        """Drop what this process has written to copies."""
+        """Drop this process's writes to copies."""
         self._reading.close()
         self._engine.agreement.modifying = False
         self._state.hide()
@@ -266,7 +269,7 @@ class Modifying:
                 first.attach()
 
     def _settle(self, step: int) -> None:
-        """Make the lead's values everybody's."""
+        """Broadcast the lead's values."""
         agreement, context = self._engine.agreement, self._engine.context
         first = context.first
         first.check_places()

@@ -1,4 +1,4 @@
-"""Brings the lead's first values to the owners of segments whose models have none, or others."""
+"""Distribution of the lead's initial values to owners whose models lack them, or round them."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def distribute_masters(
     assignment: Assignment,
     devices: Devices,
 ) -> None:
-    """Bring the exact values of segments to owners whose models hold rounded ones.
+    """Send the exact values of segments to owners whose models hold rounded ones.
 
     Called on all devices.
 
     Args:
-        start: this process's values, of which the lead's count.
-        update: has the segments of the trained parameters.
-        exchange: with all devices.
-        assignment: says who owns what.
-        devices: all of them.
+        start: this process's values; only the lead's are used.
+        update: the optimizer, with the segments of the trained parameters.
+        exchange: exchange with all devices.
+        assignment: assignment of segments to owners.
+        devices: all devices.
     """
     storage, trained = update.storage, start.trained
 
-    @lru_cache(maxsize=1)  # the segments of a parameter follow each other
+    @lru_cache(maxsize=1)  # segments of a parameter are consecutive
     def drawn(entry: int) -> torch.Tensor:
         return values_of_entry(trained[entry], storage.masters, entry)
 
@@ -59,21 +59,22 @@ def distribute_masters(
 def distribute_entries(
     start: Start, update: PartitionedOptimizer, exchange: Exchange, *, leads: bool
 ) -> None:
-    """Bring the lead's values to the owners of their segments; called on all devices.
+    """Send the lead's values to the owners of their segments; called on all devices.
 
-    One parameter goes to all devices at a time, so none has more than its own parts and that one.
+    Each parameter is broadcast separately, so a device never holds more than its own parts and one
+    parameter.
 
     Args:
-        start: this process's values, of which the lead's count.
-        update: has the segments of the trained parameters.
-        exchange: with all devices.
+        start: this process's values; only the lead's are used.
+        update: the optimizer, with the segments of the trained parameters.
+        exchange: exchange with all devices.
         leads: whether this is the lead's process.
     """
     memory, masters = exchange.memory, update.storage.masters
     device = next(iter(memory.trained.values())).device
 
     def shared(value: torch.Tensor | FirstValues, layout: Layout, number: int) -> torch.Tensor:
-        """(numel,) the lead's values of a parameter."""
+        """Return the lead's values of a parameter: (numel,)."""
         own = values_of_entry(value, layout, number).to(device) if leads else None
         values = _room(layout, number, device) if own is None else own
         memory.broadcast_tensor_from_lead(values)
@@ -91,7 +92,7 @@ def distribute_entries(
 
 
 def values_of_entry(value: torch.Tensor | FirstValues, layout: Layout, number: int) -> torch.Tensor:
-    """(numel,) first values of a parameter, in the storage order that it has in a layout."""
+    """Return the first values of a parameter, in the storage order of its layout: (numel,)."""
     entry = layout.entries[number]
     if isinstance(value, torch.Tensor):
         return storage_order(laid_out(value, entry.stride))
@@ -101,7 +102,7 @@ def values_of_entry(value: torch.Tensor | FirstValues, layout: Layout, number: i
 
 
 def _room(layout: Layout, number: int, device: torch.device) -> torch.Tensor:
-    """(numel,) for the values of a parameter."""
+    """Allocate memory for the values of a parameter: (numel,)."""
     dtype, numel = layout.dtype_of(number), layout.entries[number].numel
     if device.type == "cpu":
         return short_lived(numel * dtype.itemsize).view(dtype)

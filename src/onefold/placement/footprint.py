@@ -1,6 +1,6 @@
-"""Sizes of a model, from which placements estimate the memory of a device before a run.
+"""Sizes of a model, used by placements to estimate the memory of a device before a run.
 
-Activations and PyTorch itself come on top: their size is unknown before the first step.
+Activations and PyTorch itself are not included: their size is unknown before the first step.
 """
 
 from __future__ import annotations
@@ -53,45 +53,46 @@ class Footprint:
     parameters: int
     """Trained parameters."""
     other: int
-    """Buffers, and frozen parameters outside of stages."""
+    """Buffers, and frozen parameters outside stages."""
     gradients: int
     """One gradient for each trained parameter, in the dtype in which gradients are summed."""
     state: int
     """Optimizer state, including masters of parameters in low precision."""
     shards: int
-    """How many shards every batch is cut into."""
+    """Number of shards per batch."""
     stage_gradients: Sequence[int]
-    """The gradients of each stage, the part outside of all stages first."""
+    """Gradients of each stage, starting with the part outside all stages."""
     stage_values: Sequence[int]
-    """The parameters of each stage, trained and frozen, in the same order."""
+    """Trained and frozen parameters of each stage, in the same order."""
     scratch: int = 0
     """Temporary memory of the optimizer, on a device with separate memory."""
     frozen: int = 0
     """Frozen parameters in stages."""
     sent: int = 0
-    """The gradients of the largest stage that is sent during backward; 0 if none is."""
+    """Gradients of the largest stage that is sent during backward; 0 if none is."""
     uneven: frozenset[int] = frozenset()
-    """Device counts for which no partition of each stage is even."""
+    """Device counts for which the stages cannot be partitioned evenly."""
     frozen_stage: int = 0
-    """The largest number of bytes of frozen parameters in a stage."""
+    """Maximum bytes of frozen parameters in a stage."""
 
     @property
     def stage(self) -> int:
-        """The gradients of the largest stage."""
+        """Gradients of the largest stage."""
         return max(self.stage_gradients)
 
     def values(self, devices: int, *, together: bool) -> int:
-        """Parameters and buffers of a device that has all; ``together`` if devices share them."""
+        """Return the parameters and buffers of a device with all; ``together`` if devices share
+        them."""
         return (self.parameters + self.frozen + self.other) // (devices if together else 1)
 
     def levels(self, devices: int = 1) -> int:
-        """Levels of the tree of a device's shards, above its leaves."""
+        """Return the depth of the tree of a device's shards, without its leaves."""
         return (-(-self.shards // devices) - 1).bit_length()
 
     def in_transit(self, devices: int, *, begun: bool) -> int:
-        """Stages that devices without common memory exchange.
+        """Return the bytes of stages that devices without shared memory exchange.
 
-        A device needs no room for its own part of the two received gradients. In the first round
+        A device needs no memory for its own part of the two received gradients. In the first round
         (not ``begun``) there is no sum yet.
         """
         gradients = 7 * self.stage - (2 if begun else 5) * self.stage // devices
