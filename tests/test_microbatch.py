@@ -236,7 +236,7 @@ def test_what_a_run_that_goes_on_takes_over(
     saved.save(tmp_path)
     trainer = trainer_of(loss := Small(12), microbatch="auto", devices=2)
     if first is None:
-        with pytest.raises(CheckpointError, match="microbatch None, this run has auto"):
+        with pytest.raises(CheckpointError, match="microbatch None, but this run has auto"):
             trainer.load(tmp_path)
     trainer.load(tmp_path, allow_changed=changed)
     trainer.step(batches(1)[0])

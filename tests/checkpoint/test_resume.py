@@ -256,7 +256,11 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "shards": (2, "shards 4, but this run has 2", "bit-identical"),
     "clip_norm": (1.0, "clip_norm None, but this run has 1.0", "remaining steps differ"),
     "optimizer": (torch.optim.Adam, "optimizer SGD, but this run has Adam", "starts from scratch"),
-    "scheduler": (ExponentialLR, "scheduler None, but this run has ExponentialLR", "starts from scratch"),
+    "scheduler": (
+        ExponentialLR,
+        "scheduler None, but this run has ExponentialLR",
+        "starts from scratch",
+    ),
 }
 
 

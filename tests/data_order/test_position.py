@@ -226,12 +226,12 @@ DIGEST = "lengths of samples, as a digest"
 @for_each(
     ("body", "choices", "changed", "what"),
     [
-        (simple, {"samples": 11}, "dataset", "a data set of length 10, this run has 11"),
-        (simple, {"batch_size": 4}, "batch_size", "batch_size 3, this run has 4"),
-        (simple, {"drop_last": True}, "batch_size", "drop_last False, this run has True"),
-        (simple, {"shuffle": False}, "dataset", "shuffle True, this run has False"),
-        (simple, {"lengths": LENGTHS}, "dataset", f"{DIGEST} , this run has"),
-        (by_length, {}, "dataset", f"{DIGEST} [0-9a-f]{{16}}, this run has"),
+        (simple, {"samples": 11}, "dataset", "a data set of length 10, but this run has 11"),
+        (simple, {"batch_size": 4}, "batch_size", "batch_size 3, but this run has 4"),
+        (simple, {"drop_last": True}, "batch_size", "drop_last False, but this run has True"),
+        (simple, {"shuffle": False}, "dataset", "shuffle True, but this run has False"),
+        (simple, {"lengths": LENGTHS}, "dataset", f"{DIGEST} , but this run has"),
+        (by_length, {}, "dataset", f"{DIGEST} [0-9a-f]{{16}}, but this run has"),
         (by_length, {"lengths": LENGTHS[::-1]}, "dataset", f"{DIGEST} [0-9a-f]{{16}}, this"),
     ],
 )
@@ -258,9 +258,7 @@ def test_a_loader_with_another_number_is_refused_by_name() -> None:
         each["loader"] = 0
     script = Script(saved)
     script.loader()
-    words = (
-        "was saved with the order and random numbers of loader 0, this run has 1: .*allow_changed="
-    )
+    words = "was saved with the order and random numbers of loader 0, but this run has 1: .*allow_changed="
     with pytest.raises(CheckpointError, match=words):
         script.loader(samples=7, batch_size=2)
 
