@@ -258,7 +258,7 @@ def test_a_loader_with_another_number_is_refused_by_name() -> None:
         each["loader"] = 0
     script = Script(saved)
     script.loader()
-    words = "was saved with the order and random numbers of loader 0, but this run has 1: .*allow_changed="
+    words = "with the order and random numbers of loader 0, but this run has 1\\. .*allow_changed="
     with pytest.raises(CheckpointError, match=words):
         script.loader(samples=7, batch_size=2)
 

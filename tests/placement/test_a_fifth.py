@@ -90,7 +90,7 @@ def test_a_placement_is_a_type_and_a_row(monkeypatch: pytest.MonkeyPatch) -> Non
     assert simulate(trained, 1, placement="dict") == replicated
     spoiled = simulate(partial(trained, spoils=True), 1, placement="dict")
     assert spoiled == replicated, "what is in the dict counts"
-    with pytest.raises(ValueError, match=r", dict .one device, .*, got 'list'$"):
+    with pytest.raises(ValueError, match=r", dict .one device, .*, but got 'list'$"):
         RunOptions(placement="list")
-    with pytest.raises(ValueError, match=r"compiled code is not tried here\. Leave out compile"):
+    with pytest.raises(ValueError, match=r"compiled code is not tried here\. Omit compile"):
         RunOptions(placement="dict").check_combination(compile=True)

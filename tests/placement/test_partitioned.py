@@ -194,9 +194,24 @@ def with_a_write(make: type[nn.Module], call: str) -> None:
             "partition",
             r"^parameter layers\.1\.weight was written to .* in a buffer",
         ),
-        (Masked, "evaluate", "pipeline", r"layers\.1\.weight was written to while .* in a buffer"),
-        (Scaling, "evaluate", "partition", r"layers\.1\.weight was written to while"),
-        (Scaling, "predict", "pipeline", r"layers\.1\.weight was written to while"),
+        (
+            Masked,
+            "evaluate",
+            "pipeline",
+            r"layers\.1\.weight was written to during its computation .* in a buffer",
+        ),
+        (
+            Scaling,
+            "evaluate",
+            "partition",
+            r"layers\.1\.weight was written to during its computation",
+        ),
+        (
+            Scaling,
+            "predict",
+            "pipeline",
+            r"layers\.1\.weight was written to during its computation",
+        ),
     ],
 )
 def test_what_is_written_is_named(

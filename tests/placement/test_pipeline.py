@@ -187,38 +187,43 @@ class Refused(NamedTuple):
 
 REFUSED = {
     "values": Refused(
-        "computes __bool__ of what a stage", around(lambda _, x: x if bool(x.sum() > -1e9) else -x)
+        "computes __bool__ from the output of a stage",
+        around(lambda _, x: x if bool(x.sum() > -1e9) else -x),
     ),
-    "skip": Refused("uses something made before stage layers.. again after it", passing_by),
-    "writing": Refused("writes what a stage on another device gives into", around(writing_down)),
+    "skip": Refused(
+        "after stage layers.., the script uses in .* a value made before it", passing_by
+    ),
+    "writing": Refused("writes the output of a stage on another device into", around(writing_down)),
     "shapes": Refused(
         "tensor of shape .* there, and .* here",
         by(given=lambda _, x: (x if type(x) is torch.Tensor else x[:1],)),
     ),
-    "drawn": Refused("draws random numbers, and gives a number", drawing, layer=Thinning),
-    "kept": Refused("draws random numbers, and .* keeps one", layer=Thinning),
+    "drawn": Refused("draws random numbers, and returns a number", drawing, layer=Thinning),
+    "kept": Refused("draws random numbers, and .* stores one", layer=Thinning),
     "draws": Refused("random numbers between two stages", around(lambda _, x: x * torch.rand(()))),
-    "one by one": Refused("is called inside of torch.vmap", loss=one_by_one),
+    "one by one": Refused("is called inside torch.vmap", loss=one_by_one),
     "order": Refused("stage layers.1 is called after stage layers.2", by([0, 2, 1, 3, 4, 5])),
     "dropped": Refused(
-        r"stage layers.4 is called .*, where layers.2 was expected: .* must be called all the same",
+        r"stage layers.4 is called .*, but layers.2 should be called\. .* must still be called",
         by([0, 1, 4, 5]),
     ),
     "twice": Refused(
         "stage layers.0 is called after stage layers", loss=lambda m, b: far(m, b) + far(m, b + 1)
     ),
-    "left out": Refused("came to its end on device 1", by(range(4))),
-    "no early stop": Refused("would be computed once more", rerun()(in_order), stops_early=False),
+    "left out": Refused("the loss ended on device 1", by(range(4))),
+    "no early stop": Refused(
+        "would be recomputed on a device", rerun()(in_order), stops_early=False
+    ),
     "reentrant": Refused("use_reentrant=True", rerun(True)(in_order)),
     "other draws": Refused(
-        "once more with other random numbers",
+        "recomputes them with other random numbers",
         rerun(preserve_rng_state=False)(around(lambda _, x: F.dropout(x, 0.3))),
     ),
     "batch": Refused(
         "the loss changes its batch",
         with_the_batch,
         layer=Overwriting,
-        in_processes="that is not its own",
+        in_processes="that does not belong to it",
     ),
     "in place": Refused("the loss changes its batch", loss=normalizing, in_processes="-"),
     "mask": Refused("writes in place to a tensor of shape", with_a_mask, layer=Overwriting),
@@ -231,10 +236,12 @@ REFUSED = {
     ),
     "gather": Refused("the loss calls onefold.gather", loss=gathering),
     "terms": Refused(
-        "several terms with divisors of their own",
+        "several terms with separate denominators",
         loss=lambda m, b: onefold.Mean((x := m(b)).sum(), 9) + onefold.Sum(x.sum()),
     ),
-    "grad": Refused("the loss differentiates something itself", loss=differentiating),
+    "grad": Refused(
+        "the loss calls torch.autograd.grad or backward on a value", loss=differentiating
+    ),
 }
 
 

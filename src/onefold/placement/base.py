@@ -1,16 +1,16 @@
-"""Where parameters, gradients and optimizer state lie, and how a step computes with them.
+"""Placement of parameters, gradients and optimizer state, and how a step computes with them.
 
-`Placement` is what a run asks; ``--placement`` chooses one of its types. `ResidentParameters` is
-how parameters are reached where each device has all of them. `StepContext` is this process's part
-of a run: what each step, and each pass over data, computes with.
+`Placement` is the interface that a run uses; ``--placement`` selects an implementation.
+`ResidentParameters` gives access to parameters if each device has all of them. `StepContext` is
+this process's part of a run: the objects that each step, and each pass over data, computes with.
 
-Note: what differs between placements
--------------------------------------
-Agreement, losses, verdict, clipping, update, checkpoints and passes over data are the same for all.
-A placement decides how the model is cut before there is memory (`Placement.layout`), runs the
-shards of a step (`Placement.run_shards`), and brings parameters to whoever reads them. Gradients
-are added in the order of `onefold.core.fold` in each of them, so a placement never shows in the
-result.
+Note: differences between placements
+------------------------------------
+Agreement, losses, verdict, clipping, update, checkpoints and passes over data are the same in all
+placements. A placement decides how the model is cut before memory is allocated
+(`Placement.layout`), runs the shards of a step (`Placement.run_shards`), and gathers parameters for
+the code that reads them. Every placement adds gradients in the order of `onefold.core.fold`, so
+the placement never affects the result.
 """
 
 from __future__ import annotations
@@ -67,94 +67,93 @@ __all__ = [
 
 
 Function = Callable[[torch.nn.Module, Any], object]
-"""Takes the model and one shard."""
+"""Function of the model and one shard."""
 
 Done = Mapping[int, ShardResult]
-"""The results of shards that have run already, by number."""
+"""Results of shards that have already run, by number."""
 
 Estimates = Mapping[str, int | None]
 """Bytes of memory by the form of ``--placement``; None for too many devices."""
 
 Before = Callable[[Replica], AbstractContextManager[object]]
-"""Surrounds all shards of one device."""
+"""Context manager around all shards of one device."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementLayout:
-    """How a placement cuts a model, before there is memory for it."""
+    """The way a placement cuts a model, decided before memory is allocated."""
 
     modules: StageModules | None = None
-    """After which stages gradients are handed over; None if partial sums of all of them are."""
+    """Stages whose gradients are sent one stage at a time; None if partial sums of all are."""
     allocator: TensorAllocator = DEFAULT_ALLOCATOR
-    """Where the model lies on the host."""
+    """Allocator of the model's memory on the host."""
     early: StageModules | None = None
-    """After which stages of whole partial sums are sent while backward goes on, if the model is
-    large enough for that."""
+    """Stages whose partial sums are sent during backward, if the model is large enough for that."""
     mirrors: bool = False
-    """Whether each device then updates all parameters, if the optimizer allows for it."""
+    """Whether each device then updates all parameters, if the optimizer allows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What the shards of a step add up to."""
+    """Sums over the shards of a step."""
 
     segments: Sequence[torch.Tensor | None]
-    """The summed gradient of each segment that this process updates, shaped as the segment; None
-    where no shard gave one. Valid until parameters are published."""
+    """Summed gradient of each segment that this process updates, shaped like the segment; None if
+    no shard computed one. Valid until parameters are published."""
     gave: Sequence[int]
-    """For each trained parameter, the number of shards that gave it a gradient."""
+    """Number of shards that computed a gradient, for each trained parameter."""
     whole: Gradients | None = None
-    """The gradients of the whole batch as backward left them, if this process has them."""
+    """Gradients of the whole batch as backward left them, if this process has them."""
 
 
 class ResidentParameters:
-    """The parameters of a model of which each device has all, for the whole run.
+    """The parameters of a model if each device has all of them for the whole run.
 
-    Its methods surround what gathers parameters where devices have a part of them.
+    Subclasses gather parameters in these methods if devices keep only a part of them.
     """
 
     progress: LossProgress | None = None
-    """How far a device of a pipeline has come in the shard that it computes, if it does."""
+    """Progress of a pipeline's device in the current shard; None outside pipelines."""
 
     @property
     def partitioned(self) -> Sequence[torch.nn.Parameter]:
-        """Those that have no values here just now, as `Storage.partitioned_layout` numbers them."""
+        """Parameters without values at this moment, numbered as in `Storage.partitioned_layout`."""
         return ()
 
     def gathered(self, *, detect_writes: bool = False) -> AbstractContextManager[None]:
-        """A block in which this process has all parameters; called on all devices alike.
+        """Gather all parameters in this process for a block; called on all devices.
 
         Args:
-            detect_writes: whether to detect writes to trained parameters when the block ends.
+            detect_writes: whether to detect writes to trained parameters at the end of the block.
 
         Raises:
-            StateError: parameters were written to, which is not kept.
+            StateError: parameters were written to, and the writes would be lost.
         """
         return nullcontext()
 
     def forward(self, function: Function) -> AbstractContextManager[Function]:
-        """Surround forward passes without a backward, of which each device has as many as it has.
+        """Surround forward passes without backward; devices may run different numbers of them.
 
         Yields:
-            The function, which then gathers parameters while they are needed.
+            The function, which gathers parameters while they are needed.
         """
         return nullcontext(function)
 
     def stay_gathered(self) -> None:
-        """Have all parameters from here on; called on all devices alike."""
+        """Gather all parameters permanently; called on all devices."""
 
     def refuse_call(self, call: Call) -> None:
-        """Refuse a call of the trainer where other devices wait for other things.
+        """Raise an error if a trainer call is made while other devices serve gathers.
 
         Raises:
-            RuntimeError: it was made while a shard is computed whose parameters are gathered.
+            RuntimeError: a shard is being computed whose parameters are gathered.
         """
 
     def rounds(self, task: ShardTask) -> AbstractContextManager[ShardTask]:
         """Surround the shards of a step, in which all devices take part in rounds.
 
         Yields:
-            The task, which then gathers parameters while they are needed.
+            The task, which gathers parameters while they are needed.
         """
         return nullcontext(task)
 
@@ -169,23 +168,23 @@ class ResidentParameters:
     def read_stages(
         self, read: Callable[[Mapping[str, torch.Tensor]], Mapping[str, str]]
     ) -> dict[int, str]:
-        """Read all parameters of `partitioned`, each on one device; called on all devices together.
+        """Read all parameters of `partitioned`, each on one device; called on all devices.
 
         Args:
-            read: called with parameters by name; returns a line of text for each name.
+            read: function of parameters by name, which returns a line of text for each name.
 
         Returns:
-            The lines of all devices, by the parameter's number.
+            The lines of all devices, by parameter number.
         """
         return {}
 
 
 class Placement(ABC):
-    """Where parameters, gradients and optimizer state lie, and how a step computes with them.
+    """Placement of parameters, gradients and optimizer state, and how a step computes with them.
 
-    The methods are called in this order: `layout` and `check` before there is memory, `distribute`
-    and `start` once there is; then in each step `run_shards`, by `compute`, and `publish`. All
-    devices of a run call them alike.
+    Methods are called in this order: `layout` and `check` before memory is allocated, `distribute`
+    and `start` afterwards; then in each step `compute`, which calls `run_shards`, and `publish`.
+    All devices of a run make the same calls.
 
     Args:
         devices: all devices of the run.
@@ -195,12 +194,12 @@ class Placement(ABC):
     def __init__(self, devices: Devices, settings: Settings) -> None:
         self.devices, self.settings = devices, settings
         self.parameters: ResidentParameters = ResidentParameters()
-        """How parameters are reached; `start` may replace it."""
+        """Access to the parameters; `start` may replace it."""
         self.context: StepContext
 
     @classmethod
     def simplest(cls, devices: Devices, settings: Settings) -> type[Placement]:
-        """Return the type that does the same for these devices and settings with least work."""
+        """Return the simplest type that computes the same for these devices and settings."""
         return cls
 
     @classmethod
@@ -208,32 +207,32 @@ class Placement(ABC):
         """Estimate the memory of one device, before a run.
 
         Args:
-            sizes: of the model.
-            devices: how many there are.
-            together: whether they share memory, as CPU devices of a host do.
+            sizes: sizes of the model.
+            devices: number of devices.
+            together: whether devices share memory, as CPU devices of a host do.
 
         Returns:
-            Bytes, by the form of ``--placement``; None if it cannot use so many devices. A name
-            that ends in ``:file`` is for a file of all devices.
+            Bytes, by the form of ``--placement``; None if it cannot use this many devices. A name
+            that ends in ``:file`` gives the size of a file of all devices.
         """
         return {}
 
     def layout(
         self, parts: ModelParts, stages: Sequence[torch.nn.Module] | None
     ) -> PlacementLayout:
-        """Decide how a model is cut, before there is memory for it.
+        """Decide how to cut a model, before memory is allocated.
 
         Args:
             parts: the model.
-            stages: at which modules it may be cut; None to find that out.
+            stages: modules at which it may be cut; None to choose them automatically.
 
         Raises:
-            ValueError: the model or the settings do not go with this placement.
+            ValueError: this placement does not support the model or the settings.
         """
         return PlacementLayout()
 
     def check(self, storage: Storage) -> None:  # noqa: B027 (most models fit)
-        """Refuse a model that fits on no device, once its sizes are known.
+        """Check that a model fits on a device, once its sizes are known.
 
         Raises:
             ValueError: a part of it is larger than a device.
@@ -242,7 +241,7 @@ class Placement(ABC):
     def distribute(
         self, start: Start, update: PartitionedOptimizer, exchange: Exchange, assignment: Assignment
     ) -> None:
-        """Bring the lead's values to owners whose models have none, or rounded ones."""
+        """Send the lead's values to owners whose models lack them, or round them."""
         if exchange.memory.is_partitioned:
             entries = load("placement.distribute").distribute_entries
             entries(start, update, exchange, leads=self.devices.has_lead)
@@ -251,22 +250,21 @@ class Placement(ABC):
             masters(start, update, exchange, assignment, self.devices)
 
     def start(self, context: StepContext) -> None:
-        """Take over the run's memory, in which the model lies now."""
+        """Bind to the run's memory, which now contains the model."""
         self.context = context
 
     @abstractmethod
     def run_shards(self, task: ShardTask, done: Done, before: Before) -> Gradients | None:
-        """Compute this process's shards, and hand their gradients over.
+        """Compute this process's shards, and send their gradients.
 
         Args:
-            task: what all shards of the step have in common.
-            done: the results of shards that have run already; their gradients are added to in
-                place.
-            before: surrounds all shards of a device.
+            task: the task that all shards of the step share.
+            done: results of shards that have already run; their gradients are added to in place.
+            before: context manager around all shards of a device.
 
         Returns:
-            The gradients of the whole batch, if one shard is all and they are as backward left
-            them.
+            The gradients of the whole batch as backward left them, if there is only one shard;
+            otherwise None.
 
         Raises:
             LossError, GradientError, StateError: see `Replica.compute`.
@@ -274,14 +272,15 @@ class Placement(ABC):
         """
 
     def compute(self, task: ShardTask, done: Done, before: Before) -> StepTotals:
-        """Compute the shards of a step, and add up the gradients of what this process owns.
+        """Compute the shards of a step, and sum the gradients of the segments that this process
+        owns.
 
         Arguments and errors are those of `run_shards`.
         """
         context = self.context
         whole = self.run_shards(task, done, before)
         if not self.may_write(task.shards):
-            # Before `collect`: no process must update with what was computed of such parameters.
+            # Before `collect`, so that no process updates with results of such parameters.
             context.guard.refuse_writing(task.step, values=context.checks.run_checks)
         with context.timed("exchange", "collect"):
             context.exchange.collect(task.batch.shares)
@@ -289,26 +288,27 @@ class Placement(ABC):
         return StepTotals(segments, context.table.times_given(), whole)
 
     def publish(self) -> None:
-        """Have every device see the updated parameters; the memory of gradients is free again."""
+        """Publish the updated parameters to all devices and release the gradient memory."""
         self.context.exchange.publish_parameters()
 
     def may_write(self, shards: int) -> bool:
-        """Whether a loss may write to parameters, as in a plain loop: if one shard is all."""
-        # What is written to parameters that were gathered is lost.
+        """Return whether a loss may write to parameters: only with a single shard, as in a plain
+        loop."""
+        # Writes to gathered parameters are lost.
         return shards == 1 and not self.context.exchange.memory.is_partitioned
 
     def written(self) -> bool:
-        """Whether models see other values than owners keep, where both have memory of their own."""
+        """Return whether models see other values than owners keep, if both have separate memory."""
         update = self.context.update
         if not self.context.exchange.memory.is_partitioned or not update.is_whole:
             return False
         return update.shown_otherwise() is not None
 
     def leave(self, *, together: bool) -> None:
-        """Have this process keep all parameters, as far as there is room for them.
+        """Keep all parameters in this process, if memory allows.
 
         Args:
-            together: whether all devices call this, and may be waited for.
+            together: whether all devices call this, so that it may gather.
         """
         if together:
             self.parameters.stay_gathered()
@@ -335,14 +335,14 @@ def placement_of(devices: Devices, settings: Settings) -> Placement:
 
 
 class StepContext:
-    """The devices of this process, and what they have in common with all others of the run.
+    """The devices of this process, and the objects that they share with the whole run.
 
     Args:
         replicas: the model on each device of this process.
-        exchange: with all devices.
+        exchange: exchange with all devices.
         update: the optimizer on this process's partitions.
         settings: the settings of the run.
-        compilers: what has a part in the model and its losses.
+        compilers: compilers used in the model and its losses.
     """
 
     def __init__(
@@ -358,15 +358,15 @@ class StepContext:
         self.first = first = replicas[0]
         """The model on the first device of this process, which the script sees."""
         self.checks = CheckInterval()
-        """Decides in which steps costly checks run."""
+        """Decides which steps run costly checks."""
         self.guard = ValueGuard(first.parts.named, exchange.memory.resident(first.number))
-        """Remembers the parameters as the last call left them."""
+        """Values of the parameters after the last call, to detect changes."""
         self._others = replicas[1:]
         self._samples = [Samples([r.trained, r.other]) for r in self._others]
 
     @property
     def parts(self) -> ModelParts:
-        """The model, divided into what is trained and the rest."""
+        """The model's trained and other parts."""
         return self.first.parts
 
     @property
@@ -376,12 +376,12 @@ class StepContext:
 
     @property
     def table(self) -> ShardTable:
-        """What all shards of a step have returned beside their gradients."""
+        """Results of all shards of a step, except their gradients."""
         return self.exchange.table
 
     @property
     def own(self) -> list[int]:
-        """The numbers of this process's devices."""
+        """Numbers of this process's devices."""
         return [replica.number for replica in self.replicas]
 
     @property
@@ -396,7 +396,7 @@ class StepContext:
 
     @property
     def alone(self) -> bool:
-        """Whether there is only one device in the whole run."""
+        """Whether the run has only one device."""
         return self.devices == 1
 
     @property
@@ -406,7 +406,8 @@ class StepContext:
 
     @contextmanager
     def attached(self, replica: Replica) -> Iterator[None]:
-        """Have the module compute on one of this process's devices, and afterwards on the first."""
+        """Move the module to one of this process's devices, and afterwards back to the first
+        one."""
         if replica is not self.first:
             replica.attach()
         try:
@@ -419,7 +420,7 @@ class StepContext:
 
     @contextmanager
     def computing(self, *, run_checks: bool = True) -> Iterator[None]:
-        """Set the state in which models run; generators and kernels are put back afterwards."""
+        """Set up the state for running models; generators and kernels are restored on exit."""
         self.first.check_places()
         with (
             kept_generators(*(replica.device for replica in self.replicas)),
@@ -431,14 +432,14 @@ class StepContext:
             yield
 
     def undo(self, task: ShardTask) -> None:
-        """Restore the model as it was before a step that broke off; may be called at any time."""
+        """Restore the model from before an interrupted step; may be called at any time."""
         if self._others:
             self.first.attach()
         self.first.buffers.restore()
         self.first.put_back(task)
 
     def find_generators(self, *functions: object) -> None:
-        """Find the generators that functions and the model reach; each shard seeds them."""
+        """Find the generators that functions and the model can reach; each shard seeds them."""
         self._seed_by_shard(OwnGenerators(generators_in(*functions, self.module)))
 
     def _seed_by_shard(self, own: OwnGenerators) -> None:
@@ -446,13 +447,13 @@ class StepContext:
             replica.own_generators = own
 
     def keeping_generators(self) -> AbstractContextManager[None]:
-        """Put these generators back after a block."""
+        """Restore these generators after a block."""
         own = self.first.own_generators
         return own.kept() if own.all else nullcontext()
 
     @contextmanager
     def with_generators_of(self, *functions: object) -> Iterator[None]:
-        """Seed the generators of other functions than the losses in a block."""
+        """Seed the generators of other functions than the losses inside a block."""
         before = self.first.own_generators
         self.find_generators(*functions)
         try:
@@ -462,28 +463,29 @@ class StepContext:
             self._seed_by_shard(before)
 
     def timed(self, phase: Phase, label: str) -> AbstractContextManager[None]:
-        """A block of which the first device of this process notes how long it takes."""
+        """Measure the duration of a block on the first device of this process."""
         return self.first.watch.timed(phase, label)
 
     def of_all_shards(self, own: Mapping[int, Any]) -> dict[int, Any]:
-        """What all processes have of their shards, in the order of these; called on all devices.
+        """Gather values of all shards from all processes, by shard number; called on all devices.
 
         Args:
-            own: for shards of this process, by number, what `onefold.core.encoding` knows.
+            own: values of this process's shards, by number, of types that `onefold.core.encoding`
+                supports.
         """
         given = dict.fromkeys(self.own, ()) | {self.first.number: tuple(own.items())}
         found = chain.from_iterable(self.exchange.transport.all_gather_values(given))
         return dict(sorted(found, key=itemgetter(0)))
 
     def follow_first(self) -> None:
-        """Bring what the user did to the model since the last step to the other devices."""
-        # Buffers are few and change in most steps, so they are copied without looking; parameters
-        # were brought by the exchange, and are copied only if somebody has written to them since.
+        """Copy the user's changes to the model since the last step to the other devices."""
+        # Buffers are few and change in most steps, so copy them unconditionally. The exchange
+        # already published parameters, so copy them only if they were written to since.
         for replica in self._others:
             replica.buffers.begin_as(self.first.buffers)
         if self._others and (self.guard.changed() or self._differ()):
             self.copy_first()
-            # Or what the script has changed would count as changed by the shards that run next.
+            # Otherwise the script's changes would be attributed to the shards that run next.
             self.guard.note()
 
     def copy_first(self) -> None:
@@ -493,9 +495,9 @@ class StepContext:
             replica.other.copy_(self.first.other)
 
     def _differ(self) -> bool:
-        """Whether a device of this process has other values, as far as values are looked at."""
+        """Return whether a device of this process has other values, as far as they are sampled."""
         run_checks, first = self.checks.run_checks, self.guard.samples
-        # The guard keeps no values of a GPU, and cannot see what was changed there through .data.
+        # The guard keeps no values of a GPU, and cannot detect changes there through .data.
         if not (run_checks or first.on_host):
             return False
         here = first.add_up() if run_checks else first.read()

@@ -1,29 +1,29 @@
-"""Gathers the parameters of a stage on this device while they are needed, and frees them then.
+"""Gathers the parameters of a stage on this device while they are needed, and then frees them.
 
-`PrefetchOrder` remembers in which order stages were used, so that the next one is prefetched.
+`PrefetchOrder` records the order in which stages are used, to prefetch the next one.
 
-Note: what autograd saves
--------------------------
-Backward needs the parameters of a stage long after its forward pass. What autograd saves of them,
-and of views of them, is replaced by a note of where it lay in its stage. The stage is gathered once
-more when backward asks for it. Nothing enters the graph, so gradients are added in the order of a
-plain loop.
+Note: saved tensors
+-------------------
+Backward needs the parameters of a stage long after its forward pass. If autograd saves a parameter
+or a view of one, its location in the stage is saved instead, and the stage is gathered again when
+backward unpacks it. The graph does not change, so gradients are added in the order of a plain loop.
 
 Note: between uses
 ------------------
-A parameter that is partitioned has its shape, dtype and device, and no values. Whoever computes
-with it in a step, outside of its stage, has the stage gathered; outside of a step it is an error.
+A partitioned parameter has its shape, dtype and device, but no values. Reading it in a step,
+outside its stage, gathers the stage; outside a step it is an error.
 
 Note: prefetching
 -----------------
-While a stage is computed, the one that followed it the last time is gathered. If another one
-follows this time, that one is waited for, and what was prefetched in vain is dropped.
+While a stage is computed, the one that followed it the last time is prefetched. If another stage
+follows this time, that stage is gathered on demand, and the prefetched one is dropped.
 
 Note: PyTorch's fast paths
 --------------------------
-In evaluation PyTorch computes transformers in another way, with other bits, if no module of them
-has a hook and all parameters are of its own class, which partitioned ones are not. So hooks are
-global ones, which PyTorch does not count, and what it looks at is gathered before it does.
+In evaluation mode PyTorch computes transformers with a fast path, which has other bits, if their
+modules have no hooks and all parameters are plain ones, which partitioned parameters are not. So
+the hooks here are global, which PyTorch does not count, and the parameters that PyTorch inspects
+are gathered before it does.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ __all__ = ["PartitionedParameters"]
 
 
 _AT_HAND = 2
-"""Stages, besides the root, that are in use at one time in backward; one more is on its way."""
+"""Number of stages besides the root that are resident during backward; one more is in transit."""
 
 
 _WITH_ALL = (
-    "devices that do not keep all parameters (--placement) have them brought by such hooks, which "
-    "torch.func does not allow: use torch.autograd.grad, or call trainer.evaluate and "
+    "devices that do not keep all parameters (--placement) gather them with such hooks, which "
+    "torch.func does not allow. Use torch.autograd.grad, or call trainer.evaluate and "
     "trainer.predict in `with trainer.gathered():`"
 )
 
 
 class _Saved(NamedTuple):
-    """Where something that autograd keeps lay in a stage."""
+    """Location in a stage of a tensor that autograd saved."""
 
     stage: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Of its first element, counted in elements of its dtype."""
+    """Offset of its first element, in elements of its dtype."""
 
 
 class PartitionedParameters(ResidentParameters):
-    """The parameters of the model on a device that keeps its partition of them.
+    """The parameters of the model on a device that keeps only its partition of them.
 
     Args:
         context: this process's part of the run; its only device keeps a partition.
@@ -99,17 +99,17 @@ class PartitionedParameters(ResidentParameters):
         self._stages = self._buffers.layout.stages
         self._is_serving = self._is_pipeline = False
         self._resident: dict[int, torch.Tensor] = {}
-        """The memory of each stage that is here, the latest last."""
+        """Memory of each resident stage, the latest last."""
         self._stage_at: dict[int, int] = {}
-        """The stage of which the memory begins at an address."""
+        """Stage whose memory begins at an address."""
         self._reduction.exchange.serve(self._buffers.values_of)
         self._prefetched: dict[int, torch.Tensor] = {}
-        """The memory of the stage that is brought ahead of its use, if one is."""
+        """Memory of the prefetched stage, if any."""
         self._steps, self._passes = PrefetchOrder(), PrefetchOrder()
         self._order: PrefetchOrder | None = None
-        """Of the shard that is computed, if one is."""
+        """Order of the current shard; None outside shards."""
         self._done_forward: set[int] = set()
-        """Those of them whose forward pass is over."""
+        """Resident stages whose forward pass is over."""
         self._gathers = 0
         self._in_backward = self._run_checks = self._looks_at_trained = False
         self._shard()
@@ -121,10 +121,9 @@ class PartitionedParameters(ResidentParameters):
     def refuse_call(self, call: Call) -> None:
         if self._is_serving:
             raise RuntimeError(
-                f"{call.words} was called while a shard was computed, for which parameters are "
-                f"brought to each device (--placement): expected calls of the trainer between "
-                f"shards. trainer.evaluate and trainer.predict allow them in "
-                f"`with trainer.gathered():`"
+                f"{call.words} was called while a shard was computed, whose parameters are "
+                f"gathered (--placement). Call the trainer between shards. trainer.evaluate and "
+                f"trainer.predict allow calls in `with trainer.gathered():`"
             )
 
     @contextmanager
@@ -170,8 +169,8 @@ class PartitionedParameters(ResidentParameters):
                     error.add_note(_WITH_ALL)
                 raise
             finally:
-                # A model that writes when it is evaluated does so at once; to look costs as much as
-                # reading all that this device keeps.
+                # A model that writes to parameters in evaluation does so in the first call.
+                # Checking costs as much as reading all values that this device keeps.
                 self._looks_at_trained = False
 
         self._looks_at_trained = True
@@ -197,11 +196,11 @@ class PartitionedParameters(ResidentParameters):
         return {int(number): line for each in given for number, line in each.items()}
 
     def _visit(self, stages: Iterable[int], visit_stage: Callable[[Sequence[int]], None]) -> None:
-        """Gather one stage after the other, to be read; called on all devices together.
+        """Gather one stage after the other for reading; called on all devices.
 
         Args:
-            stages: those that this device reads, which may be others than another one's.
-            visit_stage: called while a stage is here, with the numbers of its parameters.
+            stages: stages that this device reads; other devices may read other ones.
+            visit_stage: called with the numbers of a stage's parameters while it is resident.
         """
         with self._serving():
             for stage in stages:
@@ -212,7 +211,7 @@ class PartitionedParameters(ResidentParameters):
 
     @contextmanager
     def _serving(self, *, detect_writes: bool = False) -> Iterator[None]:
-        """Surround what has parameters brought, while all devices answer each other.
+        """Surround code that gathers parameters, while all devices serve each other's requests.
 
         Args:
             detect_writes: whether to compare gathered parameters before they are freed.
@@ -241,7 +240,8 @@ class PartitionedParameters(ResidentParameters):
         self._is_pipeline = True
         try:
             with self._serving(detect_writes=run_checks):
-                # All devices together: the first one of each pipeline has some of it.
+                # On all devices together, because the first device of each pipeline has a part of
+                # the root.
                 self._gather(ROOT)
                 with self._reduction.exchange.in_pipeline():
                     for stage in own:
@@ -255,10 +255,10 @@ class PartitionedParameters(ResidentParameters):
         """Surround a forward pass and its backward.
 
         Args:
-            order: in which order stages are wanted.
+            order: record of the order in which stages are used.
 
         Yields:
-            What is to be called between the two.
+            A function to call between the two.
         """
         self._in_backward = False
         self._done_forward.clear()
@@ -283,7 +283,7 @@ class PartitionedParameters(ResidentParameters):
 
     def _begin_backward(self) -> None:
         self._in_backward = True
-        # The last one is the first that backward needs.
+        # Keep the last stage, because backward needs it first.
         self._done_forward.clear()
 
     def _before_forward(self, part: torch.nn.Module) -> None:
@@ -295,13 +295,13 @@ class PartitionedParameters(ResidentParameters):
             self._gather_used(looked_at)
 
     def _after_forward(self, part: torch.nn.Module) -> None:
-        # Layers that are computed once more in backward are needed right afterwards.
+        # A layer that backward recomputes is needed immediately afterwards.
         stage = self._stage_at_module.get(part)
         if stage is not None and not self._in_backward:
             self._done_forward.add(stage)
 
     def _gather(self, stage: int, together: Collection[int] = ()) -> torch.Tensor:
-        """Have a stage here, and let others go, but for those to be had together with it."""
+        """Gather a stage, and free stages no longer needed, except those in ``together``."""
         if stage in self._resident:
             self._done_forward.discard(stage)
             return self._resident[stage]
@@ -319,7 +319,7 @@ class PartitionedParameters(ResidentParameters):
         return buffer
 
     def _gathered(self, stage: int) -> torch.Tensor:
-        """The memory of a stage, with its parameters."""
+        """Return the memory of a stage, filled with its parameters."""
         buffer = self._buffers.own_buffer(stage)
         if buffer is not None:
             return buffer
@@ -332,7 +332,7 @@ class PartitionedParameters(ResidentParameters):
         return buffer
 
     def _prefetch(self, order: PrefetchOrder, stage: int) -> None:
-        """Have the stage brought that is likely to be the next one after this."""
+        """Prefetch the stage that will probably be used next."""
         if not self._reduction.exchange.prefetches:
             return
         following = order.after(stage, self._in_backward)
@@ -346,10 +346,10 @@ class PartitionedParameters(ResidentParameters):
         )
 
     def _gather_used(self, tensors: Sequence[torch.Tensor]) -> Replace | None:
-        """Bring what somebody is about to compute with, outside of its stage.
+        """Gather the stages of parameters that are about to be read outside their stage.
 
-        What a device of a pipeline computes before values have arrived is without values in any
-        case.
+        Before values arrive at a device of a pipeline, everything that it computes lacks values
+        anyway.
         """
         found = [(t, stage) for t in tensors if (stage := self._buffers.stage_of(t)) is not None]
         progress = self.progress
@@ -363,13 +363,13 @@ class PartitionedParameters(ResidentParameters):
         if not self._is_serving:
             raise ResidentError(
                 f"parameter {self._buffers.name_of(found[0][0])} was read on device "
-                f"{self._replica.number}, which has it only while it computes with it "
-                f"(--placement): read the model in `with trainer.gathered():`, change it in `with "
+                f"{self._replica.number}, which has its values only while computing with it "
+                f"(--placement). Read the model in `with trainer.gathered():`, change it in `with "
                 f"trainer.modifying():`, and save it with trainer.save, each on every device"
             )
         together = {stage for _, stage in found}
         for stage in sorted(together):
-            # None of them may make room for another.
+            # Pass ``together``, so that none of these stages is freed for another.
             self._gather(stage, together)
         return None
 
@@ -383,11 +383,12 @@ class PartitionedParameters(ResidentParameters):
         self._buffers.hide(self._stages.entries[stage])
 
     def _packed(self, tensor: torch.Tensor) -> object:
-        """Replace what lies in a stage by a note of where."""
+        """Replace a saved tensor in a stage by its location."""
         stage = self._stage_at.get(tensor.untyped_storage().data_ptr())
         if stage is None or stage == ROOT or tensor.is_conj() or tensor.is_neg():
-            # Without its graph, which PyTorch puts back: what an operation has made and keeps would
-            # keep the operation, and all before it, where no backward pass comes through there.
+            # Detached: PyTorch attaches the graph again when it unpacks. A saved result would
+            # otherwise keep its operation, and all before it, alive if backward never passes
+            # through it.
             return tensor.detach()
         return _Saved(
             stage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
@@ -402,7 +403,7 @@ class PartitionedParameters(ResidentParameters):
         return empty.set_(buffer.untyped_storage(), kept.offset, kept.shape, kept.stride)
 
     def _unshard(self) -> None:
-        """Have memory for all parameters, and the values of all owners in it."""
+        """Allocate memory for all parameters, and fill it with the values of all owners."""
         self._flat.get_back()
         self._update.show()
         self._memory.publish_parameters()
@@ -422,7 +423,7 @@ class PartitionedParameters(ResidentParameters):
 
 
 def _looked_at(part: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that PyTorch looks at before it chooses how to compute; see the head."""
+    """Return the parameters that PyTorch inspects to choose a fast path; see the note above."""
     if isinstance(part, torch.nn.TransformerEncoder):
         parts = [*part.layers[:1]]
     else:
@@ -431,18 +432,18 @@ def _looked_at(part: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 class PrefetchOrder:
-    """The order in which the stages were wanted that were not at hand."""
+    """The order in which stages that were not resident were requested."""
 
     def __init__(self) -> None:
         self._following: dict[tuple[int, bool], int] = {}
         self._last: tuple[int, bool] | None = None
 
     def start_shard(self) -> None:
-        """Begin a shard, with no stage at hand."""
+        """Start a shard, with no stage resident."""
         self._last = None
 
     def after(self, stage: int, in_backward: bool) -> int | None:
-        """Note that a stage is wanted now; say which one followed it last time, if one did."""
+        """Record a request for a stage; return the stage that followed it last time, if any."""
         if self._last is not None:
             self._following[self._last] = stage
         self._last = stage, in_backward

@@ -1,8 +1,8 @@
-"""Each device keeps a partition of the parameters, and hands gradients over stage by stage.
+"""Each device keeps a partition of the parameters, and sends gradients stage by stage.
 
-Where devices share no memory, the parameters of a stage are gathered while they are needed (see
-`onefold.placement.parameters`). Where they do, all parameters are in that memory, and gradients
-alone are partitioned. With `Offloaded` the model is stored on the host, in a file.
+If devices share no memory, the parameters of a stage are gathered while they are needed (see
+`onefold.placement.parameters`). If they do, all parameters are in the shared memory, and only
+gradients are partitioned. With `Offloaded` the model is stored on the host, in a file.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Partitioned(Placement):
     """Parameters, gradients and optimizer state are partitioned over all devices."""
 
     pipeline = 1
-    """How many devices compute a shard together."""
+    """Number of devices that compute a shard together."""
 
     @classmethod
     def simplest(cls, devices: Devices, settings: Settings) -> type[Placement]:
-        # One shard is added to nothing, so there is nothing to hand over stage by stage.
+        # A single shard is not summed with others, so sending stage by stage is unnecessary.
         return Replicated if cls is Partitioned and settings.shards == 1 else cls
 
     @classmethod
@@ -56,7 +56,7 @@ class Partitioned(Placement):
             sums = sizes.gradients * (1 + sizes.levels(devices))
             own = (sums + sizes.state) // devices + sizes.EXCHANGED * sizes.stage
             return {"partition": own + sizes.values(devices, together=True)}
-        # What is added up between the rounds, and stages on their way.
+        # Partial sums between the rounds, and stages in transit.
         ends = range(devices, sizes.shards, devices)
         summed = max((len(blocks_of(range(end), sizes.shards)) for end in ends), default=1)
         below = sizes.gradients * summed // devices + sizes.in_transit(devices, begun=bool(ends))
@@ -75,11 +75,11 @@ class Partitioned(Placement):
         return self.chosen
 
     def allocator(self) -> TensorAllocator:
-        """What the model lies in on the host."""
+        """Return the allocator of the model's host memory."""
         return DEFAULT_ALLOCATOR
 
     def shards_frozen(self, allocator: TensorAllocator) -> bool:
-        """Whether frozen parameters that lie in a stage are partitioned as well."""
+        """Return whether frozen parameters in stages are partitioned as well."""
         return not has_memory_in_common(self.devices)
 
     def check(self, storage: Storage) -> None:
@@ -87,12 +87,12 @@ class Partitioned(Placement):
         self._check(storage, held, "parameters and gradient")
 
     def _check(self, storage: Storage, held: Sequence[int], what: str) -> None:
-        """Refuse a stage that is larger than a device.
+        """Check that every stage fits on a device.
 
         Args:
-            storage: the sizes of the run.
-            held: for each stage, the bytes of its parameters that a device has at once.
-            what: names what is counted.
+            storage: sizes of the run.
+            held: bytes of each stage's parameters that a device holds at once.
+            what: name of the counted values.
         """
         assert storage.stages is not None
         needed = list(map(sum, zip(storage.stage_layout().stage_bytes, held, strict=True)))
@@ -101,10 +101,10 @@ class Partitioned(Placement):
         capacity = capacity_bytes(device)
         if needed[largest] > capacity:
             raise ValueError(
-                f"stage {storage.stages.names[largest]} is larger than a device: expected at most "
-                f"{capacity:,} bytes, which {device} has, got {needed[largest]:,} bytes of {what}. "
-                f"Cut it with Trainer(stages=[...]), or cut its largest layer into modules of "
-                f"their own: docs/do/large-models.md. `onefold plan` shows all stages"
+                f"stage {storage.stages.names[largest]} needs {needed[largest]:,} bytes of {what}, "
+                f"but {device} has only {capacity:,}. Split it with Trainer(stages=[...]), or "
+                f"split its largest layer into several modules: docs/do/large-models.md. `onefold "
+                f"plan` lists all stages"
             )
 
     def start(self, context: StepContext) -> None:
@@ -121,10 +121,11 @@ class Partitioned(Placement):
     def run_shards(self, task: ShardTask, done: Done, before: Before) -> Gradients | None:
         context, table, reduction = self.context, self.context.table, self._reduction
         batch = task.batch
-        # One shard of each device of this process in every round.
+        # Each round runs one shard on every device of this process.
         with self.parameters.rounds(task) as task:
             reduction.start_step(shard for shard, size in enumerate(batch.sizes) if not size)
-            # Compiled code gives all gradients at once, when it is done, and all stages with them.
+            # Compiled code computes all gradients at once, at its end, and cannot send stages
+            # early.
             task = replace(task, send=None if context.compilers.compiled else reduction.give)
             with ExitStack() as surrounding:
                 for replica in context.replicas:
@@ -151,17 +152,17 @@ class Partitioned(Placement):
 
 
 def _give_all(reduction: StageReduction, shard: int, result: ShardResult) -> None:
-    """Hand over the gradients of a shard that has kept them."""
+    """Send the gradients of a shard that has kept them."""
     for stage, numbers in reversed(list(enumerate(reduction.stages.entries))):
         gradients = [result.gradients[number] for number in numbers]
         reduction.give(GradientSend(shard, stage, True, gradients))
 
 
 class Offloaded(Partitioned):
-    """Parameters, gradients and optimizer state lie in a file of which memory holds what it can.
+    """Parameters, gradients and optimizer state are in a file, cached in memory as space allows.
 
-    A processor computes with what is in the file. A GPU has the parameters of a stage gathered from
-    there, as from another device, and the optimizer's state comes to it segment by segment.
+    A CPU computes directly with the values in the file. A GPU gathers the parameters of a stage
+    from the file, as from another device, and receives the optimizer state segment by segment.
     """
 
     @classmethod
@@ -169,7 +170,7 @@ class Offloaded(Partitioned):
         if together:
             held = sizes.EXCHANGED * sizes.stage
         else:
-            # What it sends of a stage it must have there, as well.
+            # The device also holds the part of a stage that it sends.
             sent = sizes.stage // devices if devices > 1 else 0
             held = sizes.other + sizes.in_transit(devices, begun=True) + sent
         sums = sizes.gradients * (1 + sizes.levels())
@@ -181,9 +182,9 @@ class Offloaded(Partitioned):
         kind = devices.all[devices.own[0]].type
         if kind != "cpu" and len(devices.own) > 1:
             raise ValueError(
-                f"expected one {kind} device in each process for placement=offload, got "
-                f"{len(devices.own)} of Trainer(devices=...): leave them out, and start the script "
-                f"by onefold run --devices"
+                f"placement=offload requires one {kind} device per process, but got "
+                f"{len(devices.own)} in Trainer(devices=...). Omit devices, and start the script "
+                f"with onefold run --devices"
             )
         return MmapAllocator.at(devices.context.options.offload_dir, apart=kind != "cpu")
 
@@ -194,10 +195,10 @@ class Offloaded(Partitioned):
         if self.chosen.allocator.apart:
             super().check(storage)
         else:
-            # Parameters stay in the file, so that the gradient alone must fit.
+            # Parameters stay in the file, so only the gradient must fit.
             self._check(storage, [0] * len(storage.stage_layout().stage_bytes), "gradient")
 
     def leave(self, *, together: bool) -> None:
-        # What is kept apart from a device has no room there as a whole.
+        # If the model is stored apart from the device, the device cannot hold all of it.
         if not self.chosen.allocator.apart:
             super().leave(together=together)

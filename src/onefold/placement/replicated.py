@@ -1,12 +1,13 @@
-"""Each device has all parameters, and adds up the gradients of its own shards.
+"""Each device has all parameters, and sums the gradients of its own shards.
 
 Note: the order of addition in blocks
 -------------------------------------
-A device's shards are a row of whole blocks of the fold's tree (see `onefold.core.fold`). Inside a
-block gradients are added as they come: the left half is finished and kept before the right half is
-begun, so a device holds at most one partial sum for each level of the tree, however many shards it
-runs. Two blocks of one device are never added here, although they are neighbors: they are not the
-halves of one node, or they would be one block. The owners of the partitions add each in its place.
+A device's shards are a sequence of whole blocks of the fold's tree (see `onefold.core.fold`).
+Inside a block, gradients are added as they are computed: the left half is finished and kept before
+the right half begins, so a device holds at most one partial sum per level of the tree, however many
+shards it runs. Two neighboring blocks of one device are never added here, because they are not the
+halves of one node: otherwise they would be one block. The owners of the partitions add each block
+at its place in the tree.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ def run_share(
 
     Args:
         replica: the model on the device.
-        task: what all shards of the step have in common.
-        exchange: with all devices.
-        done: the results of shards that have run already; their gradients are added to in place.
+        task: the task that all shards of the step share.
+        exchange: exchange with all devices.
+        done: results of shards that have already run; their gradients are added to in place.
         early: whether stages may be sent while backward runs.
 
     Returns:
@@ -60,12 +61,12 @@ def run_share(
     Raises:
         LossError: the loss function returned something that is not a loss.
         GradientError: a gradient is sparse, belongs to an inner backward, or is a tensor that a
-            hook has handed over twice.
+            hook returned twice.
     """
     device, table, watch = replica.number, exchange.table, replica.watch
     shares = task.batch.shares
-    # Only our own rows: the others' may be full of this step's results already. An empty shard
-    # records nothing, so that without this its row would still hold the step before.
+    # Only our own rows, because the rows of other devices may already contain results of this step.
+    # An empty shard records nothing, so its row would otherwise still hold the previous step.
     table.clear_rows(device, shares.shards_of(device))
     replica.start_step(task)
     exchange.memory.start_step(shares)
@@ -76,7 +77,7 @@ def run_share(
     for slot, gradients in enumerate(partial_sums(replica, task, record, done, whole)):
         start = watch.now()
         # From here until `publish_parameters` these tensors belong to the exchange, which adds to
-        # them in place. A single shard's are added to nothing, so that `GradientRules.norm`
+        # them in place. The gradients of a single shard are never added to, so `GradientRules.norm`
         # may still read them.
         exchange.memory.publish(device, slot, gradients)
         watch.note("exchange", "publish", start)
@@ -87,9 +88,9 @@ def run_share(
 
 
 def _may_send_early(replica: Replica, task: ShardTask, done: Done | None) -> bool:
-    """Whether a device may send its last block stage by stage, while its last shard runs backward.
+    """Return whether a device may send its last block by stages, during its last backward.
 
-    Not where the shard runs in microbatches, or beside others.
+    It may not if the shard runs in microbatches or in turns with other shards.
     """
     batch = task.batch
     shards = batch.shares.shards_of(replica.number)
@@ -107,7 +108,7 @@ def _send_early(
     """Compute a block, and send each stage of its sum as soon as it is complete."""
     assert replica.stages is not None
     entries, record = replica.stages.stages.entries, partial(exchange.table.record, replica.number)
-    # The leftmost first, as in `fold`, which takes what is added to it where it is sent from.
+    # The leftmost sum first, as in `fold`: later sums are added to it in its send buffer.
     found = partial_sums(replica, task, record, None, before_last(block))
     sums = [*map(partial(exchange.memory.hold, slot), islice(found, 1)), *found][::-1]
 
@@ -132,21 +133,22 @@ def partial_sums(
     """Compute a device's shards, and add up the gradients of each block.
 
     Args:
-        replica: has begun the step.
-        task: what all shards of the step have in common.
+        replica: the model on the device; it has started the step.
+        task: the task that all shards of the step share.
         record: called with the number and the result of each shard that has samples.
-        done: the results of shards that have run already.
-        blocks: only these of them; all if None.
+        done: results of shards that have already run.
+        blocks: blocks to compute; None for all of the device's blocks.
     """
 
     batch = task.batch
 
     def leaf(node: Block) -> Gradients | None:
         if node.stop - node.start > 1:
-            # Not a shard: `fold` then asks for its halves, the left one first.
+            # Not a shard: `fold` then requests its halves, the left one first.
             return None
         if node.start not in batch.shards:
-            # An empty shard stays in the tree and adds nothing: the tree depends on V alone.
+            # An empty shard stays in the tree and adds nothing, because the tree depends on V
+            # alone.
             return replica.nothing
         computed = (done or {}).get(node.start)
         result = computed or replica.compute(node.start, task)
@@ -160,7 +162,7 @@ def partial_sums(
 
 
 class Replicated(Placement):
-    """Each device has all parameters, and adds up the gradients of all of its shards."""
+    """Each device has all parameters, and sums the gradients of all of its shards."""
 
     @classmethod
     def estimate(cls, sizes: Footprint, devices: int, *, together: bool) -> Estimates:
@@ -168,8 +170,8 @@ class Replicated(Placement):
         for form, updating in (("replicate", devices), ("replicate:state", 1)):
             if not apart:
                 updating = devices
-                # What backward makes, and what is handed to others; then a sum for each level of
-                # the tree of a device's shards, or what the optimizer computes with.
+                # The gradients of backward, and those sent to owners; then a sum for each level of
+                # the tree of a device's shards, or the optimizer's temporary memory.
                 sums = sizes.gradients * (1 + (devices > 1))
                 scratch = 0 if together else sizes.scratch
                 sums += max(sizes.gradients * sizes.levels(devices), scratch)
@@ -192,26 +194,27 @@ class Replicated(Placement):
         context, gradients = self.context, Gradients()
         for replica in context.replicas:
             with context.attached(replica), before(replica):
-                # Compiled code knows no stages, and would be compiled once more with their hooks.
+                # Compiled code has no stages, and would be recompiled with their hooks.
                 early = not context.compilers.compiled
                 gradients = run_share(replica, task, context.exchange, done, early=early)
         return gradients if task.shards == 1 else None
 
 
 def _sums_apart(sizes: Footprint, devices: int, updating: int) -> int:
-    """Bytes of gradients if devices share no memory and so many update each parameter."""
+    """Return the bytes of gradients if devices share no memory; ``updating`` update each
+    parameter."""
     shares = Shares.even(shards=sizes.shards, devices=devices)
     blocks = [blocks_of(shares.shards_of(number), sizes.shards) for number in range(devices)]
     counts = [len(each) for each in blocks]
     largest = max(stop - start for each in blocks for start, stop in each)
-    # A partial sum for each block, and a partition of each of the others' partial sums, or all of
-    # these; then the sums below the largest, or what the optimizer computes with.
+    # A partial sum per block, and a partition of all partial sums of the other devices, or all of
+    # them; then the sums below the largest one, or the optimizer's temporary memory.
     held = sizes.gradients * max(counts)
     came = sizes.gradients * (sum(counts) - max(counts)) // updating
     levels = (largest - 1).bit_length()
     below = sizes.gradients * (levels + 1)
     if max(counts) == 1 and sizes.sent and (updating == 1 or devices not in sizes.uneven):
-        # Before the last shard, one sum has moved to where it is sent from.
+        # Before the last shard, one sum has moved to its send buffer.
         at_hand = max(sizes.gradients * min(levels, 1), sizes.RESIDENT * sizes.sent)
         below = sizes.gradients * max(levels - 1, 0) + at_hand
     return held + came + max(below, sizes.scratch // updating)

@@ -1,4 +1,4 @@
-"""The parameters that a device has only while it needs them: all trained ones, and frozen ones."""
+"""The parameters that a device has only temporarily: all trained and partitioned frozen ones."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["StageBuffers"]
 
 
 class StageBuffers:
-    """Parameters that come in memory for their stage, and are without values otherwise.
+    """Parameters whose values are in the memory of their stage, and absent otherwise.
 
-    They are numbered as `Storage.partitioned_layout` numbers them.
+    They are numbered as in `Storage.partitioned_layout`.
 
     Args:
         context: this process's part of the run; its only device keeps a partition.
@@ -35,7 +35,7 @@ class StageBuffers:
         self.layout: StageLayout = storage.partitioned_layout()
         self.parameters = [*parts.trained.values(), *parts.frozen.values()]
         self.trained = len(parts.trained)
-        """How many of them are trained; these are the first."""
+        """Number of trained parameters, which come first."""
         self._names = [*parts.trained, *parts.frozen]
         self._numbers = {id(parameter): n for n, parameter in enumerate(self.parameters)}
         self._segments = len(storage.segments)
@@ -46,39 +46,40 @@ class StageBuffers:
         ]
         self._elsewhere = AccessHook(used)
         self._places = [0] * len(self.parameters)
-        """Where each of them was shown last."""
+        """Address at which each parameter was last shown."""
         self._written: int | None = None
         self._sums: dict[int, dict[int, bytes]] = {}
-        """Of stages that this device keeps, the sums of their trained parameters, by number."""
+        """Checksums of trained parameters, by number, for stages that this device keeps."""
         self._own_buffers: dict[int, torch.Tensor | None] | None = None
-        """Of the stages that `own_buffer` is about; None until it is asked first."""
+        """Stages of `own_buffer`; None until its first call."""
 
     def stage_of(self, tensor: torch.Tensor) -> int | None:
-        """The stage of a parameter, if the tensor is one of these."""
+        """Return the stage of a parameter; None if the tensor is not one of these parameters."""
         number = self._numbers.get(id(tensor))
         return None if number is None else self.layout.stages.stage_of[number]
 
     def name_of(self, tensor: torch.Tensor) -> str:
-        """The name of one of them."""
+        """Return the name of one of these parameters."""
         return self._names[self._numbers[id(tensor)]]
 
     def values_of(self, number: int) -> torch.Tensor:
-        """(numel,) a segment that this device keeps, as models see it."""
+        """Return the values that models use of a segment that this device keeps: (numel,)."""
         if number < self._segments or self.frozen is None:
             return self._update.values_of(number)
         return self.frozen.part(number)
 
     def new_buffer(self, stage: int) -> torch.Tensor:
-        """(bytes,) uint8 memory for what this device does not keep as it is needed, of a stage."""
+        """Allocate (bytes,) uint8 for the part of a stage that this device does not keep in that
+        form."""
         nbytes = self.layout.stage_bytes[stage]
         if self.frozen is not None and self.frozen.has_all_of(stage):
             nbytes = self.frozen.bytes_before(stage)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def own_buffer(self, stage: int) -> torch.Tensor | None:
-        """The memory of a stage that this device of a pipeline keeps, of which nobody has a part.
+        """Return the memory of a stage that only this device of a pipeline keeps; None otherwise.
 
-        The very values that the optimizer updates lie there, so that there are none beside them.
+        It holds the very values that the optimizer updates, so that there is no second copy.
         """
         if self._own_buffers is None:
             self._own_buffers = dict.fromkeys(self._kept_stages())
@@ -92,7 +93,7 @@ class StageBuffers:
         return self._own_buffers.get(stage)
 
     def _kept_stages(self) -> list[int]:
-        # Where lines are side by side, the other devices of a column must hear of each stage.
+        # With several pipelines, the other devices of a column must also receive each stage.
         alone = self._update.storage.devices == self.layout.stages.pipeline
         if not (alone and self._update.in_place):
             return []
@@ -103,7 +104,7 @@ class StageBuffers:
         return [stage for stage, of in numbers if stage != ROOT and own.issuperset(of)]
 
     def show(self, stage: int, buffer: torch.Tensor) -> None:
-        """Have the parameters of a stage lie in memory for it."""
+        """Point the parameters of a stage to its memory."""
         for number in self.layout.stages.entries[stage]:
             self._elsewhere.show([self.parameters[number]])
             view = self._view(number, stage, buffer)
@@ -111,43 +112,43 @@ class StageBuffers:
             self._places[number] = view.data_ptr()
 
     def hide(self, numbers: Iterable[int]) -> None:
-        """Have parameters be without values."""
+        """Replace parameters with empty placeholders."""
         for number in numbers:
             self.parameters[number].data = self._placeholders[number]
             self._elsewhere.hide([self.parameters[number]])
 
     def hide_all(self) -> None:
-        """Have all be without values, and free the memory of the frozen ones."""
+        """Replace all parameters with placeholders, and free the memory of the frozen ones."""
         self.hide(range(len(self.parameters)))
         if self.frozen is not None:
             self.frozen.flat.let_go()
 
     def show_all(self) -> None:
-        """Have all be plain parameters again, the frozen ones in the memory for all of them."""
+        """Make all parameters plain again, with the frozen ones in the memory for all of them."""
         self._elsewhere.show(self.parameters)
         views = [] if self.frozen is None else self.frozen.flat.views
         for parameter, view in zip(self.parameters[self.trained :], views, strict=True):
             parameter.data = view
 
     def copy_frozen(self, numbers: Iterable[int]) -> None:
-        """Copy frozen ones, which are here, to the memory for all of them."""
+        """Copy resident frozen parameters to the memory for all of them."""
         for number in numbers:
             if number >= self.trained and self.frozen is not None:
                 view = self.frozen.flat.views[number - self.trained]
                 view.copy_(self.parameters[number].detach())
 
     def note(self, stage: int) -> None:
-        """Note the values of a stage that was just shown, for `refuse_foreign_writes`."""
+        """Record the values of a stage that was just shown, for `refuse_foreign_writes`."""
         if self.own_buffer(stage) is not None:
             self._sums[stage] = self._sums_of(stage)
 
     def refuse_foreign_writes(self, stage: int, buffer: torch.Tensor, *, trained: bool) -> None:
-        """Look, before a stage goes, whether somebody else has written to what is kept elsewhere.
+        """Detect writes to values that are kept elsewhere, before the stage is freed.
 
         Args:
-            stage: its number.
-            buffer: its memory.
-            trained: whether to look at trained parameters as well as at frozen ones.
+            stage: stage number.
+            buffer: memory of the stage.
+            trained: whether to check trained parameters in addition to frozen ones.
         """
         numbers = self.layout.stages.entries[stage]
         moved = (n for n in numbers if self.parameters[n].data_ptr() != self._places[n])
@@ -159,7 +160,7 @@ class StageBuffers:
         self._written = found if self._written is None else self._written
 
     def _trained_written(self, stage: int, buffer: torch.Tensor) -> int | None:
-        """Find a trained parameter that was written to, by what this device keeps of it."""
+        """Find a trained parameter that was written to, from the part that this device keeps."""
         if stage in self._sums:
             before, now = self._sums.pop(stage), self._sums_of(stage)
             return next((number for number in now if now[number] != before[number]), None)
@@ -175,11 +176,11 @@ class StageBuffers:
         return {n: sum_of(as_words(self.parameters[n].detach())) for n in numbers}
 
     def refuse_written(self) -> None:
-        """Refuse what was written where it is not kept.
+        """Raise an error for writes that would be lost.
 
         Raises:
-            StateError: `refuse_foreign_writes` found a parameter, or frozen ones differ where all
-            are here.
+            StateError: `refuse_foreign_writes` found a parameter, or frozen ones differ while all
+                are resident.
         """
         if self.frozen is not None and self.frozen.flat.is_there:
             self._written = self.frozen.written_in_flat()
@@ -188,28 +189,28 @@ class StageBuffers:
             trained = written < self.trained
             what = "a masked weight" if trained else "a momentum encoder"
             instead = (
-                "keep what changes with every batch in a buffer"
+                "keep values that change with every batch in a buffer"
                 if trained
                 else "use --placement replicate"
             )
             raise StateError(
-                f"parameter {self._names[written]} was written to while it was computed with "
-                f"({what} does so), and not where it is kept: other shards would not follow. "
-                f"Write to it between steps, in `with trainer.modifying():`, or {instead}"
+                f"parameter {self._names[written]} was written to during its computation ({what} "
+                f"does so), but not where its values are kept, so other shards would not see the "
+                f"change. Write to it between steps, in `with trainer.modifying():`, or {instead}"
             )
 
     def refuse_changed(self) -> None:
-        """Refuse what a script has written to trained parameters while all of them were here.
+        """Raise an error if the script wrote to trained parameters while all of them were resident.
 
         Raises:
-            StateError: one that this device keeps a part of has other values than that.
+            StateError: a parameter differs from the part of it that this device keeps.
         """
         found = self._update.shown_otherwise()
         if found is not None:
             raise StateError(
                 f"parameter {self._names[found.segment.entry]} was written to in `with "
-                f"trainer.gathered():`, in which the model is read: other devices would not "
-                f"follow. Change it in `with trainer.modifying():`"
+                f"trainer.gathered():`, which only allows reading: other devices would not see the "
+                f"change. Change it in `with trainer.modifying():`"
             )
 
     def _view(self, number: int, stage: int, buffer: torch.Tensor) -> torch.Tensor:
@@ -219,6 +220,6 @@ class StageBuffers:
 
 
 def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """() of a dtype, not a number where there is such a value."""
+    """Return a () placeholder of a dtype: NaN if the dtype has it, else 0."""
     unknown = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.tensor(unknown, device=device).to(dtype)

@@ -1,23 +1,23 @@
-"""Has a model begin and end in its midst, where a pipeline cuts it.
+"""Starts and ends a device's part of the model where a pipeline cuts it.
 
-Every device of a pipeline runs the script's loss. What the stages before its own give is without
-values (see `onefold.placement.pipeline.shape_stages`). When its first stage is called, what that is
-called with is replaced by what the device before has sent. When a stage of the next device is
-called, what that is called with is sent on, and the loss is left. So whatever lies between two
-stages is computed, by the device that has the first of them; what a script carries past a cut is
-refused, as are stages that come in another order.
+Every device of a pipeline runs the script's loss. Outputs of the stages before its own have no
+values (see `onefold.placement.pipeline.shape_stages`). When its first stage is called, the
+arguments are replaced by those that the previous device sent. When a stage of the next device is
+called, its arguments are sent, and the loss is interrupted. So code between two stages runs on the
+device of the first one. Values that a script carries past a cut raise an error, and so do stages
+that are called out of order.
 
 Note: backward hooks of a script
 --------------------------------
-PyTorch puts hooks of modules into the graph of what a module is called with and of what it gives.
-What is without values has no graph, so on a device that computes a stage in shape alone they are
-hidden; a module that more than one device has a part of cannot have any.
+PyTorch inserts module hooks into the graph of the module's inputs and outputs. Tensors without
+values have no graph, so hooks are hidden on devices that only infer the shapes of a stage. A module
+whose stages are on several devices cannot have backward hooks.
 
 Note: the state of a shard
 --------------------------
-On one device the random generators and the buffers of the model stand where the stages before have
-left them, in the forward pass and in backward. So they do in a pipeline: whoever goes on with a
-shard begins with the state in which the device before has stopped.
+On one device, a stage starts with the random generators and buffers that the previous stages left,
+in forward and in backward. A pipeline does the same: each device starts from the state in which the
+previous one stopped.
 """
 
 from __future__ import annotations
@@ -64,30 +64,30 @@ __all__ = [
 
 
 _OF_PYTORCH = {"_is_buffer", "_is_param"}
-"""Attributes that PyTorch itself gives to tensors."""
+"""Attributes that PyTorch itself sets on tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageOutputs:
-    """What a stage of the next device is called with."""
+    """Arguments of a stage on the next device."""
 
     stage: int
     tensors: Sequence[torch.Tensor]
-    """Those among its arguments, each once."""
+    """Tensors among the arguments, each once."""
     order: Sequence[int]
-    """Which of them is at which place, in the order of `tensors_of`."""
+    """Index into ``tensors`` at each position, in the order of `tensors_of`."""
     shared: Sequence[bool]
-    """Which of them have memory in common with others."""
+    """Whether each tensor shares memory with others."""
     words: Sequence[str]
-    """All arguments in words, see `onefold.placement.pipeline.shape_stages`."""
+    """Description of all arguments, see `onefold.placement.pipeline.shape_stages`."""
     with_gradient: Sequence[bool]
-    """Which of the tensors want a gradient."""
+    """Whether each tensor requires grad."""
 
 
 class StageHandover(BaseException):
-    """Ends a loss whose rest is another device's; never reaches a script."""
+    """Ends a loss that continues on another device; never reaches the script."""
 
-    # Not an Exception: a loss may well catch those.
+    # Not an Exception, because a loss may catch those.
 
     def __init__(self, outputs: StageOutputs) -> None:
         super().__init__()
@@ -96,23 +96,23 @@ class StageHandover(BaseException):
 
 @dataclass(slots=True)
 class StageInputs:
-    """What the device before has sent: what a stage is called with."""
+    """Message of the previous device: the arguments of a stage."""
 
     outputs: StageOutputs
-    """As it left the device before, with tensors that are here."""
+    """Outputs of the previous device, with tensors on this device."""
     state: ShardState
-    """The one in which they go on."""
+    """State in which the previous device stopped."""
     begun: ShardState | None
-    """The one in which the loss began, if it is not the one that a shard begins with."""
+    """State in which the loss began, if it is not the initial state of a shard."""
     entered: list[torch.Tensor] = field(default_factory=list)
-    """The tensors as the stage is called with them."""
+    """Tensors that the stage is called with."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What came back for each of them, after backward."""
+    """Gradients of these tensors after backward, by number."""
 
 
 @dataclass(slots=True)
 class PipelineContext:
-    """One shard, or a microbatch of one, on its way forth and back through a device."""
+    """A shard or microbatch, on its way through a device and back."""
 
     progress: LossProgress
     inputs: StageInputs | None
@@ -121,37 +121,37 @@ class PipelineContext:
     replica: Replica
     """The model on the device."""
     drawn: torch.Tensor | None = None
-    """The generators' state before the first stage of another device."""
+    """State of the generators before the first stage of another device."""
     noted: torch.Tensor | None = None
-    """Their state when values arrived."""
+    """State of the generators when values arrived."""
     early: Sequence[int] = ()
-    """The buffers that were changed before values arrived."""
+    """Buffers that changed before values arrived."""
     backward: ShardState | None = None
-    """The state in which backward begins."""
+    """State in which backward begins."""
     watched: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Tensors that must not be written to in place, and how often they have been as they came."""
+    """Tensors that must not be written to in place, with their numbers of writes on arrival."""
     outputs: Sequence[torch.Tensor] = ()
-    """What the next device was sent, with the graph that it comes from."""
+    """Tensors sent to the next device, attached to their graph."""
     part: Contribution | None = None
-    """The loss, on the last device."""
+    """Loss, on the last device."""
     values: ShardValues | None = None
-    """What the loss returned beside itself there."""
+    """Metrics that the loss returned, on the last device."""
     ended: ShardState | None = None
-    """The state after the loss, there."""
+    """State after the loss, on the last device."""
 
     @property
     def again(self) -> bool:
-        """Whether this is backward, in which layers may be computed once more."""
+        """Whether this is backward, in which layers may be recomputed."""
         return self.backward is not None
 
 
 class StageBoundary:
-    """Cuts a model for the device at one place of a pipeline.
+    """Cuts a model for the device at one position of a pipeline.
 
     Args:
         modules: the stages.
-        place: of the device, from 0.
-        parameters: has the parameters of the device's stages there.
+        place: position of the device, from 0.
+        parameters: the parameters of the device's stages.
     """
 
     def __init__(self, modules: StageModules, place: int, parameters: ResidentParameters) -> None:
@@ -169,11 +169,11 @@ class StageBoundary:
 
     @contextmanager
     def followed(self, context: PipelineContext) -> Iterator[None]:
-        """Surround a loss, or a backward, of one shard.
+        """Surround the forward pass, or the backward pass, of one shard.
 
         Raises:
             StageHandover: a stage of the next device is called.
-            PipelineError: the model cannot be computed by a pipeline.
+            PipelineError: a pipeline cannot compute the model.
         """
         with ExitStack() as put:
             self._parameters.progress = context.progress
@@ -194,7 +194,7 @@ class StageBoundary:
             yield
 
     def _put_hooks(self, context: PipelineContext, put: ExitStack) -> None:
-        """Hide the backward hooks that are not this device's, and refuse those of no device."""
+        """Hide backward hooks of other devices, and reject hooks that span several devices."""
         progress = context.progress
         for name, part in context.replica.module.named_modules():
             if not has_backward_hooks(part):
@@ -203,8 +203,8 @@ class StageBoundary:
             if len(places) > 1:
                 raise PipelineError(
                     f"{progress.where}: {name or 'the model'} has a backward hook, and stages on "
-                    f"several devices of a pipeline, none of which sees both ends of it: expected "
-                    f"backward hooks on stages, or on parts of them. Use --placement partition"
+                    f"several devices of a pipeline, so no device has both its inputs and outputs. "
+                    f"Put backward hooks on stages or parts of stages, or use --placement partition"
                 )
             if places and min(places) < self._place:
                 put.enter_context(hide_backward_hooks(part))
@@ -213,7 +213,7 @@ class StageBoundary:
                 put.callback(part.register_forward_pre_hook(check, with_kwargs=True).remove)
 
     def _before(self, stage: int, context: PipelineContext) -> Callable[..., Any]:
-        """What is called in the place of a stage of an earlier device."""
+        """Return the replacement of a stage of an earlier device."""
         forward = self._modules.modules[stage - 1].forward
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -223,7 +223,7 @@ class StageBoundary:
             if context.drawn is None and not context.again:
                 context.drawn = packed_generators(progress.device)
             result = self._shapes.given(stage, forward, (args, kwargs), progress)
-            # What it has left there arrives later, with all else.
+            # Changes that the stage makes to its buffers arrive later, with the shard's state.
             left = self._modules.modules[stage - 1].buffers()
             context.replica.buffers.replace(left, partial(ShapeTensor.apart, progress=progress))
             return result
@@ -233,23 +233,23 @@ class StageBoundary:
     def _own(
         self, stage: int, context: PipelineContext, _: torch.nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
-        """Have the values arrive if this is the stage that they were sent for."""
+        """Substitute the received inputs if they were sent for this stage."""
         progress, inputs = context.progress, context.inputs
         if inputs is None or progress.arrived:
             return None
         found = list(tensors_of((args, kwargs)))
         if context.again and not any(isinstance(tensor, ShapeTensor) for tensor in found):
-            return None  # a layer that is computed once more has its own arguments
+            return None  # a recomputed layer has its own arguments
         outputs = inputs.outputs
         if stage != outputs.stage:
             raise self._out_of_order(stage, progress, expected=outputs.stage)
         differing = unlike(outputs.words, call_in_words(args, kwargs))
         if differing is not None:
             raise PipelineError(
-                f"{progress.where}: stage {self._names[stage]} was called with something else on "
-                f"the device before than on this one: {differing[0]} there, and {differing[1]} "
-                f"here. The values of tensors are passed on; all else must be alike on all "
-                f"devices of a pipeline. Make it a tensor, or use --placement partition"
+                f"{progress.where}: the arguments of stage {self._names[stage]} differ between the "
+                f"previous device and this one: {differing[0]} there, and {differing[1]} here. A "
+                f"pipeline sends the values of tensors; all other arguments must be the same on "
+                f"all of its devices. Make it a tensor, or use --placement partition"
             )
         if context.again:
             self._redo(stage, context)
@@ -264,15 +264,15 @@ class StageBoundary:
     def _enter(
         self, context: PipelineContext, inputs: StageInputs, found: Sequence[torch.Tensor]
     ) -> None:
-        """Begin to compute with what has arrived."""
+        """Start to compute with the received inputs."""
         progress, replica, outputs = context.progress, context.replica, inputs.outputs
         context.noted = packed_generators(progress.device)
         if context.drawn is not None and not torch.equal(context.drawn, context.noted):
             raise PipelineError(
                 f"{progress.where}: the script draws random numbers between two stages of earlier "
-                f"devices, or before the first stage of this one; they would be others than on the "
-                f"device that has those stages. Draw them before the model is called or inside of "
-                f"a stage, or use --placement partition"
+                f"devices, or before the first stage of this one. They would differ from the "
+                f"numbers on the device of those stages. Draw them before calling the model or "
+                f"inside a stage, or use --placement partition"
             )
         replica.buffers.discard(ShapeTensor)
         context.early = replica.buffers.changed_numbers()
@@ -287,62 +287,63 @@ class StageBoundary:
         ]
 
     def _redo(self, stage: int, context: PipelineContext) -> None:
-        """Compute once more with what has arrived."""
+        """Recompute with the received inputs."""
         progress, buffers = context.progress, context.replica.buffers
         backward, inputs = context.backward, context.inputs
         assert inputs is not None
         assert backward is not None
         assert context.noted is not None
-        # What an earlier device computes once more would draw before this one and not after it.
+        # An earlier device would recompute, and draw, before this one and not after it.
         if progress.is_shaped and not torch.equal(
             context.noted, packed_generators(progress.device)
         ):
             raise PipelineError(
                 f"{progress.where}: torch.utils.checkpoint was called with stages of two devices, "
-                f"and computes them once more with other random numbers (those of Python and "
-                f"NumPy, or any with preserve_rng_state=False): a pipeline would draw them "
-                f"in another order. Call it with one stage at a time, or use --placement partition"
+                f"and recomputes them with other random numbers (those of Python and NumPy, or any "
+                f"with preserve_rng_state=False). A pipeline would draw them in another order. "
+                f"Call it with one stage at a time, or use --placement partition"
             )
-        # A checkpoint around this stage has noted where they stood before.
+        # A checkpoint around this stage has saved, and restored, the state from before values
+        # arrived.
         redo_generators(context.noted, inputs.state.generators, progress.device)
         buffers.discard(ShapeTensor)
         if backward.differing(buffers, context.early):
             raise PipelineError(
                 f"{progress.where}: the script changes a buffer of the model before stage "
-                f"{self._names[stage]}, and once more in backward (inside of "
-                f"torch.utils.checkpoint): a pipeline cannot follow that. Call checkpoint "
-                f"with one stage at a time, or use --placement partition"
+                f"{self._names[stage]}, and again in backward (inside torch.utils.checkpoint), "
+                f"which a pipeline does not support. Call checkpoint with one stage at a time, or "
+                f"use --placement partition"
             )
 
     def refuse_written(self, context: PipelineContext) -> None:
-        """Refuse what was written to in place where others look at it; after the forward pass.
+        """Check, after the forward pass, that no shared tensor was written to in place.
 
         Raises:
-            PipelineError: this is so.
+            PipelineError: one was.
         """
         for tensor, version in context.watched:
             if times_written(tensor) != version:
                 raise PipelineError(
-                    f"{context.progress.where}: a stage, or what follows it, writes in place to a "
-                    f"tensor of shape {tuple(tensor.shape)} that it was called with, and that "
-                    f"shares memory with the batch or with another tensor: a pipeline has "
-                    f"copies of it. Write to a clone (x = x.clone()), or use --placement partition"
+                    f"{context.progress.where}: a stage, or code after it, writes in place to an "
+                    f"argument of shape {tuple(tensor.shape)} that shares memory with the batch or "
+                    f"with another tensor, but a pipeline has copies of it. Write to a clone (x = "
+                    f"x.clone()), or use --placement partition"
                 )
 
     def _refuse_function(self, stage: int, progress: LossProgress) -> None:
         if is_in_function():
             raise PipelineError(
-                f"{progress.where}: stage {self._names[stage]} is called inside of "
+                f"{progress.where}: stage {self._names[stage]} is called inside "
                 f"torch.utils.checkpoint with use_reentrant=True (or another "
-                f"torch.autograd.Function), through which no gradient reaches other devices: use "
+                f"torch.autograd.Function), which passes no gradient to other devices. Use "
                 f"use_reentrant=False, or --placement partition"
             )
 
     def _refuse_grad(
         self, context: PipelineContext, outputs: Sequence[Any], inputs: Sequence[Any]
     ) -> None:
-        """Refuse a backward of the script that would have to go on on another device."""
-        # What they are used for lies on this device alone.
+        """Reject a backward call of the script that would have to continue on another device."""
+        # Gradients of this device's parameters do not need other devices.
         own = {
             id(p)
             for stage, place in enumerate(self._places)
@@ -354,22 +355,22 @@ class StageBoundary:
         ):
             return
         raise PipelineError(
-            f"{context.progress.where}: the loss differentiates something itself "
-            f"(torch.autograd.grad or backward) that comes from stages of other devices: a "
-            f"pipeline goes backward once, after the loss. Use --placement partition"
+            f"{context.progress.where}: the loss calls torch.autograd.grad or backward on a value "
+            f"that depends on stages of other devices, but a pipeline runs backward only once, "
+            f"after the loss. Use --placement partition"
         )
 
     def _after(
         self, stage: int, context: PipelineContext, _: torch.nn.Module, args: Any, kwargs: Any
     ) -> None:
-        """Leave the loss: the rest is the next device's."""
+        """Interrupt the loss, which continues on the next device."""
         progress = context.progress
         if context.again:
             raise PipelineError(
-                f"{progress.where}: stage {self._names[stage]} would be computed once more on a "
-                f"device that does not have it, as torch.utils.checkpoint was called with stages "
-                f"of two devices and without stopping early. Call it with one stage at a time, or "
-                f"use --placement partition"
+                f"{progress.where}: stage {self._names[stage]} would be recomputed on a device "
+                f"that does not have it, because torch.utils.checkpoint was called with stages of "
+                f"two devices and without early stopping. Call it with one stage at a time, or use "
+                f"--placement partition"
             )
         if context.inputs is not None and not progress.arrived:
             raise self._out_of_order(stage, progress, expected=context.inputs.outputs.stage)
@@ -381,15 +382,15 @@ class StageBoundary:
         found = list(tensors_of((args, kwargs)))
         if any(isinstance(tensor, ShapeTensor) for tensor in found):
             raise PipelineError(
-                f"{progress.where}: stage {self._names[stage]} is called with something made "
-                f"before stage {progress.arrived}: a pipeline passes on what each stage is called "
-                f"with, and nothing past it. Use --placement partition"
+                f"{progress.where}: stage {self._names[stage]} is called with a value made before "
+                f"stage {progress.arrived}, but a pipeline sends only the arguments of each stage. "
+                f"Use --placement partition"
             )
         if any(map(is_transformed, found)):
             raise PipelineError(
-                f"{progress.where}: stage {self._names[stage]} is called inside of torch.vmap or a "
-                f"function of torch.func, which a pipeline cannot cut. Call it with whole "
-                f"tensors, or use --placement partition"
+                f"{progress.where}: stage {self._names[stage]} is called inside torch.vmap or a "
+                f"function of torch.func, which a pipeline cannot cut. Call it with whole tensors, "
+                f"or use --placement partition"
             )
         tensors = list({id(tensor): tensor for tensor in found}.values())
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
@@ -401,7 +402,7 @@ class StageBoundary:
         raise StageHandover(StageOutputs(stage, tensors, order, shared, words, with_gradient))
 
     def _refuse_kind(self, stage: int, tensor: torch.Tensor, progress: LossProgress) -> None:
-        """Refuse what would be less on the next device than it is on this one."""
+        """Reject a tensor that would lose something on its way to the next device."""
         kind = type(tensor)
         if tensor.is_sparse or tensor.layout is not torch.strided or tensor.is_quantized:
             what = f"a tensor of layout {tensor.layout}"
@@ -412,33 +413,32 @@ class StageBoundary:
         else:
             return
         raise PipelineError(
-            f"{progress.where}: stage {self._names[stage]} is called with {what}: a pipeline "
-            f"passes on dense tensors, their values and nothing else of them. Give the stage what "
-            f"it needs as arguments of their own, or use --placement partition"
+            f"{progress.where}: stage {self._names[stage]} is called with {what}, but a pipeline "
+            f"sends only dense tensors and their values. Pass the other data to the stage as "
+            f"separate arguments, or use --placement partition"
         )
 
     def _out_of_order(
         self, stage: int, progress: LossProgress, expected: int | None = None
     ) -> PipelineError:
         after = f"after stage {progress.arrived}" if progress.arrived else "first"
-        wanted = "" if expected is None else f", where {self._names[expected]} was expected"
-        instead = "List them in the order of their calls (Trainer(stages=[...]))"
+        wanted = "" if expected is None else f", but {self._names[expected]} should be called"
+        instead = "List stages in the order of their calls (Trainer(stages=[...]))"
         if expected is not None and expected < stage:
             instead = (
-                "A layer that is left out in some shards must be called all the same, and give "
-                "back what it is called with; one that is called elsewhere is listed there "
-                "(Trainer(stages=[...]))"
+                "A layer that some shards skip must still be called, and return its input; list a "
+                "layer that is called elsewhere at that position (Trainer(stages=[...]))"
             )
         return PipelineError(
-            f"{progress.where}: stage {self._names[stage]} is called {after}{wanted}: a pipeline "
-            f"needs stages that follow each other as they are listed, each once. "
-            f"{instead}; or use --placement partition"
+            f"{progress.where}: stage {self._names[stage]} is called {after}{wanted}. A pipeline "
+            f"requires that each stage is called once, in the order of the list. {instead}, or use "
+            f"--placement partition"
         )
 
 
 @contextmanager
 def _called_instead(module: torch.nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Have something else called in the place of a module's own forward."""
+    """Replace a module's own forward temporarily."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = call
     try:
@@ -451,12 +451,12 @@ def _called_instead(module: torch.nn.Module, call: Callable[..., Any]) -> Iterat
 
 
 class _Entering(torch.autograd.Function):
-    """Where backward ends on this device: notes the gradient of what has arrived."""
+    """End of backward on this device: stores the gradient of a received tensor."""
 
     @staticmethod
     def forward(ctx: Any, handle: torch.Tensor, inputs: StageInputs, number: int) -> torch.Tensor:
         ctx.inputs, ctx.number = inputs, number
-        # Not an argument: what is returned may then be written to in place, as in a plain loop.
+        # Not an argument, so that the result may be written to in place, as in a plain loop.
         return inputs.outputs.tensors[number]
 
     @staticmethod
@@ -466,7 +466,7 @@ class _Entering(torch.autograd.Function):
 
 
 def _comes_from_before(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """Whether what has arrived lies between outputs and what they are differentiated by."""
+    """Return whether the graph between outputs and inputs contains a received tensor."""
     nodes = [_node_of(each) for each in outputs]
     seen = {None, *(_node_of(each) for each in inputs)}
     while nodes:
@@ -481,7 +481,7 @@ def _comes_from_before(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
 
 
 def _node_of(value: Any) -> Any:
-    """Where a tensor, or an edge of a graph, comes from; None for a leaf."""
+    """Return the graph node of a tensor, or of an edge; None for a leaf."""
     return value.grad_fn if isinstance(value, torch.Tensor) else value.node
 
 
@@ -499,26 +499,26 @@ def _refuse_shapes(
 ) -> None:
     if any(isinstance(tensor, ShapeTensor) for tensor in tensors_of((args, kwargs))):
         raise PipelineError(
-            f"{progress.where}: {name} has a backward hook and is no stage nor part of one, and is "
-            f"called with what a stage on another device gives: expected backward hooks on "
-            f"stages, or on parts of them. Name it as a stage (Trainer(stages=[...])), or use "
+            f"{progress.where}: {name} has a backward hook, is neither a stage nor part of one, "
+            f"and is called with the output of a stage on another device. Put backward hooks on "
+            f"stages or parts of stages, make it a stage (Trainer(stages=[...])), or use "
             f"--placement partition"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """Where the generators stand, and the buffers that are no longer as the step began."""
+    """State of the generators, and buffers that changed since the step began."""
 
     generators: torch.Tensor  # (n,) uint8
     indices: Sequence[int] = ()
     """Numbers of the changed buffers."""
     values: Sequence[torch.Tensor] = ()
-    """The buffers left by the shard, each (numel,)."""
+    """Values of the changed buffers, each (numel,)."""
 
     @classmethod
     def of(cls, replica: Replica) -> ShardState:
-        """Copy the state that a device is in.
+        """Copy the state of a device.
 
         Raises:
             StateError: a buffer has been resized, or is new.
@@ -532,21 +532,21 @@ class ShardState:
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """What another device makes it of, as `onefold.core.encoding` knows it."""
+        """Fields of the state, of types that `onefold.core.encoding` supports."""
         return self.generators, list(self.indices), list(self.values)
 
     def put(self, replica: Replica, shard: int) -> None:
-        """Have a device go on in this state, whatever it has changed itself."""
+        """Set a device to this state, whatever it has changed itself."""
         put_generators(self.generators, replica.device)
         buffers = replica.buffers
-        # What a stage of another device gives may have taken their places.
+        # Outputs of a stage of another device may have replaced buffers.
         buffers.discard(ShapeTensor)
         buffers.restore(shard)
         for number, values in zip(self.indices, self.values, strict=True):
             storage_order(buffers.flat.views[number]).copy_(values)
 
     def differing(self, buffers: BufferSet, numbers: Sequence[int]) -> bool:
-        """Whether some of these buffers have other values by now."""
+        """Return whether some of these buffers have other values now."""
         here = dict(zip(self.indices, self.values, strict=True))
         views = {number: storage_order(buffers.flat.views[number]) for number in numbers}
         return any(

@@ -1,4 +1,4 @@
-"""Each device keeps some stages of the model, and shards go from device to device."""
+"""Each device keeps some stages of the model, and shards pass from device to device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger("onefold")
 
 
 class Pipelined(Partitioned):
-    """The stages of the model are divided among the devices of a pipeline, or of several."""
+    """The stages of the model are divided among the devices of one or several pipelines."""
 
     def __init__(self, devices: Devices, settings: Settings) -> None:
         super().__init__(devices, settings)
@@ -37,7 +37,7 @@ class Pipelined(Partitioned):
 
     @classmethod
     def simplest(cls, devices: Devices, settings: Settings) -> type[Placement]:
-        # A pipeline of one device computes all stages by itself.
+        # A pipeline of one device computes all stages itself.
         alone = devices.context.options.pipeline_of(len(devices.all)) == 1
         return Partitioned.simplest(devices, settings) if alone else cls
 
@@ -69,7 +69,7 @@ class Pipelined(Partitioned):
     def run_shards(self, task: ShardTask, done: Done, before: Before) -> Gradients | None:
         context, batch, reduction = self.context, task.batch, self._reduction
         exchange = context.exchange
-        exchange.transport.forget_messages()  # of a step that failed, and was survived
+        exchange.transport.forget_messages()  # of an earlier step that failed
         reduction.start_step(shard for shard, size in enumerate(batch.sizes) if not size)
         workers = []
         for replica, boundary in zip(context.replicas, self._boundaries, strict=True):
@@ -89,28 +89,26 @@ class Pipelined(Partitioned):
 
 
 def _check_code(modules: StageModules, *, compiled: bool) -> None:
-    """Refuse code that cannot be left in its midst.
+    """Check that no code is compiled that a pipeline has to interrupt.
 
     Raises:
-        ValueError: ``torch.compile`` has a part in the model or its loss, or ``torch.jit`` in one
-            of its stages.
+        ValueError: ``torch.compile`` is used in the model or its loss, or ``torch.jit`` in a stage.
     """
     if compiled:
         raise ValueError(
-            "expected a model that is not compiled with --placement pipeline, which leaves the "
-            "loss in its midst: leave out torch.compile and compile=True, or use --placement "
-            "partition"
+            "--placement pipeline does not support compiled models, because it interrupts the "
+            "loss. Omit torch.compile and compile=True, or use --placement partition"
         )
     for name, module in zip(modules.stages.names[ROOT + 1 :], modules.modules, strict=True):
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"expected stages that Python calls with --placement pipeline, got {name}, which "
-                f"torch.jit has compiled: leave out torch.jit, or use --placement partition"
+                f"--placement pipeline requires stages that Python calls, but torch.jit has "
+                f"compiled {name}. Omit torch.jit, or use --placement partition"
             )
 
 
 def _tell(stages: Stages, pipelines: int, shards: int) -> None:
-    """Say which device has which stages, and what lines cost."""
+    """Log the stages of each device, and the idle time of pipelines."""
     parts = []
     for place in range(stages.pipeline):
         own = [n for n, at in zip(stages.names, stages.places, strict=True) if at == place]
@@ -118,8 +116,8 @@ def _tell(stages: Stages, pipelines: int, shards: int) -> None:
         parts.append(named[0] if len(named) == 1 else f"{named[0]} to {named[-1]}")
     most = -(-shards // pipelines)
     _log.warning(
-        "%s of %d devices: %s. With %d shard%s%s a step takes %.0f %% longer than the work of one "
-        "device, waiting for others: more shards wait less",
+        "%s of %d devices: %s. With %d shard%s%s, a step takes %.0f %% longer than the work of "
+        "one device, because devices wait for each other. With more shards they wait less",
         "a pipeline" if pipelines == 1 else f"{pipelines} pipelines side by side, each",
         stages.pipeline,
         " | ".join(parts),

@@ -1,29 +1,31 @@
-"""Computes stages of other devices in shape alone, where a device comes past them.
+"""Shape inference for stages of other devices, when a device passes them.
 
-A device in the middle of a pipeline runs the script's loss from its beginning, as all the others
-do. What the stages before its own would give is without values there: it is computed with in shape
-alone, until the device comes to its first stage, where values arrive (see
-`onefold.placement.pipeline.boundary`). Whatever is made of something without values is without
-values as well, and what is made of the batch is not.
+A device in the middle of a pipeline runs the script's loss from its beginning, as every device
+does. It has no values for the outputs of stages before its own. It computes with their shapes until
+its first stage, where values arrive (see `onefold.placement.pipeline.boundary`). Results computed
+from tensors without values have no values either; results computed from the batch alone do.
 
-PyTorch's own fake tensors know the shape, strides, dtype and device of a result, under autocast as
-well. `ShapeTensor` is one that knows how far the loss has come. `ShapeStages` has the stages.
+PyTorch's fake tensors infer the shape, strides, dtype and device of a result, also under autocast.
+`ShapeTensor` is a fake tensor that knows the progress of the loss. `ShapeStages` handles the
+stages.
 
 Note: no graph
 --------------
-Results want a gradient where they would, but come from nowhere: a graph would have what layers with
-checkpoints note of a stage, one time or another, as a stage is not computed whenever it is passed.
+Results require grad as they would with values, but have no graph. A graph would contain what
+checkpointed layers save of a stage, in some shards and not in others, because a stage is not
+computed every time it is passed.
 
-Note: what is remembered
+Note: cached results
 ------------------------
-Most stages give the same shapes whenever they are called alike, so they need not be computed again.
-Those that leave something behind, in their arguments or in attributes of their modules, are.
+Most stages return the same shapes whenever they are called in the same way, so their results are
+cached. Stages with side effects, on their arguments or on attributes of their modules, are computed
+every time.
 
-Note: arguments in words
+Note: descriptions of arguments
 ------------------------
-Tensors travel. All else that a stage is called with (numbers, text, containers) each device makes
-for itself, as it runs the loss; it must be the same as on the device before, which says in words
-what it was there.
+Tensors are sent. Each device makes all other arguments of a stage (numbers, strings, containers)
+itself, when it runs the loss. They must be the same as on the previous device, which sends a
+description of its arguments.
 """
 
 from __future__ import annotations
@@ -72,53 +74,53 @@ __all__ = [
 
 _META = torch.device("meta")
 MOST_KEPT = 20_000
-"""Operations of which PyTorch remembers the form of the result; one takes about 1 kB."""
+"""Maximum number of operations whose result shapes PyTorch caches; each takes about 1 kB."""
 
 
 @cache
 def _mode() -> FakeTensorMode:
-    """What computes in shape alone; one for all, as tensors of several do not go together."""
-    # A kernel that must be run to know the shape would be run with other values.
+    """Return the one mode that computes shapes; fake tensors of several modes do not mix."""
+    # A kernel that must run to find the shape would run on arbitrary values.
     return FakeTensorMode(allow_fallback_kernels=False)
 
 
 @dataclass(slots=True)
 class LossProgress:
-    """How far a device has come in the loss of a shard."""
+    """Progress of a device in the loss of a shard."""
 
     where: str
     """Step and shard, for errors."""
     device: torch.device
     arrived: str = ""
-    """The stage at which values have arrived; empty while what came before is without values."""
+    """Stage at which values have arrived; empty as long as results lack values."""
     is_shaped: bool = False
-    """Whether something was computed in shape alone."""
+    """Whether a shape without values was computed."""
     inside: str = ""
-    """The stage that is computed in shape alone just now, if one is."""
+    """Stage whose shapes are being computed; empty if none."""
 
     _stands: dict[int, _ShapeValue] = field(default_factory=dict)
-    """For tensors with values that something without values is made of, by their id."""
+    """Stand-ins of tensors with values, used in results without values, by the tensor's id."""
 
     def __post_init__(self) -> None:
-        # PyTorch would remember them for good, and shards come in many sizes.
+        # PyTorch would cache shapes forever, and shards come in many sizes.
         if FakeTensorMode.cache_info().size > MOST_KEPT:
             FakeTensorMode.cache_clear()
 
     def stand_in(self, tensor: torch.Tensor) -> ShapeTensor:
-        """What is computed with in the place of a tensor with values."""
+        """Return a stand-in without values for a tensor with values."""
         known = self._stands.get(id(tensor))
         if known is None or not known.fits():
             known = self._stands[id(tensor)] = _ShapeValue(tensor, on_meta(tensor))
         return ShapeTensor.on(tensor.device, known.meta, self)
 
     def has_values(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor, or one that it is a view of, has values on this device as well."""
+        """Return whether a tensor, or the tensor that it is a view of, also has values here."""
         if not isinstance(tensor, ShapeTensor):
             return True
         return any(in_common([tensor], [stand.meta for stand in self._stands.values()]))
 
     def written(self) -> list[torch.Tensor]:
-        """The tensors with values that were, since the last call, to be written to in place."""
+        """Return the tensors whose stand-ins were written to in place since the last call."""
         found = []
         for stand in self._stands.values():
             times = times_written(stand.meta)
@@ -130,12 +132,12 @@ class LossProgress:
 
 @dataclass(slots=True)
 class _ShapeValue:
-    """What is computed with in the place of a tensor with values."""
+    """Stand-in for a tensor with values."""
 
     tensor: torch.Tensor
     meta: torch.Tensor
     times: int = 0
-    """How often it was written to, as far as has been seen."""
+    """Number of detected writes to it."""
 
     def fits(self) -> bool:
         form = self.meta.shape, self.meta.requires_grad
@@ -143,20 +145,20 @@ class _ShapeValue:
 
 
 class ShapeTensor(FakeTensor):
-    """What a stage on another device would give."""
+    """Output of a stage on another device, without values."""
 
     progress: LossProgress
 
     @classmethod
     def on(cls, device: torch.device, meta: torch.Tensor, progress: LossProgress) -> ShapeTensor:
-        """Make one of a tensor on the meta device: a view of it that hides that."""
+        """Make one from a tensor on the meta device, as a view that reports ``device``."""
         made = cls(_mode(), meta, device)
         made.progress = progress
         return made
 
     @classmethod
     def apart(cls, tensor: torch.Tensor, progress: LossProgress) -> ShapeTensor:
-        """Make one that is shaped as this tensor and has no memory in common with it."""
+        """Make one with the shape of this tensor, and separate memory."""
         return cls.on(tensor.device, on_meta(tensor), progress)
 
     @classmethod
@@ -184,7 +186,7 @@ class ShapeTensor(FakeTensor):
 
 
 class _ShapeCalls(TorchFunctionMode):
-    """Has everything computed in shape alone, whatever it is made of."""
+    """Computes all operations without values, even on tensors that have them."""
 
     def __init__(self, progress: LossProgress) -> None:
         super().__init__()
@@ -192,12 +194,12 @@ class _ShapeCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Attributes of tensors that have values are theirs.
+        # Attributes of tensors with values stay as they are.
         is_attribute = _name_of(func) in ("__get__", "__set__")
         if is_attribute and not isinstance(args[0], ShapeTensor):
             return func(*args, **kwargs)
         if next(tensors_of((args, kwargs)), None) is None:
-            # What is made here may be filled with what is without values.
+            # A tensor that is made here may be filled from tensors without values.
             made = func(*args, **kwargs)
             return with_tensors(made, lambda t: ShapeTensor.apart(t, self._progress))
         return _run(func, args, kwargs, self._progress)
@@ -205,7 +207,7 @@ class _ShapeCalls(TorchFunctionMode):
 
 @contextmanager
 def followed(progress: LossProgress, stage: str) -> Iterator[None]:
-    """A block in which a stage of another device, of this name, is computed in shape alone."""
+    """Compute a stage of another device without values inside this context."""
     progress.inside = stage
     with _ShapeCalls(progress):
         yield
@@ -213,12 +215,12 @@ def followed(progress: LossProgress, stage: str) -> Iterator[None]:
 
 
 def times_written(tensor: torch.Tensor) -> int:
-    """How often a tensor, or another one that is a view of the same, was written to in place."""
+    """Return the number of in-place writes to a tensor, including those through other views."""
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def in_common(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[bool]:
-    """Which tensors have memory in common with each other, or with these others."""
+    """Return which tensors share memory with each other, or with ``others``."""
     places = [_memory(tensor) for tensor in tensors]
     theirs = {_memory(tensor) for tensor in others}
     return [place in theirs or places.count(place) > 1 for place in places]
@@ -226,17 +228,17 @@ def in_common(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
 
 def _memory(tensor: torch.Tensor) -> int:
     storage = tensor.untyped_storage()
-    # On the meta device there are no addresses, nor where there is nothing.
+    # Tensors on the meta device, and empty ones, have no address.
     place = 0 if storage.device == _META else storage.data_ptr()
     return place or address_of(storage)
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same form on the meta device."""
+    """Return a tensor of the same form on the meta device."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, ShapeTensor)
-    # Of inference tensors nobody knows whether they were written to.
+    # Inference tensors do not count writes.
     with hidden_from_modes(), torch.inference_mode(mode=False):
-        # A parameter that is elsewhere has no strides to ask for.
+        # A partitioned parameter has no strides to read.
         form = tensor if is_plain else torch.empty(tensor.shape, device=_META)
         made = torch.empty_strided(tensor.shape, form.stride(), dtype=tensor.dtype, device=_META)
         return made.requires_grad_(tensor.requires_grad)
@@ -264,15 +266,15 @@ def _run(
     progress.is_shaped |= bool(made)
     if made and progress.arrived:
         raise PipelineError(
-            f"{progress.where}: the script uses something made before stage {progress.arrived} "
-            f"again after it, in {name}: a pipeline passes on what each stage is called with, and "
-            f"nothing past it. Use --placement partition"
+            f"{progress.where}: after stage {progress.arrived}, the script uses in {name} a value "
+            f"made before it, but a pipeline sends only the arguments of each stage. Use "
+            f"--placement partition"
         )
     return result
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    # Of an operation of the dispatcher, it goes on with that of its overload.
+    # The name of a dispatcher operation continues with that of its overload.
     return str(getattr(func, "__name__", repr(func))).partition(".")[0]
 
 
@@ -280,21 +282,21 @@ def _without_values(progress: LossProgress, name: str, error: Exception) -> Pipe
     why = message_of(error).partition("\n")[0]
     if progress.inside:
         return PipelineError(
-            f"{progress.where}: stage {progress.inside} is another device's, and computes {name}, "
-            f"of which the shape depends on values ({why}), so that later devices of a pipeline "
-            f"cannot follow it. Use --placement partition"
+            f"{progress.where}: stage {progress.inside} of another device computes {name}, whose "
+            f"shape depends on values ({why}), so later devices of a pipeline cannot infer it. Use "
+            f"--placement partition"
         )
     return PipelineError(
-        f"{progress.where}: the script computes {name} of what a stage on another device gives, "
-        f"before that has arrived, and cannot without its values: a pipeline cannot follow "
-        f"that ({why}). Use --placement partition"
+        f"{progress.where}: the script computes {name} from the output of a stage on another "
+        f"device before it has arrived, and this needs values, so a pipeline cannot infer its "
+        f"shape ({why}). Use --placement partition"
     )
 
 
 def _written_by_script(progress: LossProgress, name: str) -> PipelineError:
     return PipelineError(
-        f"{progress.where}: the script writes what a stage on another device gives into a tensor "
-        f"of its own ({name}): a pipeline cannot follow that. Use --placement partition"
+        f"{progress.where}: the script writes the output of a stage on another device into its own "
+        f"tensor ({name}), which a pipeline does not support. Use --placement partition"
     )
 
 
@@ -307,13 +309,13 @@ def _writes(name: str) -> bool:
 
 
 _NO_VALUES = torch.empty(0)
-"""Stands for any tensor."""
+"""Placeholder for any tensor."""
 _MOST_KNOWN = 512
-"""Calls of stages whose results are remembered."""
+"""Maximum number of stage calls whose results are cached."""
 
 
 class ShapeStages:
-    """The stages of a model as other devices see them.
+    """The stages of a model as seen from other devices.
 
     Args:
         modules: the stages.
@@ -322,7 +324,7 @@ class ShapeStages:
     def __init__(self, modules: StageModules) -> None:
         self._modules = modules
         self._known: dict[object, _StageResult] = {}
-        """What a stage gives, by what it is called with."""
+        """Results of stages, by their arguments."""
 
     def given(
         self,
@@ -331,7 +333,7 @@ class ShapeStages:
         called: tuple[Any, Any],
         progress: LossProgress,
     ) -> Any:
-        """What a stage of an earlier device gives, in shape alone."""
+        """Return the output of a stage of an earlier device, without values."""
         module = self._modules.modules[stage - 1]
         progress.is_shaped = True
         key = _form_of(stage, module.training, progress.device.type, *called)
@@ -350,23 +352,24 @@ class ShapeStages:
             if not is_own:
                 raise PipelineError(
                     f"{progress.where}: stage {self._modules.stages.names[stage]} writes in place "
-                    f"to a tensor of shape {tuple(tensor.shape)} that is not its own (the batch, "
-                    f"perhaps), which other devices have as well: a pipeline cannot follow "
-                    f"that. Write to a clone (x = x.clone()), or use --placement partition"
+                    f"to a tensor of shape {tuple(tensor.shape)} that does not belong to it "
+                    f"(possibly the batch), and that other devices have as well, which a pipeline "
+                    f"does not support. Write to a clone (x = x.clone()), or use --placement "
+                    f"partition"
                 )
         if draws and (numbers_in(result) or noted != numbers_in(_tables(module))):
             raise PipelineError(
                 f"{progress.where}: stage {self._modules.stages.names[stage]} draws random "
-                f"numbers, and gives a number that is no tensor, or keeps one in an attribute: "
-                f"other devices of a pipeline draw other ones than the device that has this stage. "
-                "Make it a tensor, draw it before the model is called, or use --placement "
-                "partition"
+                f"numbers, and returns a number that is not a tensor, or stores one in an "
+                f"attribute. Other devices of a pipeline draw other numbers than the device of "
+                f"this stage. Make it a tensor, draw it before calling the model, or use "
+                f"--placement partition"
             )
-        # What it puts into its arguments it must put there each time.
+        # A stage that writes to its arguments must do so every time, so it is not cached.
         is_alone = _alike(before, [*_leaves(called)])
         if key is not None and is_alone and not any(map(progress.has_values, tensors_of(result))):
             if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()  # shards of many sizes
+                self._known.clear()  # shards come in many sizes
             devices = [tensor.device for tensor in tensors_of(result)]
             self._known[key] = _StageResult(
                 with_tensors(result, on_meta), devices, [*_held(module)]
@@ -377,7 +380,8 @@ class ShapeStages:
 
     @contextmanager
     def _explained(self, stage: int, progress: LossProgress) -> Iterator[None]:
-        """Say what has failed: with values it has not, or the shard would not have come so far."""
+        """Explain an error; with values there would be none, or the shard would not have come
+        here."""
         try:
             yield
         except PipelineError:
@@ -385,38 +389,38 @@ class ShapeStages:
         except Exception as error:
             why = message_of(error).partition("\n")[0]
             raise PipelineError(
-                f"{progress.where}: stage {self._modules.stages.names[stage]} is another device's, "
-                f"and could not be computed in shape alone ({type(error).__name__}: "
-                f"{why}), as later devices of a pipeline do. Use --placement partition"
+                f"{progress.where}: stage {self._modules.stages.names[stage]} belongs to another "
+                f"device, and its output shape could not be inferred ({type(error).__name__}: "
+                f"{why}), as later devices of a pipeline must. Use --placement partition"
             ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class _StageResult:
-    """What a stage of another device gives when it is called in one way."""
+    """Output of a stage of another device for one form of call."""
 
     result: Any
-    """With tensors on the meta device."""
+    """The output, with tensors on the meta device."""
     devices: Sequence[torch.device]
-    """Where its tensors would be."""
+    """Devices on which its tensors would be."""
     held: Sequence[object]
-    """What the stage held afterwards."""
+    """Objects that the stage held afterwards."""
 
     def given(self, progress: LossProgress) -> Any:
-        """The same anew, as the script may write to it in place."""
+        """Return new tensors, because the script may write to them in place."""
         devices = iter(self.devices)
         return with_tensors(
             self.result, lambda t: ShapeTensor.on(next(devices), on_meta(t), progress)
         )
 
     def fits(self, module: torch.nn.Module) -> bool:
-        """Whether calling the stage would leave it as it is."""
+        """Return whether calling the stage would leave its modules unchanged."""
         return _alike(self.held, [*_held(module)])
 
 
 def _tables(module: torch.nn.Module) -> list[object]:
-    """What the modules of a stage hold."""
-    # Their forward is another one for each shard, while this is looked at: see
+    """Return the attribute values of a stage's modules."""
+    # Exclude forward, which is replaced for each shard while this runs: see
     # `onefold.placement.pipeline.boundary`.
     return [
         value
@@ -435,7 +439,7 @@ def _alike(one: Sequence[object], other: Sequence[object]) -> bool:
 
 
 def marks_of(value: object) -> list[tuple[object, int]]:
-    """What containers hold, and how often it was written to in place."""
+    """Return the leaves of containers, with their numbers of in-place writes."""
     return [
         (leaf, times_written(leaf) if isinstance(leaf, torch.Tensor) else 0)
         for leaf in _leaves(value)
@@ -443,7 +447,7 @@ def marks_of(value: object) -> list[tuple[object, int]]:
 
 
 def are_left(marks: Sequence[tuple[object, int]], value: object) -> bool:
-    """Whether containers still hold what they did when `marks_of` was called, as it was."""
+    """Return whether containers hold the same unmodified leaves as when `marks_of` was called."""
     now = marks_of(value)
     alike = (one is other and t == u for (one, t), (other, u) in zip(marks, now, strict=False))
     return len(marks) == len(now) and all(alike)
@@ -458,7 +462,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _form_of(stage: int, training: bool, device: str, args: Any, kwargs: Any) -> object:
-    """What the form of a stage's result depends on; None if that cannot be said."""
+    """Return a key for the form of a stage's result; None if there is no reliable key."""
     with hidden_from_classes():
         forms = [
             (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
@@ -470,7 +474,7 @@ def _form_of(stage: int, training: bool, device: str, args: Any, kwargs: Any) ->
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is made of nothing but what its text tells."""
+    """Return whether the repr of a value describes it completely, except for tensors."""
     return all(leaf is _NO_VALUES or is_plain(leaf) for leaf in _leaves(value))
 
 
@@ -478,16 +482,16 @@ _PLAIN = (bool, int, float, complex, str, bytes, np.generic, Enum, torch.dtype)
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is nothing but what its text tells."""
+    """Return whether the repr of a value describes it completely."""
     return value is None or isinstance(value, _PLAIN)
 
 
 def words_of(value: object, path: str) -> Iterator[str]:
-    """Say what something is made of, but for the values of tensors and the insides of objects.
+    """Describe a value, except for the values of tensors and the contents of objects.
 
     Args:
-        value: anything.
-        path: what it is called.
+        value: any value.
+        path: name of the value.
 
     >>> list(words_of({"x": torch.ones(2, 3), "rest": (None, 0.5)}, "y"))
     ["y['x'] is a tensor of shape (2, 3)", "y['rest'][0] is None", "y['rest'][1] is 0.5"]
@@ -504,7 +508,7 @@ def words_of(value: object, path: str) -> Iterator[str]:
 
 
 def call_in_words(args: Any, kwargs: Any) -> list[str]:
-    """Say what a stage is called with.
+    """Describe the arguments of a stage.
 
     >>> call_in_words((torch.ones(3), 1), {"causal": True})
     ['argument [0] is a tensor of shape (3,)', 'argument [1] is 1', "argument ['causal'] is True"]
@@ -513,7 +517,7 @@ def call_in_words(args: Any, kwargs: Any) -> list[str]:
 
 
 def unlike(one: Sequence[str], other: Sequence[str]) -> tuple[str, str] | None:
-    """The first words in which two things differ; None if they are alike.
+    """Return the first difference between two descriptions; None if they are equal.
 
     >>> unlike(["[0] is 1"], ["[0] is 1", "[1] is 2"])
     ('nothing', '[1] is 2')
@@ -525,6 +529,6 @@ def unlike(one: Sequence[str], other: Sequence[str]) -> tuple[str, str] | None:
 
 
 def numbers_in(value: object) -> list[int | float | complex | np.generic]:
-    """The numbers and truth values in nested containers."""
+    """Return the numbers and booleans in nested containers."""
     kinds = bool | int | float | complex | np.generic
     return [leaf for leaf in _leaves(value) if isinstance(leaf, kinds)]

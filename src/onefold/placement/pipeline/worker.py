@@ -1,4 +1,4 @@
-"""Computes one device's part of the shards that go through a pipeline."""
+"""Computation of one device's stages for the shards that pass through a pipeline."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class PipelineWorker:
 
     Args:
         replica: the model on the device.
-        boundary: cuts the model for it.
+        boundary: cuts the model for the device.
         context: this process's part of the run.
-        task: what all shards of the step have in common.
+        task: the task that all shards of the step share.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PipelineWorker:
         self._moves = deque(moves(self._place, self._devices, len(self._microbatches)))
         self._underway: dict[int, PipelineContext] = {}
         self._left: dict[int, tuple[ShardState, ShardResult]] = {}
-        """What the last microbatch of a shard leaves to the next one, by the shard's number."""
+        """State and result of the last microbatch, for the next one, by shard number."""
 
     def _in_order(self) -> list[Microbatch | None]:
         task = self._task
@@ -86,11 +86,12 @@ class PipelineWorker:
 
     @property
     def is_done(self) -> bool:
-        """Whether all shards have been there and back."""
+        """Whether all shards have run forward and backward."""
         return not self._moves
 
     def can_go(self) -> bool:
-        """Whether what the next move needs has been sent; always where others compute meanwhile."""
+        """Return whether the next move's message has arrived; always True if devices run in
+        parallel."""
         move, number = self._moves[0]
         step = -1 if move is Move.FORTH else 1
         if self._microbatches[number] is None or not 0 <= self._place + step < self._devices:
@@ -98,7 +99,7 @@ class PipelineWorker:
         return self._transport.has_message(self._device, self._device + step)
 
     def go(self) -> None:
-        """Make the next move; waits for what it needs.
+        """Make the next move; block until its message arrives.
 
         Raises:
             PipelineError: the model cannot be computed by a pipeline.
@@ -120,7 +121,7 @@ class PipelineWorker:
             raise
 
     def _forth(self, number: int, microbatch: Microbatch) -> None:
-        """Compute this device's stages of a microbatch, and send on what the last of them gives."""
+        """Compute this device's stages of a microbatch, and send the outputs of the last one."""
         replica, task, where = self._replica, self._task, microbatch.where
         context = self._underway[number] = PipelineContext(
             LossProgress(where, replica.device), self._arrival(), microbatch.shard, replica
@@ -140,22 +141,22 @@ class PipelineWorker:
             except GatherRequest:
                 raise PipelineError(
                     f"{where}: the loss calls onefold.gather (or the model has SyncBatchNorm), "
-                    f"which needs all shards at one time: a pipeline takes one after the "
-                    f"other. Use --placement partition"
+                    f"which needs all shards at the same time, but a pipeline computes them one "
+                    f"after the other. Use --placement partition"
                 ) from None
             if context.values is not None and context.values.rows:
                 raise PipelineError(
-                    f"{where}: the loss returned outputs, which a pipeline does not bring "
-                    f"together: expected (loss, values). Use --placement partition"
+                    f"{where}: the loss returned outputs, which a pipeline does not gather. Return "
+                    f"(loss, metrics), or use --placement partition"
                 )
             self._check_end(context, where)
             self._boundary.refuse_written(context)
             # All devices of a process would write to the same memory.
             if self._is_one_of_several and not are_left(marks, payload):
                 raise PipelineError(
-                    f"{where}: the loss changes its batch, which all devices of this process have "
-                    f"in common: change a copy (x = x.clone(), or dict(batch)), launch a process "
-                    f"for each device (onefold run --devices), or use --placement partition"
+                    f"{where}: the loss changes its batch, which all devices of this process "
+                    f"share. Change a copy (x = x.clone(), or dict(batch)), launch one process per "
+                    f"device (onefold run --devices), or use --placement partition"
                 )
             replica.watch.note("forward", f"forward shard {microbatch.shard}", start)
             if self._is_last:
@@ -164,7 +165,8 @@ class PipelineWorker:
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
-        """Have no buffer without values after a failure, which would hide it by one of its own."""
+        """Discard buffers without values after an error, or they would raise another one and hide
+        it."""
         try:
             yield
         except Exception:
@@ -172,7 +174,8 @@ class PipelineWorker:
             raise
 
     def _go_on(self, microbatch: Microbatch, context: PipelineContext) -> ShardState | None:
-        """Begin where the microbatch before has ended; return where, if there is one."""
+        """Restore the final state of the previous microbatch; return that state, if there is
+        one."""
         if not microbatch.start:
             return None
         inputs = context.inputs
@@ -182,7 +185,7 @@ class PipelineWorker:
         return begun
 
     def _arrival(self) -> StageInputs | None:
-        """Wait for what the device before sends."""
+        """Wait for the message of the previous device."""
         if self._place == 0:
             return None
         message = self._receive(self._device - 1)
@@ -206,25 +209,25 @@ class PipelineWorker:
         self._transport.send(self._device, self._device + 1, Message(head, outputs.tensors))
 
     def _check_end(self, context: PipelineContext, where: str) -> None:
-        """Refuse a loss that did not come to where it should."""
+        """Check that a loss ends on the last device, after calls of all stages."""
         part = context.part
         if part is None:
             return
         if not self._is_last or (context.inputs is not None and not context.progress.arrived):
             raise PipelineError(
-                f"{where}: the loss came to its end on device {self._device} without a call of a "
-                f"stage of {'this' if self._is_last else 'the next'} device: a pipeline "
-                f"needs every stage in every shard. Use --placement partition"
+                f"{where}: the loss ended on device {self._device} without calling a stage of "
+                f"{'this' if self._is_last else 'the next'} device, but a pipeline needs every "
+                f"stage in every shard. Use --placement partition"
             )
         if part.kind == "means":
             raise PipelineError(
-                f"{where}: the loss has several terms with divisors of their own (Mean + Mean, or "
-                f"Mean + Sum), which are known only when all shards have been forward: a pipeline "
-                f"takes one shard after the other. Use --placement partition"
+                f"{where}: the loss has several terms with separate denominators (Mean + Mean, or "
+                f"Mean + Sum), which are known only after every shard's forward pass, but a "
+                f"pipeline runs backward shard by shard. Use --placement partition"
             )
 
     def _back(self, number: int, microbatch: Microbatch) -> None:
-        """Take a microbatch back through this device's stages, and hand over their gradients."""
+        """Run a microbatch backward through this device's stages, and send their gradients."""
         replica, task = self._replica, self._task
         context = self._underway.pop(number)
         gradients: list[torch.Tensor | None] = []
@@ -235,7 +238,7 @@ class PipelineWorker:
         with self._attached(replica), self._discarding():
             state.put(replica, microbatch.shard)
             start = replica.watch.now()
-            # Layers with checkpoints are computed once more.
+            # Layers in torch.utils.checkpoint will be recomputed.
             context.progress.arrived, context.progress.is_shaped = "", False
             context.backward = state
             with self._boundary.followed(context):
@@ -253,7 +256,7 @@ class PipelineWorker:
     def _back_from_next(
         self, context: PipelineContext
     ) -> tuple[ShardState, list[torch.Tensor | None], ShardResult]:
-        """Wait for what the next device sends back: state, gradients of what it got, and result."""
+        """Wait for the next device's message: state, gradients of our outputs, and result."""
         message = self._receive(self._device + 1)
         head, count = message.head, len(context.outputs)
         here = [None if tensor is None else self._on(tensor) for tensor in message.tensors]
@@ -274,7 +277,7 @@ class PipelineWorker:
     def _gather_up(
         self, microbatch: Microbatch, context: PipelineContext, theirs: ShardResult | None
     ) -> ShardResult:
-        """Hand over the gradients of own stages; return the microbatch's result up to here."""
+        """Send the gradients of own stages; return the microbatch's result up to this device."""
         stages = self._reduction.stages
         given = [False] * len(stages.stage_of)
         for stage in reversed(self._own):
@@ -293,14 +296,14 @@ class PipelineWorker:
                 given=given,
                 digest=digest,
             )
-        # Of a parameter of no stage one device may have given a gradient.
+        # Only one device may have computed the gradient of a parameter outside all stages.
         pairs = list(zip(root, theirs.gradients, strict=True))
         for name, (own, other) in zip(self._replica.of_stages[ROOT].names, pairs, strict=True):
             if own is not None and other is not None:
                 raise PipelineError(
-                    f"{microbatch.where}: parameter {name} is used on device {self._device} "
-                    f"and on a later one (its weights are tied, perhaps): a pipeline cannot add up "
-                    f"what both give as one device does. Use --placement partition"
+                    f"{microbatch.where}: parameter {name} is used on device {self._device} and on "
+                    f"a later one (its weights may be tied), but a pipeline cannot add up the "
+                    f"gradients of both as one device does. Use --placement partition"
                 )
         return replace(
             theirs,
@@ -325,13 +328,13 @@ class PipelineWorker:
                     raise PipelineError.outside_of_stage(name, stage_name, self._device)
 
     def _end(self, microbatch: Microbatch, result: ShardResult, context: PipelineContext) -> None:
-        """Send back what the device before needs, or record what the shard has given."""
+        """Send the result to the previous device, or record it on the first one."""
         state = ShardState.of(self._replica)
         inputs = context.inputs
         last = microbatch.is_last
         if inputs is not None:
             self._send_back(inputs, result, state)
-            # They hold each other.
+            # Break the reference cycle.
             inputs.entered, inputs.gradients, context.watched = [], {}, []
             inputs.outputs = replace(inputs.outputs, tensors=())
             return
