@@ -39,8 +39,8 @@ WAYS = [
 REFUSED = {
     "lbfgs": "the state of the script's own optimizer would be lost",
     "sam": "the state of the script's own optimizer would be lost",
-    "reinforce": "the script calls the model itself, in the part of the run that is done",
-    "replay": "the script calls the model itself, in the part of the run that is done",
+    "reinforce": "the script calls the model itself during replay, after step",
+    "replay": "the script calls the model itself during replay, after step",
 }
 """What no record knows; with ``onefold run --checkpoint``."""
 

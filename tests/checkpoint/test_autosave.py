@@ -83,7 +83,7 @@ def test_a_signal_saves_and_all_goes_on(runs: Runs, number: signal.Signals, exch
     second = runs.start("steps", "0", "40", devices=1, options=options)
     code, fingerprint, errors = second.finish()
     assert (code, fingerprint) == (0, whole)
-    assert f"going on after step {step}: {runs.directory}/step-{step:08d}" in errors
+    assert f"resuming after step {step}: {runs.directory}/step-{step:08d}" in errors
     assert onefold.Record(runs.directory).steps["step"].tolist() == list(range(1, 41))
 
 
@@ -126,8 +126,8 @@ def test_as_many_crashes_are_survived(runs: Runs, exchange: str, devices: int, m
     # The second one does not count where a newer checkpoint had been written meanwhile.
     assert errors.count("starting again") == 2
     # What was being written as the crash came may or may not be there.
-    assert set(re.findall(r"going on after step (\d+)", errors)) <= {"3", "6"}
-    assert errors.count("going on after step") == 2
+    assert set(re.findall(r"resuming after step (\d+)", errors)) <= {"3", "6"}
+    assert errors.count("resuming after step") == 2
 
 
 def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:

@@ -114,7 +114,7 @@ def test_what_fails_again_goes_back_further(tmp_path: Path, devices: str, exchan
     assert done.returncode == 0, errors
     assert done.stdout.splitlines()[-1].startswith("end 8 ")
     assert "StateError: parameter weight is not finite after step 6" in errors
-    assert re.findall(r"going on after step (\d+)", errors) == ["5", "4", "3"]
+    assert re.findall(r"resuming after step (\d+)", errors) == ["5", "4", "3"]
     assert "starting again (1 of 3)\n" in errors
     back = "1 checkpoint further back than the newest: it failed in step 7 2 times in a row"
     assert f"starting again (2 of 3), {back}" in errors

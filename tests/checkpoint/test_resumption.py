@@ -209,7 +209,11 @@ def test_scores_done_before_are_mentioned(runs: Runs, caplog: pytest.LogCaptureF
     (runs.folder / FILE).unlink()
     caplog.clear()
     assert runs.start(plain_range, 2) == whole
-    (text,) = (message for message in caplog.messages if "may not be what it was" in message)
+    (text,) = (
+        message
+        for message in caplog.messages
+        if "its result may differ from the original one" in message
+    )
     assert text.startswith(f"trainer.evaluate at {__file__}:")
     assert f"after step 4 from {runs.folder}" in text
 
@@ -248,7 +252,7 @@ def test_a_run_that_ended_goes_on_for_longer(runs: Runs, caplog: pytest.LogCaptu
     whole = runs.whole(for_longer(4))
     assert runs.start(for_longer(2), 2) == runs.whole(for_longer(2))
     assert runs.start(for_longer(4), 3) == whole
-    assert "has changed nothing" not in caplog.text
+    assert "had no effect" not in caplog.text
 
 
 def test_a_run_goes_on_for_longer_again_and_again(runs: Runs) -> None:
@@ -309,7 +313,7 @@ def test_an_earlier_end_says_so(
 
     runs.start(shorter, 1)
     assert f"after step 7 from {runs.folder}" in caplog.text
-    words = "the values that the script gave it" if counted else "has changed nothing"
+    words = "the values that the script gave it" if counted else "had no effect"
     assert words in caplog.text
 
 
@@ -454,9 +458,12 @@ def without_an_optimizer(life: Life) -> None:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        (lambda life: begun(life)[0].gradient(points(8)), "goes on at the very sample where a run"),
-        (lambda life: (begun(life), begun(life)), "onefold run --checkpoint follows one Trainer"),
-        (a_scheduler_of_the_scripts, "a learning rate scheduler is attached to the optimizer"),
+        (
+            lambda life: begun(life)[0].gradient(points(8)),
+            "cannot resume batches that the script makes itself",
+        ),
+        (lambda life: (begun(life), begun(life)), "onefold run --checkpoint supports one Trainer"),
+        (a_scheduler_of_the_scripts, "cannot save the optimizer's learning rate scheduler"),
         (
             without_an_optimizer,
             "so the state of the script's own optimizer would be lost. Call trainer.save",
@@ -476,7 +483,7 @@ def test_a_directory_of_nothing_that_fits_is_refused(runs: Runs, tmp_path: Path)
     assert runs.start(for_longer(1), 2)
     directory = runs.folder
     runs.folder = directory / "step-00000003"
-    words = "step-00000003 is the folder of one checkpoint: expected the directory that"
+    words = "step-00000003 is the folder of one checkpoint. Pass the directory that"
     with pytest.raises(ValueError, match=words):
         runs.start(for_longer(1))
     runs.folder = directory
@@ -546,7 +553,7 @@ def test_without_a_record_settings_at_the_boundary_are_reported(
     runs.start(set_at_the_boundary(2, "step", counted=True))
     (runs.folder / FILE).unlink()
     assert runs.start(set_at_the_boundary(4, "step", counted=True)) is not None
-    assert "as the script has set them, act on nothing" in caplog.text
+    assert "have no effect: this run resumes a finished one" in caplog.text
 
 
 def taken_whole(life: Life) -> str:
@@ -590,7 +597,9 @@ def test_a_checkpoint_that_is_put_off_is_reported(
         return result(trainer)
 
     runs.start(script, every=2)
-    assert caplog.text.count("the checkpoint that was due after step 2 is put off, for 100") == 1
+    assert (
+        caplog.text.count("the checkpoint that was due after step 2 is delayed, by up to 100") == 1
+    )
 
 
 def test_batches_of_the_scripts_own_are_resumed_without_a_warning(

@@ -254,8 +254,11 @@ def steps(life: Life, *, between: Any = None) -> str:
 @pytest.mark.parametrize(
     ("between", "words"),
     [
-        (lambda trainer, _: trainer.model(torch.ones(1, 3)), "calls the model itself, in the part"),
-        (lambda trainer, _: trainer.model[0](torch.ones(1, 3)), "calls the model itself, in the"),
+        (
+            lambda trainer, _: trainer.model(torch.ones(1, 3)),
+            "calls the model itself during replay",
+        ),
+        (lambda trainer, _: trainer.model[0](torch.ones(1, 3)), "calls the model itself during"),
         (
             lambda trainer, _: trainer.gather(1),
             "reaches trainer.gather, but the recorded run had step 2",
@@ -516,7 +519,7 @@ def test_one_of_several_models_cannot_be_called_either(runs: Runs) -> None:
     )
     other = runs.below("other")
     calling = partial(script, calls=True)
-    refused(other, calling, calling, "calls the model itself, in the part")
+    refused(other, calling, calling, "calls the model itself during replay")
 
 
 def test_a_model_can_be_copied_in_the_part_that_is_done(runs: Runs) -> None:
@@ -534,7 +537,7 @@ def test_a_model_can_be_copied_in_the_part_that_is_done(runs: Runs) -> None:
     assert runs.start(script, devices=2) == runs.whole(script)
     other = runs.below("other")
     calling = partial(script, calls=True)
-    refused(other, calling, calling, "calls the model itself, in the part")
+    refused(other, calling, calling, "calls the model itself during replay")
 
 
 def test_what_no_record_keeps_is_refused_where_it_is_read(

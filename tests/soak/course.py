@@ -25,7 +25,7 @@ LIMIT_S = 75.0
 """Of an attempt: all of it, the time for noticing what is silent, and that for saving."""
 TIMEOUT_S, GRACE_S = 15, 20
 NOTICES = re.compile(
-    r"onefold: (going on after step|starting again|output of the other devices|timeline:"
+    r"onefold: (resuming after step|starting again|output of the other devices|timeline:"
     r"|.* has logs already|stopping after|.* was removed, and the timeline with it"
     r"|the timeline could not be written)"
 )

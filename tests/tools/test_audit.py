@@ -379,7 +379,7 @@ def test_a_loss_that_does_not_repeat_ends_the_run(tmp_path: Path, devices: int) 
 
     # A child has its own copy of the count: it would repeat a whole step.
     options = RunOptions(record=str(tmp_path), audit=0.5)
-    with pytest.raises(AuditError, match="the loss does not repeat itself"):
+    with pytest.raises(AuditError, match="the loss may not be deterministic"):
         simulate(other_script, devices, args=(loss, 4, ""), options=options)
 
 

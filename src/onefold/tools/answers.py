@@ -1,51 +1,51 @@
-"""Resumes a run in a script that runs again from its beginning, unaware of it.
+"""Resumes a run in a script that runs again from its beginning and does not know of the resume.
 
-`Answers` answers the script's calls from the record of its run, until the script is where the run
-goes on. `Resumption` takes the values of the checkpoint there.
+`Answers` replays the script's calls from the record of its run, until the script reaches the resume
+position. There `Resumption` loads the values of the checkpoint.
 
-Note: when the checkpoint's values become the run's
----------------------------------------------------
-A resumed script runs again from its beginning. Where the record of its run knows what it asked
-for, it is answered from there, step by step (`onefold.record.answers`); else it goes through the
-beginning of the epoch that it was in (of all epochs, where it loops by ``range``), whose passes
-come empty. Either way it may change the model, step a scheduler, copy a target network. The
-checkpoint has the effect of all that. So its values are taken where the checkpoint was made, and
-not before::
+Note: when the checkpoint's values are loaded
+---------------------------------------------
+A resumed script runs again from its beginning. If the run has a record, the script's calls are
+replayed from it, step by step (`onefold.record.answers`). Otherwise the script runs the beginning
+of its current epoch again (of all epochs, if it loops over ``range``), whose passes yield no
+batches. Either way it may change the model, step a scheduler or copy a target network. The
+checkpoint already contains the effects of all that. So its values are loaded at the position where
+it was made, and not earlier::
 
     Trainer                    the checkpoint is found, checked and kept open; without a record,
-        │                      step, epoch and the places in the data are the checkpoint's from here
-        │  before any loop     the model is what it was here in the whole run: the script's own
+        │                      step, epoch and data positions are the checkpoint's from here on
+        │  before any loop     the model has the same values as in the whole run: the script's own
         ▼
-    the first epoch or pass    the values are shown, as what the script does here (an evaluation, a
-        │                      copy for later) is nearer to what it was with them; at the beginning
-        │                      of an epoch whose first step comes next it is the same
-        │  until the place     a block of `changing` acts on nothing: the values are back at its end
+    the first epoch or pass    the values are shown, because they make the results of what the
+        │                      script does here (an evaluation, a copy for later) more accurate, and
+        │                      exact at the start of an epoch whose first step comes next
+        │  until the position  a `modifying` block has no effect: its end restores the values
         ▼
-    the place                  the values are taken, whatever has been done to them before; from
-                               here on everything acts once
+    the position               the values are loaded, whatever happened to them before; from here
+                               on everything takes effect once
 
-The place is where the checkpoint was made, as it says itself:
+The checkpoint stores where it was made, its place:
 
-- ``step``: at the beginning of the next step, where `Autosave` makes its own. So everything that
-  the script does between two steps is in the checkpoint of the first of them.
-- ``end``: at the end of the script, which made no step after it. With a record, its values are
-  taken right behind the last step, and settings are the script's own, so what it sets there acts if
-  it now goes on for longer. Without a record, its values are shown at once, or a script that merely
-  reads them at its end would find its own. Blocks and settings act on nothing up to the next epoch
-  of `Trainer.epochs`; without it, up to the next step. Whether they belong to the part that is done
-  is then undecidable: they count as done, and a step that follows says so.
-- neither: wherever the script called `Trainer.save`, or at the end of an epoch as the run stopped.
-  With a record, the place is right behind the call that came last; else it is the beginning of the
+- ``step``: at the start of the next step, where `Autosaving` makes its checkpoints. So everything
+  that the script does between two steps is in the checkpoint of the first step.
+- ``end``: at the end of the script, after its last step. With a record, its values are loaded right
+  after the last step, but settings stay the script's own, so new settings take effect if the script
+  now extends the run. Without a record, its values are shown immediately, because a script that
+  only reads them at its end would otherwise find its own. Blocks and settings have no effect until
+  the next epoch of `Trainer.epochs`, or without it, until the next step. onefold cannot tell
+  whether they belong to the finished part: they count as done, and the next step logs a warning.
+- None: where the script called `Trainer.save`, or at the end of an epoch when the run stopped. With
+  a record, the position is right after the last recorded call; otherwise it is the start of the
   pass that was under way, or of the next epoch.
 
-While answers are still to come, the optimizer's settings and the scheduler stay the script's own:
-they arrive at the checkpoint's by themselves. At the end of a run, the checkpoint's are only those
-that the script now begins with otherwise, which is reported. Without a record, what `evaluate` and
-`predict` return before the place, after a loop has begun, cannot be what it was. That is reported
-once, with the line. What a script makes of it is taken back where it can be: schedulers and
-settings are the checkpoint's at the place, and a loader of another subset is refused
-(`onefold.data_order.position`). Of its own variables, weights are followed
-(`onefold.tools.kept_weights`).
+During replay, the optimizer's settings and the scheduler stay the script's own: the replayed steps
+bring them to the checkpoint's values. At the end of a run, the checkpoint's values replace only the
+settings that the script now initializes differently, with a warning. Without a record, results of
+`evaluate` and `predict` after a loop begins but before the position may differ from the original
+ones. This is reported once, with the line. Effects of such results are undone if possible:
+schedulers and settings get the checkpoint's values at the position, and a loader of another subset
+raises an error (`onefold.data_order.position`). Of the script's own variables, only copies of
+weights are followed (`onefold.tools.kept_weights`).
 """
 
 from __future__ import annotations
@@ -96,23 +96,24 @@ _ADVICE = Advice(
 
 
 def prepare_process(context: LaunchContext) -> None:
-    """Note copies of weights that the script makes before it has a Trainer."""
+    """Watch copies of weights that the script makes before it creates a Trainer."""
     watch_copies()
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
     """Resume the run of a script, if it has a checkpoint.
 
-    Raises, from the function returned:
-        ValueError: the script makes a second Trainer, or the directory is itself a checkpoint.
-        CheckpointError: what was saved does not fit this run, or cannot be used.
-        OSError: no checkpoint could be written there.
+    The returned function raises:
+        ValueError: the script creates a second Trainer, or the directory is itself a checkpoint.
+        CheckpointError: the saved run does not fit this one, or is damaged.
+        OSError: no checkpoint can be written to the directory.
         LaunchError: another run saves itself there.
     """
 
     def begin(run: RunView) -> Answers:
         options = run.context.options
-        # Loading may fail on one device alone, for lack of memory say: the others must be told.
+        # Loading may fail on one device only, by lack of memory for example: report it to the
+        # others.
         with run.telling_others():
             run.lock = _claimed(run, Path(options.checkpoint))
             try:
@@ -133,31 +134,31 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
 
 
 def _claimed(run: RunView, directory: Path) -> FolderLock:
-    """Take the directory in which a run saves itself, for the run alone."""
+    """Lock the directory of automatic checkpoints for this run."""
     if run.devices.trainer > 0:
         raise ValueError(
-            "onefold run --checkpoint follows one Trainer, and this script makes a second one: "
-            "call trainer.save and trainer.load in the script instead"
+            "onefold run --checkpoint supports one Trainer, but this script creates a second one. "
+            "Call trainer.save and trainer.load in the script instead"
         )
     if (directory / RUN).exists():
         raise ValueError(
-            f"--checkpoint {directory} is the folder of one checkpoint: expected the directory "
-            f"that holds it, {directory.parent}"
+            f"--checkpoint {directory} is the folder of one checkpoint. Pass the directory that "
+            f"contains it, {directory.parent}"
         )
     lock = lock_of_checkpoints(directory)
     if run.devices.has_lead:
-        # Now, as a full or read-only disk is better found before the first hours of training.
+        # Check now: a full or read-only disk should be found before hours of training.
         try_directory(directory)
         lock.acquire(run.context.options.grace_period_s)
     return lock
 
 
 class Answers(Hook):
-    """Answers the calls that a resumed script makes again.
+    """Replays the calls that a resumed script repeats.
 
     Args:
         run: the run.
-        resumption: where it goes on.
+        resumption: state of the resume.
     """
 
     def __init__(self, run: RunView, resumption: Resumption) -> None:
@@ -166,7 +167,7 @@ class Answers(Hook):
         at_good_end(self.finish)
 
     def call(self, asked: ScriptCall, make: Make) -> Any:
-        """Answer a call that was made before; have others act where the run goes on."""
+        """Replay a recorded call, or resume the run at the right position and make the call."""
         resumption = self._resumption
         match asked.kind:
             case "step" | "gradient":
@@ -185,7 +186,7 @@ class Answers(Hook):
                     resumption.begin_anew()
                 return found
             case "statistics" if resumption.answering:
-                return None  # all that is asked of the averages comes from the record
+                return None  # the record has every result that depends on the averages
             case "replaying":
                 return resumption.replaying
         return make()
@@ -202,7 +203,7 @@ class Answers(Hook):
             return make()
         cut = run.batches.cut(asked.given, asked.dim)[0]
         if (failure := replay.failure()) is not None:
-            raise failure  # on all devices alike
+            raise failure  # on all devices
         asked.computed, name = False, asked.name
         with run.telling_others():
             resumption.show()
@@ -219,13 +220,13 @@ class Answers(Hook):
             known = replay.result(asked.words)
             resumption.note_answer()
             return known
-        if asked.data is not None:  # it goes through data, by a model of another time
+        if asked.data is not None:  # an evaluation, of a model with later values
             resumption.note_result(asked.words)
         return make()
 
     @contextmanager
     def around(self, asked: ScriptCall) -> Iterator[None]:
-        """Undo what a block does that was made before."""
+        """Undo the changes of a block that the checkpoint already includes."""
         if asked.kind != "modifying":
             yield
             return
@@ -239,21 +240,21 @@ class Answers(Hook):
             self._resumption.reached(where)
 
     def finish(self) -> None:
-        """Warn of a script that has not come to where its run goes on."""
+        """Warn if the script ended before its resume position."""
         if not self._run.left():
             self._resumption.finish()
 
     def close(self) -> None:
-        """Take nothing more from the checkpoint."""
+        """Stop loading from the checkpoint."""
         self._resumption.close()
 
 
 class Resumption:
-    """The part of a resumed script that is done; all devices make the same calls.
+    """The state of a resume up to its position. All devices make the same calls.
 
     Args:
         run: the run.
-        found: the checkpoint that it goes on from; None if there is none.
+        found: the checkpoint to resume from; None if there is none.
     """
 
     def __init__(self, run: RunView, found: LoadedCheckpoint | None) -> None:
@@ -261,19 +262,19 @@ class Resumption:
         self._weights = KeptWeights(run.engine.context.module, lambda: run.position.step)
         run.checkpoints.kept = self._weights.kept
         self._found = found
-        """The checkpoint, until its values are taken for good."""
+        """The checkpoint, until its values are loaded permanently."""
         self.replay: ScriptReplay | None = None
-        """Answers what the script asks for once more; None where no record knows it."""
+        """The recorded calls of the script; None without a record."""
         self._quiet = ExitStack()
-        """What is undone where the script comes to the place where its run goes on."""
+        """Cleanup at the resume position: removes hooks and patches, and shows output again."""
         self._place: Place = None
         self._shown = self._over = self._warned = False
         self._is_current = False
-        """Whether the model has, for good, the values that it had where the script is."""
+        """Whether the model permanently has the values of the script's current position."""
         self._settings: object = None
-        """The optimizer's settings as they were shown, if no record knows what the script set."""
+        """Optimizer settings loaded with the values, if no record has the script's own."""
         self._block = ""
-        """The line of the last block that acted on nothing, if it may have been meant to act."""
+        """Line of the last block whose changes were undone, if it may have been a new one."""
         if found is not None:
             self._adopt(found)
         if not self.replaying:
@@ -281,20 +282,21 @@ class Resumption:
 
     @property
     def answering(self) -> bool:
-        """Whether there are calls still to come that are answered from the record."""
+        """Whether recorded calls remain to be replayed."""
         return self.replaying and self.replay is not None and not self.replay.over
 
     @property
     def replaying(self) -> bool:
-        """Whether the script runs through what is done: all that it does up to its next step."""
+        """Whether a resumed script, with a record, is still before its next step."""
         return self._found is not None and self.replay is not None
 
     def answers(self, kind: type[Entry], call: str = "") -> ScriptReplay | None:
-        """What answers a call of the script; None where the script makes it for the first time.
+        """Return the recorded calls if they contain this one; None if the script makes it first
+        now.
 
         Args:
-            kind: of the entry of the record that answers it.
-            call: its name, for results.
+            kind: kind of the entry that replays the call.
+            call: name of the call, for results.
         """
         if self.answering:
             assert self.replay is not None
@@ -306,19 +308,19 @@ class Resumption:
         return None
 
     def _adopt(self, found: LoadedCheckpoint) -> None:
-        """Put the run where a checkpoint was made; its values come later."""
+        """Move the run to a checkpoint's position; its values are loaded later."""
         saved, folder, run = found.stored.run, found.stored.folder, self._run
         self._place = saved["place"]
-        # Its values are taken later, so another average than its own is refused until then.
+        # Values are loaded later: until then, reject an average other than the checkpoint's.
         run.averaging().expected = saved_rule(saved, found.allow_changed)
         seen = {"entries": 0} if found.allow_changed else saved["recorded"]
         path, exchange = Path(run.context.options.recorded_in) / FILE, run.engine.context.exchange
         reads = run.devices.has_lead
         entries = entries_for_all(exchange, path, seen, checkpoint=folder, reads=reads)
         if reads:
-            step, without = saved["step"], ", without a record that answers the script"
+            step, without = saved["step"], ", without a record, so the script is not replayed"
             note = without if step and not entries else ""
-            tell(f"going on after step {step}: {folder}{note}")
+            tell(f"resuming after step {step}: {folder}{note}")
         run.checkpoints.adopt_run(found, _ADVICE)
         if not entries:
             self._position.go_to(saved, found.allow_changed)
@@ -329,11 +331,11 @@ class Resumption:
             self._position.replaying = lambda: self.answering
             self._position.next_batch = self.replay.next_batch
             for optimizer in optimizers_in(run.engine.context.update.optimizer).values():
-                # Or PyTorch would warn of schedulers that are stepped before the first update.
+                # Otherwise PyTorch warns of schedulers that are stepped before the first update.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
-            # All of its parts: a script may call one of several models, or a layer.
+            # All submodules: a script may call one of several models, or a single layer.
             for module in run.engine.context.module.modules():
-                # A function, which a copy of the model shares: of a method it would copy `self`.
+                # A plain function: deepcopy of the model would copy a bound method's `self`.
                 called = module.register_forward_pre_hook(lambda part, _: self._refuse_call(part))
                 self._quiet.callback(called.remove)
             for place, name in ((torch, "save"), (safetensors.torch, "serialize_file")):
@@ -350,7 +352,7 @@ class Resumption:
 
     @property
     def step(self) -> int:
-        """After which step the run goes on, until it does; else 0."""
+        """Step after which the run resumes, until it does; 0 otherwise."""
         return 0 if self._found is None else int(self._found.stored.run["step"])
 
     @property
@@ -360,7 +362,7 @@ class Resumption:
         return f"after step {stored.run['step']} from {stored.folder}"
 
     def reached(self, where: Reached) -> None:
-        """Show or take the values where the script begins an epoch or a pass, or is past them."""
+        """Show or load the values at the start of an epoch or a pass, or after the epochs."""
         if self._found is None or self._run.engine.agreement.averaged:
             return
         self._over |= where == "over"
@@ -377,14 +379,14 @@ class Resumption:
             self._show(self._found)
 
     def begin_step(self) -> None:
-        """Take the values where the first step begins."""
+        """Load the values at the start of the first new step."""
         if self._found is None:
             return
         if self._place == "end" and self._block:
             self._warn(
-                "the block of trainer.modifying at %s was taken for one of the run that had ended, "
-                "which this one goes on with %s, and has changed nothing. If it is to prepare the "
-                "steps that follow, have it stand in a loop over trainer.epochs",
+                "the block of trainer.modifying at %s had no effect, because it counted as part of "
+                "the finished run that this one resumes %s. If it prepares new steps, put it in a "
+                "loop over trainer.epochs",
                 *(self._block, self._where),
             )
         if self._place == "end" and self.replay is None and self._shown:
@@ -395,15 +397,14 @@ class Resumption:
         now = settings_of(self._run.engine.context.update.optimizer)
         if now != self._settings:
             self._warn(
-                "the optimizer's settings %s, as the script has set them, act on nothing: the run "
-                "that had ended, which this one goes on with %s, has no record of what the script "
-                "had set then, so its settings are used, %s. Set them in a loop over "
-                "trainer.epochs, or behind the first new step",
+                "the script's optimizer settings %s have no effect: this run resumes a finished "
+                "one, %s, without a record of the script's settings, so the saved settings %s are "
+                "used. Set them in a loop over trainer.epochs, or after the first new step",
                 *(now, self._where, self._settings),
             )
 
     def note_answer(self) -> None:
-        """Take the values where the run was saved right behind a call that has been answered."""
+        """Load the values if the checkpoint was made right after the replayed call."""
         replay, found = self.replay, self._found
         if found is None or replay is None:
             return
@@ -415,18 +416,18 @@ class Resumption:
         if self._place is None:
             self.catch_up()
         elif self._place == "end" and not self.answering:
-            self._quiet.close()  # what the script prints in the end is shown again
+            self._quiet.close()  # show the script's final output again
 
     def catch_up(self) -> None:
-        """Take the values if the script has come to the place where its run goes on."""
+        """Load the values if the script has reached the resume position."""
         if self._found is not None and self.replay is not None and self.replay.over:
             self._load(self._found)
 
     def end_block(self, replay: ScriptReplay | None) -> None:
-        """Undo what a block of `changing` has done, if the checkpoint has it already.
+        """Restore the values after a `modifying` block that the checkpoint already includes.
 
         Args:
-            replay: what has answered it.
+            replay: recorded calls that contain the block; None if there are none.
         """
         if replay is not None:
             replay.block()
@@ -438,39 +439,39 @@ class Resumption:
         self._show(self._found)
 
     def note_result(self, call: str) -> None:
-        """Warn once of what a call returns that the whole run made earlier than the checkpoint."""
+        """Warn once about a call whose original result came before the checkpoint's values."""
         done = self._place == "end" and self._over
         if self._found is None or not self._shown or self._warned or done:
             return
         self._warned = True
         self._warn(
-            "%s at %s comes before the place where this run goes on, %s: it uses the values of "
-            "that checkpoint, and what it returns may not be what it was when the run came "
-            "through here before. No later step may depend on it",
+            "%s at %s is before the position at which this run resumes, %s. It uses the values of "
+            "that checkpoint, so its result may differ from the original one. Later steps must not "
+            "depend on it",
             *(call, script_line(), self._where),
         )
 
     def begin_save(self) -> None:
-        """Have a save of the script in the part that is done hold what the checkpoint does."""
+        """Make a `trainer.save` before the resume position save the checkpoint's values."""
         if self._found is not None:
             self._show(self._found)
             self.note_result("trainer.save")
 
     def begin_anew(self) -> None:
-        """Leave all to a `Trainer.load` of the script, which has just gone on from elsewhere."""
+        """Stop the resume, because the script itself has just resumed with `Trainer.load`."""
         if self._found is not None:
             self._warn(
-                "trainer.load at %s takes the place of onefold run --checkpoint, which was to go "
-                "on %s",
+                "trainer.load at %s overrides onefold run --checkpoint, which was about to resume "
+                "%s",
                 *(script_line(), self._where),
             )
         self.end()
 
     def finish(self) -> None:
-        """Warn at the end of a script that has not come to the place where its run goes on."""
+        """Warn if the script ended before its resume position."""
         if self.answering:
             self._warn(
-                "the script has ended before the place where its run goes on, %s: its model has "
+                "the script ended before the position at which its run resumes, %s: its model has "
                 "the values of the checkpoint",
                 self._where,
             )
@@ -481,34 +482,34 @@ class Resumption:
             and (self._block or not self._shown)
         ):
             self._warn(
-                "the script has ended before the place where its run goes on, %s: %s",
+                "the script ended before the position at which its run resumes, %s: %s",
                 self._where,
-                f"the block of trainer.modifying at {self._block} has changed nothing"
+                f"the block of trainer.modifying at {self._block} had no effect"
                 if self._shown
-                else "its model has the values that the script gave it, and not the checkpoint's",
+                else "its model has the values that the script gave it, not the checkpoint's",
             )
         self.end()
 
     def end(self) -> None:
-        """Take nothing more from the checkpoint."""
+        """Stop loading from the checkpoint."""
         self._found = None
         self._quiet.close()
         self._weights.end()
 
     def close(self) -> None:
-        """Take nothing more from the checkpoint, and look at the script's weights no more."""
+        """Stop loading from the checkpoint, and stop watching the script's weights."""
         self.end()
         self._weights.close()
 
     def _refuse_call(self, module: torch.nn.Module) -> None:
-        """Refuse a call of the model by the script where its values are not those of then."""
+        """Raise if the script calls the model during replay, with the checkpoint's values."""
         has_values = any(True for _ in chain(module.parameters(), module.buffers()))
         if self.answering and self._shown and has_values:
             raise StateError(
-                f"{script_line()}: the script calls the model itself, in the part of the run that "
-                f"is done, {self._where}: what it returned there is in no record. Use "
-                f"trainer.evaluate or trainer.predict, whose results are kept; or make the call "
-                f"under `if not trainer.replaying:`, and keep what follows by trainer.state"
+                f"{script_line()}: the script calls the model itself during replay, {self._where}, "
+                f"but the record has no result of such a call. Use trainer.evaluate or "
+                f"trainer.predict, whose results are recorded, or make the call under `if not "
+                f"trainer.replaying:`, and store what depends on it in trainer.state"
             )
 
     @property
@@ -518,7 +519,7 @@ class Resumption:
         return later and self.replay is not None and self.replay.changes_model
 
     def _leaving(self, write: Callable[..., Any]) -> Callable[..., Any]:
-        """Have a function leave files as they are that the script writes again."""
+        """Wrap a save function so that it does not overwrite existing files during replay."""
 
         @wraps(write)
         def leaving(*given: Any, **named: Any) -> Any:
@@ -544,14 +545,14 @@ class Resumption:
         self.end()
 
     def show(self) -> None:
-        """Show the values of the checkpoint in the part that is done, if nobody has."""
+        """Show the values of the checkpoint if they are not shown yet."""
         if self._found is not None and not self._shown:
             self._show(self._found)
 
     def _show(self, found: LoadedCheckpoint, *, settings: bool = False) -> None:
-        # The rates of a script that is answered from the record are what they were at each step.
+        # During replay, the script sets the learning rates itself, as it did at each step.
         settings |= self.replay is None
-        # A loop may stand in a block of changes, as may a gradient.
+        # A loop, or a gradient, may be inside a `modifying` block.
         with self._run.changes().closed(self._position.step + 1):
             self._run.checkpoints.take(found, settings=settings)
         self._shown = True

@@ -1,35 +1,35 @@
-"""Computes some shards once more on another device, and compares all bits.
+"""SDC checks: recomputes some shards on another device and compares all bits.
 
-Note: who is believed
+Note: who is at fault
 ---------------------
-Of an audited shard, its owner has digested the whole gradient when it computed the step. Another
-device computes it once more. Where the two differ, both do so again, and a third device, if there
-is one. If owner and auditor agree now, the first result that differs from theirs was a *transient*
-fault. If they do not, the third device decides which of them has a *persistent* one; without a
-third, both are named.
+The owner of an audited shard digests the whole gradient when it computes the step. Another device,
+the auditor, computes the shard again. If the results differ, both compute it once more. If they now
+agree, the earlier result that differs is a *transient* fault. Otherwise a third device decides
+which of the two has a *persistent* fault; without a third device, both are reported.
 
 Note: one device
 ----------------
-A processor that is the only device has a child of this process be the other one: a `Child` computes
-the shard on another core and in other memory. Where there are idle cores it begins with the step
-and computes beside it; else it computes when the step's shards are done. If the two differ, this
-process and a second child compute it again. Three of four equal results are right, and the fourth
-is a transient fault; with fewer nobody is believed.
+If a CPU is the only device, a child process replaces the auditor: a `Child` computes the shard on
+another core, in other memory. If cores are idle, it starts with the step and computes in parallel;
+otherwise it computes after the step's shards. If the results differ, this process and a second
+child compute the shard again. If three of the four results are equal, the fourth is a transient
+fault; otherwise the fault counts as persistent.
 
-An accelerator cannot be used in a forked process. There, and after a child that gave no result,
-this process computes the shard again itself.
+An accelerator cannot be used in a forked process. With an accelerator, and after a child that
+failed, this process recomputes the shard itself.
 
-Note: what an audit does not see
---------------------------------
-A result that all devices compute alike, such as that of a kernel with a fault. Not audited are
-single shards, which may leave something behind as in a plain loop; losses that gather over the
-batch; and payloads that the loss changes, or that hold anything but tensors, numbers and text in
-lists, tuples and dicts.
+Note: what an audit does not detect
+-----------------------------------
+An error that all devices make in the same way, such as that of a faulty kernel. Not audited are:
+runs with a single shard, which may leave state behind like a plain loop; losses that gather over
+the batch; and payloads that the loss changes, or that contain anything but tensors, numbers and
+text in lists, tuples and dicts.
 
-Note: memory
-------------
-Kernels may choose by strides and by where memory begins. So a payload that another process computes
-lies there as it lies here: with the same strides, at the same distance from a multiple of 64 bytes.
+Note: memory layout
+-------------------
+Kernels may choose their algorithm by strides and by alignment. So a payload that another process
+computes gets the same layout there: the same strides, and the same offset from a multiple of 64
+bytes.
 """
 
 from __future__ import annotations
@@ -68,28 +68,28 @@ _Value = TypeVar("_Value")
 _WHOLE = 1 << 64
 _ALIGNED = 64
 _LIMIT_STEPS = 5
-"""A child may take so many times as long as all shards of the step took."""
+"""Time limit of a child, as a multiple of the time of all shards of the step."""
 Results = Mapping[int, Mapping[int, str]]
-"""For each device, the result of each shard that it computed."""
+"""Result of each shard that a device computed, by device."""
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
-    """Audit a share of the shards of a run."""
+    """Audit a fraction of a run's shards."""
     return lambda run: Auditor(run.engine, start.context.options, run.found)
 
 
 class Auditor(Hook):
-    """Audits a share of all shards; all devices make the same calls.
+    """Audits a fraction of all shards. All devices make the same calls.
 
     Args:
-        engine: the devices of this process.
-        options: say how large a share, and whether a run goes on after a transient fault.
-        found: called with an entry of the record for each fault, and once if the run's own process
-            takes over. The recording tool may add itself later.
+        engine: engine of this process's devices.
+        options: fraction of shards, and whether the run continues after a transient fault.
+        found: functions that get a record entry for each fault, and one if the run's own process
+            replaces the child. The recording tool may append itself later.
     """
 
     least_limit_s = 10.0
-    """The shortest time that a child is waited for."""
+    """Minimum time limit of a child, in seconds."""
 
     def __init__(
         self, engine: Engine, options: RunOptions, found: Sequence[Callable[[Found], None]]
@@ -98,14 +98,14 @@ class Auditor(Hook):
         self._rate, self._heals = options.audit, options.on_corruption == "heal"
         self._step = 0
         self._digests = WholeDigest(())
-        """Of the step."""
+        """Digests of the current step."""
         self._kept: dict[int, bytes | None] = {}
         self._healed = -1
-        """The last step that was computed again."""
+        """Last step that was recomputed after a fault."""
         self._warned = False
         self._child_failed = False
         self._early: Child | None = None
-        """Computes the audited shards of the step while this process does."""
+        """Child that computes the step's audited shards while this process computes all shards."""
         self._began, self._limit_s = 0.0, self.least_limit_s
 
     @property
@@ -114,7 +114,7 @@ class Auditor(Hook):
 
     @property
     def _forks(self) -> bool:
-        """Whether a child of this process is the other device."""
+        """Whether a child process is the auditor."""
         alone = self._context.alone and self._context.first.device.type == "cpu"
         return alone and not self._child_failed
 
@@ -125,17 +125,18 @@ class Auditor(Hook):
 
     @contextmanager
     def around_compute(self, attempt: Attempt) -> Iterator[None]:
-        """Keep the payloads of audited shards as they are before, and audit a whole computation.
+        """Save the payloads of audited shards first, and audit after a complete computation.
 
-        If there is one device, and other cores are idle, they compute these shards meanwhile.
+        If there is only one device, and other cores are idle, a child computes these shards in
+        parallel.
         """
         task, batch = attempt.task, attempt.task.batch
         self._step, self._began = task.step, time.monotonic()
         own = [shard for shard in self._digests.shards if shard in batch.shards]
         self._kept = {shard: self._written(batch.shards[shard]) for shard in own}
         who = {shard: 0 for shard, kept in self._kept.items() if kept is not None}
-        self._end_early()  # if the step is begun again
-        # Compiled code is there once this process has made it.
+        self._end_early()  # a child of an earlier attempt at this step
+        # Not with compiled code: a child forked before this process compiles would compile it too.
         ready = task.gatherers is None and not self._context.compilers.compiled
         if who and ready and self._forks and has_idle_cores():
             self._early = self._in_child(who, task)
@@ -149,7 +150,7 @@ class Auditor(Hook):
                 attempt.again |= not self._is_sound(task)
 
     def chosen(self, step: int, shards: int) -> frozenset[int]:
-        """The shards of a step that are audited: the same on all devices."""
+        """Return the audited shards of a step, the same on all devices."""
         if shards == 1:
             return frozenset()
         drawn = derive_seed("audit", self._context.settings.seed, step)
@@ -158,20 +159,20 @@ class Auditor(Hook):
         return frozenset((first + place) % shards for place in range(min(count, shards)))
 
     def _is_sound(self, task: ShardTask) -> bool:
-        """Audit the shards of a step that were chosen; whether the step may be used as it is.
+        """Audit the chosen shards of a step; return whether its results may be used.
 
         Args:
-            task: what all shards have in common.
+            task: task that all shards share.
 
         Raises:
-            AuditError: a device is at fault, and the run is not to go on.
+            AuditError: a device is at fault, and the run must not continue.
         """
         if task.gatherers is not None:
             return True
         shared, batch = self._shared(task.batch), task.batch
         first = {number: dict(each["results"]) for number, each in enumerate(shared)}
         payloads = {shard: unpacked(text) for each in shared for shard, text in each["payloads"]}
-        # Of a shard whose payload cannot be sent, or was changed, there is nothing here.
+        # Payloads that cannot be sent, or that the loss changed, are missing here.
         found = [shard for shard in sorted(self._digests.shards) if shard in payloads]
         if not found:
             self._end_early()
@@ -198,7 +199,7 @@ class Auditor(Hook):
             self._early = None
 
     def _shared(self, batch: ShardedBatch) -> list[dict[str, Any]]:
-        """What each device has computed of the chosen shards, and their payloads."""
+        """Gather each device's results and payloads of the chosen shards."""
         own = {}
         for replica in self._context.replicas:
             here, found = batch.shares.shards_of(replica.number), self._digests.results
@@ -209,10 +210,10 @@ class Auditor(Hook):
         return self._context.exchange.transport.all_gather_values(own)
 
     def _unchanged(self, shard: int, batch: ShardedBatch) -> bytes | None:
-        """The payload of a shard, if the step has left it as it was; else None."""
+        """Return the payload of a shard, or None if the step changed it."""
         kept = self._kept.get(shard)
         if kept is not None and kept != self._written(batch.shards[shard]):
-            self._skip("the loss changes its batch in place")
+            self._skip("the loss modifies its batch in place")
             return None
         return kept
 
@@ -224,7 +225,7 @@ class Auditor(Hook):
             return None
 
     def _skip(self, why: str) -> None:
-        """Warn once of shards that are not audited."""
+        """Warn once that shards are not audited."""
         if not self._warned:
             self._warned = True
             _log.warning("shards are not audited: %s", why)
@@ -234,12 +235,12 @@ class Auditor(Hook):
         return (owner + distance) % self._context.devices
 
     def _again(self, who: Mapping[int, int], task: ShardTask, *, apart: bool = False) -> Results:
-        """Compute shards once more, each on one device; return what all devices have computed.
+        """Recompute shards, each on one device, and return the results of all devices.
 
         Args:
-            who: for each shard, the device.
-            task: what all shards have in common.
-            apart: whether a child computes them, if there is only one device.
+            who: device of each shard.
+            task: task that all shards share.
+            apart: whether a child recomputes them if there is only one device.
         """
         if apart and self._forks:
             early, self._early = self._early, None
@@ -251,7 +252,7 @@ class Auditor(Hook):
         return {number: dict(row) for number, row in enumerate(rows)}
 
     def _here(self, who: Mapping[int, int], task: ShardTask) -> dict[int, list[tuple[int, str]]]:
-        """What each device of this process computes of its share of some shards."""
+        """Compute some shards on the devices of this process, and return the results."""
         own = {}
         with self._engine.placement.gathered():
             for replica in self._context.replicas:
@@ -266,11 +267,11 @@ class Auditor(Hook):
         return own
 
     def _in_child(self, who: Mapping[int, int], task: ShardTask) -> Child | None:
-        """Have a child compute some shards; None if there is none."""
+        """Start a child that computes some shards; None if that fails."""
         return self._tried(lambda: Child(lambda: encode(self._here(who, task)[0], "an audit")))
 
     def _tried(self, call: Callable[[], _Value]) -> _Value | None:
-        """Call something of a child; None, and no child from here on, if that fails."""
+        """Call a child's function. If it fails, return None and use no child from then on."""
         try:
             return call()
         except ChildError as error:
@@ -287,8 +288,8 @@ class Auditor(Hook):
         second: Results,
         task: ShardTask,
     ) -> AuditEntry:
-        """Find out who is at fault, where two results of a shard differ."""
-        # What was healed a moment ago is not healed again.
+        """Find the device at fault after two results of a shard differ."""
+        # A step that was just recomputed after a fault is not recomputed again.
         heals = self._heals and self._healed != task.step
         once, twice = first[owner][shard], second[other][shard]
         of_owner = self._again({shard: owner}, task)[owner][shard]
@@ -298,7 +299,7 @@ class Auditor(Hook):
             sound = times > 2
             return self._fault(shard, owner, persistent=not sound, healed=sound and heals)
         if of_owner == of_other:
-            # Both agree now: whoever had another result before was at fault, once.
+            # Both agree now: the device with a different earlier result had a transient fault.
             return self._fault(shard, owner if once != of_owner else other, healed=heals)
         third = next((d for d in range(self._context.devices) if d not in (owner, other)), None)
         if third is None:
@@ -314,13 +315,13 @@ class Auditor(Hook):
         segments: Sequence[torch.Tensor],
         update: Update,
     ) -> None:
-        """Make the update of one of the segments twice, in a step of which shards were audited.
+        """Repeat the update of one segment in a step with audited shards.
 
         Raises:
-            AuditError: two updates of the segment differ, and the run is not to go on.
+            AuditError: two updates of the segment differ, and the run must not continue.
         """
         gradients = [(each, each.grad) for each in segments if each.grad is not None]
-        # Another optimizer's step may do more than update each segment by itself.
+        # The step of another optimizer may do more than update each segment separately.
         known = type(optimizer).__module__.startswith("torch.optim.")
         if not (self._digests.shards and gradients and known) or has_own_step(optimizer):
             update()
@@ -331,7 +332,7 @@ class Auditor(Hook):
         values, state = segment.detach().clone(), copy.deepcopy(optimizer.state.get(segment))
         update()
         updated = segment.detach().clone()
-        # Once more, of this segment alone.
+        # Repeat the update for this segment only.
         for each, _ in gradients:
             each.grad = None
         segment.grad = gradient
@@ -345,7 +346,7 @@ class Auditor(Hook):
         for each, kept in gradients:
             each.grad = kept
         if not same_bits(updated, segment.detach()):
-            # What it has made of the other segments nobody knows, so this is not healed.
+            # Not healed: nothing is known about the other segments of this update.
             self._report(self._fault(-1, self._context.first.number))
 
     def _fault(
@@ -360,7 +361,7 @@ class Auditor(Hook):
         )
 
     def _report(self, fault: AuditEntry) -> None:
-        """Tell of a fault; end the run if it is not healed."""
+        """Report a fault, and end the run if it is not healed."""
         self._tell(fault, shown=self._context.leads or fault.shard < 0)
         if not fault.healed:
             raise AuditError(f"{_words_of(fault)}. {_ADVICE}")
@@ -375,8 +376,8 @@ class Auditor(Hook):
 def _words_of(entry: Found) -> str:
     if isinstance(entry, SameProcessEntry):
         return (
-            f"step {entry.step}: a child process could not compute an audit: {entry.why}. From "
-            f"here on the run's own process computes audits again"
+            f"step {entry.step}: a child process could not compute an audit: {entry.why}. From now "
+            f"on, the run's own process computes audits"
         )
     who = " or ".join(f"device {device}" for device in entry.devices)
     kind = "again and again" if entry.persistent else "once"
@@ -385,16 +386,16 @@ def _words_of(entry: Found) -> str:
 
 
 _ADVICE = (
-    "Go on from the last checkpoint without that device. If other devices are named as well, the "
-    "loss does not repeat itself: look for random numbers that it draws from a generator of its own"
+    "Resume from the last checkpoint without that device. If several devices are reported, the "
+    "loss may not be deterministic: check whether it uses a random number generator of its own"
 )
 
 
 def packed(payload: object) -> bytes:
-    """Write a payload for another process, with how its tensors lie in memory.
+    """Encode a payload for another process, with the memory layout of its tensors.
 
     Raises:
-        TypeError: it holds something that another process would not have as it is here.
+        TypeError: the payload contains an object that another process could not reproduce exactly.
     """
     layouts: list[tuple[tuple[int, ...], int, bool]] = []
 
@@ -414,13 +415,13 @@ def packed(payload: object) -> bytes:
             return {key: plain(each) for key, each in part.items()}
         if part is None or type(part) in (bool, int, float, str):
             return part
-        raise TypeError(f"the batch holds a {type(part).__name__}")
+        raise TypeError(f"the batch contains a {type(part).__name__}")
 
     return encode((plain(payload), layouts), "a shard")
 
 
 def unpacked(text: bytes) -> Any:
-    """Read what `packed` has written; tensors lie on the host."""
+    """Decode the output of `packed`; tensors are on the host."""
     payload, layouts = decode(text)
     each = iter(layouts)
     return map_parts(payload, lambda values: _laid(values, *next(each)))
@@ -429,7 +430,7 @@ def unpacked(text: bytes) -> Any:
 def _laid(
     values: torch.Tensor, strides: Sequence[int], place: int, has_gradient: bool
 ) -> torch.Tensor:
-    """Copy values to memory of these strides, so far behind a multiple of 64 bytes."""
+    """Copy values to memory with these strides, at this offset from a multiple of 64 bytes."""
     if not values.numel():
         return torch.empty_strided(values.shape, strides, dtype=values.dtype)
     extent = 1 + sum((n - 1) * s for n, s in zip(values.shape, strides, strict=True))

@@ -1,4 +1,4 @@
-"""Saves a run every so many steps or seconds and at its end, and stops it on request."""
+"""Saves a run at intervals of steps or seconds and at its end, and stops it on request."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ _log = logging.getLogger("onefold")
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
-    """Save a run as its options ask."""
+    """Save a run at the intervals in its options."""
     return Autosaving
 
 
 class SaveClock:
-    """Makes a checkpoint due by time, after the same step on all devices.
+    """Requests checkpoints by time, after the same step on all devices.
 
-    The lead's clock decides, before a step begins. It asks for one step at a time: for the next one
-    when that is saved, which all devices do together, and so when all have seen it.
+    The lead decides by its clock, before a step begins. It requests one checkpoint at a time: the
+    next request follows when all devices have saved the previous one together, and so have seen its
+    request.
 
     Args:
-        progress: the table in which the lead asks for it.
-        every_s: how many seconds apart checkpoints are written; 0 for never.
-        devices: who takes part; the lead decides.
+        progress: table in which the lead writes its request.
+        every_s: interval between checkpoints, in seconds; 0 for none.
+        devices: devices of the run.
     """
 
     def __init__(self, progress: Progress, every_s: float, devices: Devices) -> None:
@@ -46,36 +47,36 @@ class SaveClock:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew, as a checkpoint was written."""
+        """Restart the interval after a checkpoint."""
         self._began, self._asked = time.monotonic(), False
 
     def begin_step(self, step: int) -> None:
-        """Ask for a checkpoint after ``step``, which is about to begin, if it is time for one."""
+        """Request a checkpoint after ``step``, which is about to begin, if the interval is over."""
         late = self._every_s and time.monotonic() - self._began >= self._every_s
         if late and not self._asked and self._devices.has_lead:
             self._progress.save_after(step)
             self._asked = True
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint was asked for after ``step``, which is done."""
+        """Whether a checkpoint was requested after ``step``, which is done."""
         return self._progress.saves_after(step)
 
 
 _MOST_PUT_OFF = 100
-"""The most steps for which a checkpoint is put off: an iterator that the script keeps and never
-goes on with would put it off for ever."""
+"""Maximum number of steps by which a checkpoint is delayed. An iterator that the script keeps but
+never reads again would otherwise delay it forever."""
 _REPORTED_PUT_OFF = 10
-"""The steps after which that is reported: more than a script has loaders side by side."""
+"""Number of steps after which a delay is reported: more than a script interleaves loaders."""
 
 
 class Autosaving(Hook):
-    """Saves the one Trainer of a script.
+    """Saves the only Trainer of a script.
 
-    A checkpoint that is due after a step is written when the next one begins, so that it has all
-    that the script has done by then: at the end of an epoch, at the beginning of the next one, to
-    its scheduler, in an update of its own. A resumed run continues at that very place, see
-    `onefold.tools.answers`. One that falls between two steps of one batch, or between the steps of
-    batches that several loaders have read side by side, waits for the last of these.
+    A checkpoint that is due after a step is written at the start of the next step, so that it
+    includes everything that the script does in between: at the end of an epoch and the start of the
+    next, to its scheduler, or in its own update. A resumed run continues at exactly this position,
+    see `onefold.tools.answers`. A checkpoint that is due between two steps of the same batch, or
+    between the steps of interleaved loaders, is delayed until the last of these steps.
 
     Args:
         run: the run.
@@ -93,37 +94,37 @@ class Autosaving(Hook):
         self._clock = SaveClock(run.progress, options.save_every_s, run.devices)
         self._saved = run.begun_after
         self._at_next = False
-        """Whether the checkpoint that is due is to be written as the next step begins."""
+        """Whether the due checkpoint is to be written at the start of the next step."""
         self._reuses = False
-        """Whether the script uses batches for several steps."""
+        """Whether the script uses a batch for several steps."""
         self._blocks_before: int | None = None
-        """How many blocks of changes the script had opened before its first step."""
+        """Number of `modifying` blocks that the script opened before its first step."""
         self._put_off = 0
-        """For how many steps what is due has been put off; 0 if nothing is."""
+        """Number of steps by which a due checkpoint is delayed; 0 if none is due."""
         self._taken: dict[int, tuple[DataPass, int]] = {}
-        """Passes of batches that the script took whole since its last step, and where they end."""
+        """Passes of the whole batches taken since the last step, with the batches' ends."""
         self._is_savable = False
-        """Whether the state of the optimizer can be saved, as its first update has shown."""
+        """Whether the optimizer state is known to be savable, which its first update shows."""
         self._stop = False
         at_good_end(self.finish)
 
     @property
     def _blocks(self) -> int:
-        """How many blocks of changes the script has opened."""
+        """Number of `modifying` blocks that the script has opened."""
         return self._run.changes().blocks
 
     def call(self, asked: ScriptCall, make: Make) -> Any:
-        """Note batches that the script takes whole: its next step uses what it makes of them."""
+        """Note whole batches that the script takes: its next step uses data made from them."""
         if asked.kind == "payloads" and asked.given.data_pass is not None:
             taken = asked.given.data_pass
             self._taken[id(taken)] = taken, asked.given.stop
         return make()
 
     def around(self, asked: ScriptCall) -> Surrounds:
-        """Save what is due before a step.
+        """Write a due checkpoint before a step.
 
         Raises:
-            RunStopped: the run was asked to stop, and is saved.
+            RunStopped: a stop was requested, and the run is saved.
         """
         if asked.cut is not None and asked.begins:
             self._check(asked.cut, gradient=asked.kind == "gradient")
@@ -132,13 +133,13 @@ class Autosaving(Hook):
         return None
 
     def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
-        """Note that a step is done, but for the script's own update, if it makes one."""
+        """Note a finished step, and check whether to save. A script's own update follows."""
         for taken, stop_of_batch in self._taken.values():
             taken.used = max(stop_of_batch, taken.used)
         self._taken.clear()
         if asked.cut is not None and asked.computed:
             if not self._is_savable:
-                # As soon as there is state, and not in hours, at the first checkpoint.
+                # Check as soon as there is state, not hours later at the first checkpoint.
                 with self._run.telling_others():
                     self._run.checkpoints.check_savable()
                 self._is_savable = True
@@ -147,7 +148,7 @@ class Autosaving(Hook):
                 self._after_step(asked.cut, stop=stop, updated=updated)
 
     def finish(self) -> None:
-        """Save the end of the run, unless it is saved, and let another one save itself there."""
+        """Save the end of the run unless it is saved, and release the directory."""
         if not self._run.left():
             with self._run.telling_others(), only_noting():
                 if self._position.step > self._saved or self._run.checkpoints.lost:
@@ -158,32 +159,32 @@ class Autosaving(Hook):
         self.close()
 
     def close(self) -> None:
-        """Let another run save itself there, whatever has become of this one."""
+        """Release the directory for other runs."""
         self._lock.let_go()
 
     def _check(self, batch: ShardedBatch, *, gradient: bool) -> None:
-        """Refuse a step that could not be resumed as if nothing had happened.
+        """Raise if the run could not be resumed exactly after this step.
 
         Args:
-            batch: the batch of the step.
-            gradient: whether the update is the script's own.
+            batch: batch of the step.
+            gradient: whether the script makes the update.
 
         Raises:
-            ValueError: the script cuts its batches itself, or steps a scheduler that no checkpoint
-                would hold.
+            ValueError: the script makes its batches itself, or steps a scheduler that no checkpoint
+                would contain.
         """
         if batch.data_pass is None and gradient:
             raise ValueError(
-                "onefold run --checkpoint goes on at the very sample where a run stopped, and does "
-                "not know it for batches of your own with trainer.gradient, whose updates no "
-                "record has: use trainer.loader or trainer.batches, or call trainer.save and "
-                "trainer.load in the script and leave out what trainer.steps says is done"
+                "onefold run --checkpoint cannot resume batches that the script makes itself for "
+                "trainer.gradient, because the record does not contain their updates. Use "
+                "trainer.loader or trainer.batches, or call trainer.save and trainer.load and skip "
+                "the first trainer.steps steps"
             )
         if self._position.repeats_part(batch):
             raise ValueError(
-                "one of the batches in this step was used in a step before and another was not, as "
-                "with itertools.cycle, which keeps the batches of the first pass: onefold run "
-                "--checkpoint could not go on with it. Read the loader again and again, by "
+                "a step uses one batch that was used before and one that was not, as with "
+                "itertools.cycle, which keeps the batches of the first pass: onefold run "
+                "--checkpoint could not resume it. Read the loader repeatedly, with "
                 "itertools.chain.from_iterable(itertools.repeat(loader))"
             )
         self._reuses |= self._position.has_used(batch)
@@ -191,25 +192,26 @@ class Autosaving(Hook):
             self._blocks_before = self._blocks
         if self._scheduler.is_missing:
             raise ValueError(
-                "a learning rate scheduler is attached to the optimizer that onefold run "
-                "--checkpoint does not save, as Trainer was not given it: make Trainer with "
-                'scheduler=scheduler and scheduler_every="script", and leave the lines that step '
-                'it as they are; or with scheduler_every="epoch" or "step", and without those lines'
+                "onefold run --checkpoint cannot save the optimizer's learning rate scheduler "
+                "because it was not passed to Trainer. Pass "
+                'scheduler=scheduler with scheduler_every="script" and keep your scheduler.step() '
+                "calls, "
+                'or pass "epoch" or "step" and remove them'
             )
 
     def _before_step(self, batch: ShardedBatch) -> bool:
-        """Save what is due; return whether to stop now.
+        """Write a due checkpoint; return whether to stop now.
 
         Raises:
-            ValueError: the batch is used on and on, and no checkpoint can be made meanwhile.
+            ValueError: the script keeps using a batch, so that no checkpoint can be made.
         """
         is_used = self._position.has_used(batch)
         too_long = self._put_off > _MOST_PUT_OFF
         if self._at_next and is_used and too_long:
             raise ValueError(
-                f"this batch is used for more than {_MOST_PUT_OFF} steps, and onefold run "
-                f"--checkpoint saves between batches: use each of a run for at most "
-                f"{_MOST_PUT_OFF}, or call trainer.save and trainer.load in the script, after "
+                f"this batch is used for more than {_MOST_PUT_OFF} steps, but onefold run "
+                f"--checkpoint saves only between batches. Use a batch for at most {_MOST_PUT_OFF} "
+                f"consecutive steps, or call trainer.save and trainer.load in the script, after "
                 f"the last step of a batch"
             )
         waits = is_used or (self._position.is_at_an_end() and not too_long)
@@ -220,12 +222,13 @@ class Autosaving(Hook):
         return saves and self._stop
 
     def _after_step(self, batch: ShardedBatch, *, stop: bool, updated: bool) -> None:
-        """Note whether a checkpoint is due, as of every so many steps, or as the run is to stop.
+        """Decide whether a checkpoint is due, by the interval or because of a stop request.
 
         Args:
-            batch: the batch of the step.
-            stop: whether the run was asked to stop.
-            updated: whether the step is done; an update of the script's is still to come.
+            batch: batch of the step.
+            stop: whether a stop was requested.
+            updated: whether the step is complete; otherwise the script's own update is still to
+                come.
         """
         self._stop |= stop
         step = self._position.step
@@ -233,21 +236,21 @@ class Autosaving(Hook):
         self._at_next = False
         if not due and not self._put_off:
             return
-        # All devices come to the same answer here, as it follows from agreed values alone.
+        # All devices decide the same, because the decision depends only on agreed values.
         self._put_off += 1
         between = self._position.is_between_batches(batch)
         self._at_next = between or self._put_off > _MOST_PUT_OFF
         if not between and self._put_off == _REPORTED_PUT_OFF and self._run.devices.has_lead:
             _log.warning(
-                "the checkpoint that was due after step %d is put off, for %d steps at most: a "
-                "loader has handed out a batch that no step has used, and the checkpoint is to be "
-                "made between batches. Give batches to trainer.step, or take them by "
-                "batch.whole(), and drop iterators that are no longer read",
+                "the checkpoint that was due after step %d is delayed, by up to %d steps: a loader "
+                "has yielded a batch that no step has used, and checkpoints are made between "
+                "batches. Pass batches to trainer.step, or read them with batch.whole(), and drop "
+                "iterators that are no longer read",
                 *(step - _REPORTED_PUT_OFF + 1, _MOST_PUT_OFF),
             )
-        # A request to stop at the end of an epoch: the script's work there may take longer than the
-        # grace period, so save first as well, unless the script may change the saved state between
-        # two steps.
+        # A stop request at the end of an epoch: the script's work there may exceed the grace
+        # period, so save now as well, unless the script may change the saved state between two
+        # steps.
         plain = updated and not self._reuses and not self._scheduler.is_the_scripts
         plain = plain and self._blocks == self._blocks_before
         if self._stop and plain and between and self._position.is_at_an_end():

@@ -1,15 +1,15 @@
-"""Digests a sample of each shard's gradient: small enough for every shard of every step.
+"""Digests a sample of each shard's gradient: cheap enough for every shard of every step.
 
-Note: what a digest sees
-------------------------
-The sample of a step is one stretch of one parameter's gradient, the same for all shards, drawn from
-the run's seed and the step: over the steps it comes to all of the model. Of the stretch all bits
-count, and their places: each 32-bit word is multiplied by an odd number of 64 bits that belongs to
-its place, and the products are added modulo 2 ** 64. So swapped elements show, and so do two flips
-of the same bit, which an XOR or a sum would miss. Words of 64 bits would not do: flips of the
-highest bits of two words cancel, as the sum of two odd numbers is even. This is multilinear hashing
-(Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Whole numbers are added alike
-in any order, on any device.
+Note: what a digest detects
+---------------------------
+The sample of a step is one slice of one parameter's gradient, the same for all shards. It is drawn
+from the run's seed and the step number, so over many steps it covers the whole model. All bits of
+the slice and their positions count: each 32-bit word is multiplied by a 64-bit odd number that
+belongs to its position, and the products are added modulo 2 ** 64. So the digest detects swapped
+elements, and two flips of the same bit, which an XOR or a sum would miss. Words of 64 bits would
+not work: flips of the highest bits of two words cancel, because the sum of two odd numbers is even.
+This is multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014).
+Integer sums do not depend on the order of addition, so the digest is the same on any device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 LONGEST = 1024
-"""The most elements of a sample."""
+"""Maximum number of elements in a sample."""
 _LONGEST_WORDS = 4 * LONGEST
 _ODD = 0x9E3779B97F4A7C15
 _OF_NUMPY = (torch.float32, torch.float64)
@@ -54,11 +54,12 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
-    """Digest gradients in a run that is recorded or looked at."""
+    """Digest gradients in a run that is recorded or inspected."""
     asked = start.context.options.tools.get("inspection")
 
     def begin(run: RunView) -> Hook | None:
-        # Only the inspected Trainer digests, so that the run takes no longer than the recorded one.
+        # Digest only in the inspected Trainer, so that a replay takes no longer than the recorded
+        # run.
         looked_at = asked is not None and asked.get("trainer", 0) == run.devices.trainer
         return DigestHook(run) if looked_at or run.recorded_in is not None else None
 
@@ -66,7 +67,7 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
 
 
 class DigestHook(Hook):
-    """Has a sample of each shard's gradient digested; on all devices of a run that is recorded.
+    """Digests a sample of each shard's gradient, on all devices of a recorded run.
 
     Args:
         run: the run.
@@ -78,26 +79,26 @@ class DigestHook(Hook):
         self._digests = GradientDigest(sizes, context.settings.seed)
 
     def task(self, task: ShardTask) -> ShardTask:
-        """Say which part of each shard's gradient is digested."""
+        """Select the part of each shard's gradient to digest."""
         sample = SampleDigests(self._digests.sample_of(task.step))
         return replace(task, notes=(*task.notes, sample))
 
 
 class GradientSample(NamedTuple):
-    """Which part of each shard's gradient the digests of a step see."""
+    """The part of each shard's gradient that the digests of a step cover."""
 
     parameter: int
-    """Its number among the trained ones."""
+    """Number of the parameter among the trained ones."""
     start: int
     stop: int
-    """In elements, as they lie in memory."""
+    """Bounds in elements, in memory order."""
 
 
 class SampleDigests(GradientNotes):
-    """Digests the same sample of each shard's gradient; waits for no device.
+    """Digests the same sample of each shard's gradient, without synchronizing the device.
 
     Args:
-        sample: the sample of the step.
+        sample: sample of the step.
     """
 
     def __init__(self, sample: GradientSample) -> None:
@@ -126,7 +127,7 @@ class GradientDigest:
 
     Args:
         sizes: number of elements of each trained parameter.
-        seed: of the run.
+        seed: seed of the run.
 
     >>> digests = GradientDigest([3, 5000], seed=0)
     >>> digests.sample_of(step=1) == digests.sample_of(step=1)
@@ -138,7 +139,7 @@ class GradientDigest:
         self._ends = list(accumulate(sizes))
 
     def sample_of(self, step: int) -> GradientSample:
-        """The sample of a step: the same on all devices, and for all shards."""
+        """Return the sample of a step, the same on all devices and for all shards."""
         at = derive_seed("digest", self._seed, step) % self._ends[-1]
         number = bisect_right(self._ends, at)
         size = self._sizes[number]
@@ -147,16 +148,16 @@ class GradientDigest:
 
 
 def digest_of(gradient: torch.Tensor, start: int, stop: int) -> Digest:
-    """The digest of a stretch of a dense gradient; waits for no device.
+    """Digest a slice of a dense gradient, without synchronizing its device.
 
     Args:
-        gradient: of any dtype and shape.
-        start: the first element, in the order of memory.
-        stop: the one behind the last; at most `LONGEST` further.
+        gradient: gradient of any dtype and shape.
+        start: first element, in memory order.
+        stop: end of the slice; at most ``start`` plus `LONGEST`.
 
     Returns:
-        A whole number of 64 bits with a sign; of a gradient that is not on the host a tensor ()
-        int64 on its device.
+        A signed 64-bit integer; for a gradient outside host memory, an int64 tensor of shape () on
+        its device.
 
     >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
     >>> bool(digest_of(one, 0, 2) == digest_of(other, 0, 2))
@@ -164,13 +165,13 @@ def digest_of(gradient: torch.Tensor, start: int, stop: int) -> Digest:
     """
     on_host = gradient.device.type == "cpu"
     if on_host and gradient.dtype in _OF_NUMPY and gradient.is_contiguous():
-        # The usual case, by NumPy from end to end: in a fifth of the time.
+        # The common case, in NumPy throughout, takes a fifth of the time.
         own = gradient.detach().numpy().reshape(-1)[start:stop].view(np.int32)
         return int(own.astype(np.int64).dot(_WEIGHTS[: len(own)]))
     stretch = storage_order(gradient.detach())[start:stop]
     words = stretch.view(_WORDS[min(4, stretch.element_size())])
     if on_host:
-        # It wraps around as PyTorch does.
+        # NumPy integers wrap around like PyTorch's.
         return int(words.numpy().astype(np.int64).dot(_WEIGHTS[: len(words)]))
     return (words.to(torch.int64) * _weights_on(words.device)[: len(words)]).sum()
 
@@ -200,7 +201,7 @@ class WholeDigest(GradientNotes):
                     self._found[shard].setdefault(number, []).append(digest_of_whole(gradient))
 
     def end(self, shard: int, total: torch.Tensor | None) -> None:
-        """Complete the result of a shard; waits for the device."""
+        """Complete the result of a shard; synchronizes the device."""
         if shard in self.shards:
             found = sorted(self._found.pop(shard).items())
             digests = [(number, list(map(int, of))) for number, of in found]
@@ -208,10 +209,10 @@ class WholeDigest(GradientNotes):
 
 
 def digest_of_whole(gradient: torch.Tensor) -> Digest:
-    """The digest of all of a dense gradient; see `digest_of`.
+    """Digest a whole dense gradient; see `digest_of`.
 
-    On the host by BLAKE2b. Elsewhere each row of 4,096 words is digested as above, and the digests
-    of the rows once more.
+    On the host, this is BLAKE2b. Elsewhere, each row of 4,096 words is digested as in `digest_of`,
+    and the rows' digests are digested again.
     """
     memory = storage_order(gradient.detach())
     if memory.device.type == "cpu":
@@ -230,7 +231,7 @@ def _blake(memory: memoryview) -> bytes:
 
 
 def digest_of_all(tensors: Iterable[torch.Tensor], seed: int) -> int:
-    """The digest of a stretch of each tensor, which the seed chooses; waits for devices.
+    """Digest a slice of each tensor, chosen by the seed; synchronizes devices.
 
     >>> digest_of_all([torch.ones(3)], 0) == digest_of_all([torch.ones(3)], 1)
     True
@@ -238,13 +239,13 @@ def digest_of_all(tensors: Iterable[torch.Tensor], seed: int) -> int:
     found = 0
     for number, tensor in enumerate(tensors):
         start = derive_seed("digest", seed, number) % max(1, tensor.numel()) // LONGEST * LONGEST
-        # By an odd factor, so that the order of tensors counts as well.
+        # Multiply by an odd number, so that the order of tensors counts too.
         found = (found * _ODD + int(digest_of(tensor, start, start + LONGEST))) % (1 << 63)
     return found
 
 
 def _odd_numbers(count: int) -> np.ndarray[Any, Any]:
-    """The first numbers of SplitMix64 from 0 on, made odd: (count,) int64."""
+    """Return the first numbers of SplitMix64, made odd: (count,) int64."""
     z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_ODD)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -37,7 +37,7 @@ class Tool(NamedTuple):
 
     name: str
     wanted: Callable[[LaunchContext], object]
-    """Whether a run needs it."""
+    """Whether a run needs the tool."""
 
 
 def _saves(context: LaunchContext) -> bool:
@@ -54,9 +54,9 @@ TOOLS = (
     # Outside answers: refuses a model that cannot be saved before the run's directory is taken.
     # Outside autosaving: the checkpoint of a step names the parameters that the step trains.
     Tool("checkpoints", lambda context: True),
-    # Before all hooks that look at steps: an answered step is neither saved nor recorded again.
+    # Before all hooks that inspect steps: a replayed step is neither saved nor recorded again.
     Tool("answers", _saves),
-    # Outside recording: a step that it refuses did not fail. Saves entries that are written.
+    # Outside recording: a step that it rejects is not a failure. Saves entries that are written.
     Tool("autosaving", _saves),
     Tool("verifying.probing", lambda context: "verify" in context.options.tools),
     Tool("profile", lambda context: context.timeline_parts),
@@ -142,7 +142,7 @@ class Tools:
         self._run.engine.hooks.replace(hooks)
 
     def record(self, folder: Path) -> None:
-        """Begin a record in the middle of a run; see `Trainer.record`."""
+        """Start a record in the middle of a run; see `Trainer.record`."""
         run = self._run
         if "inspection" in self._context.options.tools:
             return

@@ -1,10 +1,10 @@
-"""The samples of one shard, told apart: what each holds, what it adds to the loss, which is bad.
+"""Inspects the samples of a shard: their contents, their losses, and which ones are bad.
 
-Note: how samples are told apart
---------------------------------
-A loss that returns a value for each sample says what each of them adds. Of any other loss, each
-sample is computed alone. Where that does not tell which one is not finite, the shard is halved
-again and again: the half that is not finite either goes on.
+Note: how samples are separated
+-------------------------------
+If the loss returns a value per sample, these are the samples' losses. Otherwise each sample is
+computed alone. If that does not identify the sample that is not finite, the shard is bisected: the
+search continues in the half that is still not finite.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from onefold.shard.task import Microbatch, ShardTask
 __all__ = ["ShardSamples", "finite_or_none", "words_of"]
 
 _MOST_ALONE = 512
-"""The most samples of a shard that are computed alone."""
+"""Maximum number of a shard's samples that are computed alone."""
 
 
 class ShardSamples:
     """The samples of a shard.
 
-    Args:
-        replica: computes them.
-        shard: the number of the shard.
-        task: what all shards of the step have in common.
-        datasets: those of the loaders, by the loaders' numbers.
-        digests: whether what samples hold is digested.
+    replica: replica that computes the samples.
+    shard: number of the shard.
+    task: task that all shards of the step share.
+    datasets: data sets of the loaders, by loader number.
+    digests: whether to digest the contents of samples.
     """
 
     def __init__(
@@ -59,16 +58,16 @@ class ShardSamples:
         self._dataset = datasets.get(batch.loader)
 
     def findings(self, seen: Sequence[object], *, spoilt: bool) -> list[SampleFinding]:
-        """What is known of each sample.
+        """Return the findings about each sample.
 
         Args:
-            seen: what the loss of the shard's microbatches returned.
-            spoilt: whether loss or gradient of the shard is not finite.
+            seen: results of the loss for the shard's microbatches.
+            spoilt: whether the shard's loss or gradient is not finite.
         """
         losses, rows = self._returned(seen) or self._alone(), self._rows()
         finite = [loss is None or math.isfinite(loss) for loss in losses]
         if spoilt and finite.count(False) != 1:
-            # Batch norm spreads what is not finite over the shard, and no loss shows a gradient.
+            # Batch norm spreads NaN over the shard, and losses do not show bad gradients.
             whole = [all(map(all_finite, filter(_has_floats, tensors_of(row)))) for row in rows]
             halved = self._halved() if all(whole) else whole
             finite = halved if all(finite) or halved.count(False) < finite.count(False) else finite
@@ -88,7 +87,7 @@ class ShardSamples:
         ]
 
     def _returned(self, seen: Sequence[object]) -> list[float | None]:
-        """The loss of each sample, where the loss has returned it; else nothing."""
+        """Return the loss of each sample if the loss function returned them; otherwise nothing."""
         found: list[float | None] = []
         for result in seen:
             loss = split(result, "the loss")[0]
@@ -100,7 +99,7 @@ class ShardSamples:
         return found if len(found) == self._count else []
 
     def _alone(self) -> list[float | None]:
-        """The loss of each sample, computed alone; None where that cannot be done."""
+        """Compute each sample alone and return its loss; None if that is not possible."""
         found: list[float | None] = []
         for place in range(self._count if self._count <= _MOST_ALONE else 0):
             try:
@@ -108,12 +107,12 @@ class ShardSamples:
                 weight = part.known_weight
                 found.append(float(part.total()) / (weight if weight > 0 else 1.0))
             except (OnefoldError, ValueError, RuntimeError, TypeError, IndexError):
-                # Batch norm has no statistics of one sample; not all payloads can be cut.
+                # Batch norm needs more than one sample, and some payloads cannot be cut.
                 return [None] * self._count
         return found or [None] * self._count
 
     def _halved(self) -> list[bool]:
-        """Which samples belong to the smallest part of the shard that is not finite by itself."""
+        """Bisect to the smallest part that is not finite; return which samples are outside it."""
         start, stop = 0, self._count
         while stop - start > 1:
             middle = (start + stop) // 2
@@ -144,7 +143,7 @@ class ShardSamples:
             self._replica.start_step(self._task)
 
     def _rows(self) -> list[Any]:
-        """What each sample holds; nothing where the payload cannot be cut."""
+        """Return the contents of each sample; nothing if the payload cannot be cut."""
         payload, dim = self._batch.shards[self._shard], self._batch.dim
         try:
             return [
@@ -155,7 +154,7 @@ class ShardSamples:
             return []
 
     def _said(self, number: int | None) -> list[str]:
-        """What the data set says of a sample, where it has a method for that."""
+        """Return the data set's description of a sample, if it has a `describe` method."""
         describe = getattr(self._dataset, "describe", None)
         return [str(describe(number))] if callable(describe) and number is not None else []
 
@@ -165,7 +164,7 @@ def _has_floats(tensor: torch.Tensor) -> bool:
 
 
 def words_of(value: Any) -> str:
-    """Describe a payload in a few words: dtypes, shapes and the range of its numbers."""
+    """Describe a payload briefly: dtypes, shapes and the range of its numbers."""
     parts = parts_of(value)
     if parts is not None:
         return ", ".join(filter(None, (words_of(part) for _, part in parts)))
@@ -187,5 +186,5 @@ def words_of(value: Any) -> str:
 
 
 def finite_or_none(value: float) -> float | None:
-    """A number, if it is finite: JSON has no others."""
+    """Return the number if it is finite, otherwise None: JSON has no others."""
     return value if math.isfinite(value) else None

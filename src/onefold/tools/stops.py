@@ -17,21 +17,21 @@ __all__ = ["StopRequests", "prepare", "requests_by_signals"]
 
 @functools.cache
 def requests_by_signals(names: tuple[str, ...]) -> list[bool]:
-    """Take signals as requests to stop, once in a process: a list that they make longer."""
+    """Register signals as stop requests, once per process; return a list that grows by requests."""
     came: list[bool] = []
     if threading.current_thread() is threading.main_thread():
         take_requests([signal.Signals[f"SIG{name}"] for name in names], lambda: came.append(True))
     elif names:
         logging.getLogger("onefold").warning(
-            "Python takes signals in its main thread alone, and this Trainer is made in another: "
-            "%s will not ask the run to stop. Make the Trainer in the main thread",
+            "Python handles signals only in the main thread, but this Trainer is created in "
+            "another thread, so %s will not stop the run. Create the Trainer in the main thread",
             ", ".join(names),
         )
     return came
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
-    """Take signals from now on: while others are waited for, a signal would end this process."""
+    """Handle signals from now on: while waiting for others, a signal would kill this process."""
     requests = requests_by_signals(start.context.options.stop_signals)
     return lambda run: StopRequests(run, requests)
 
@@ -51,7 +51,7 @@ class StopRequests(Hook):
         self._stops_after = run.context.options.stops_after
 
     def around(self, asked: ScriptCall) -> Surrounds:
-        """Note whether to stop, right before all devices agree on it."""
+        """Note a stop request right before all devices agree on it."""
         asked.asked_to_stop |= (
             bool(self._requests)
             or self._stops_after == self._position.step + 1
