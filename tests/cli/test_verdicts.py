@@ -51,12 +51,12 @@ TABLE: list[tuple[list[dict[str, Any]], bool, str]] = [
             "Likely cause: unknown (the losses differ; the loss returned a scalar)"
         ),
     ),
-    ([{"worst": "w", "worst_difference": 0.1}], False, "the losses agree and the gradients do not"),
+    ([{"worst": "w", "worst_difference": 0.1}], False, "the losses agree but the gradients do not"),
     ([CHANCE], True, "Not compared: the loss draws random numbers"),
     (
         [{"carried": ["h", "c"]}],
         True,
-        "Not compared: with the rule 'per_shard' of h, c, every shard",
+        "Not compared: with the rule 'per_shard' for h, c, every shard",
     ),
     (
         [{"buffers": {"seen": "3 with the shards, 10 with one"}}],

@@ -1,29 +1,30 @@
-"""Has processes of another launcher than onefold's watch themselves for devices that wait in vain.
+"""Hang detection for processes that another launcher started.
 
-Each process has two threads. One looks where the devices of its host are. The other one talks to
-the threads of other hosts, through the store of the run, by a connection of its own: it may be kept
-waiting there for ever, as the process that serves the store may be the one that is stopped.
+Each process runs two threads. One checks the positions of the devices of its host. The other
+communicates with the threads of other hosts through the run's store, over a separate connection: it
+may block there forever, because the process that serves the store may be the stopped one.
 
-Note: who is looked at
-----------------------
-A process notes its place, and writes its stacks when asked, in memory without a name. Other
-processes of its user open both through ``/proc``, but only once a device has waited for a while.
-What a stranger may have put into the store in place of a process is opened only if it is such
+Note: reading positions
+-----------------------
+A process writes its position, and its stacks on request, to anonymous memory. Other processes of
+the same user open both through ``/proc``, but only after a device has waited for a while. An
+untrusted user may have put another entry into the store, so an entry is opened only if it is such
 memory.
 
 Note: one question at a time
 ----------------------------
-A device that has waited for long asks all hosts, in the store: question 1, 2, and so on; the first
-to ask has it. Of each host one process answers, for all devices there: whichever first adds to a
-counter. Whoever asked then decides, and publishes the outcome. A report goes to the terminal of
-device 0 if its host has answered, and else to that of the device that has asked. All others note
-that the wait has been told. Where the store is silent, each host reports for itself.
+A device that has waited for long asks all hosts through the store: question 1, 2, and so on. The
+first device to ask owns the question. On each host, one process answers for all devices there: the
+first to increment a counter. The owner then decides, and publishes the outcome. The report goes to
+the terminal of device 0 if its host has answered, otherwise to the terminal of the owner. All other
+processes note that the wait was reported. If the store does not respond, each host reports
+separately.
 
-Note: what it costs
--------------------
-Notes are numbers in memory. The threads wake up every half second and look at these. Where there
-are several hosts, one process of each looks into the store every two seconds, and the others once
-they have not moved for a while.
+Note: costs
+-----------
+Positions are numbers in memory. The threads wake up every half second and read them. If there are
+several hosts, one process per host checks the store every two seconds; the others do so only after
+making no progress for a while.
 """
 
 from __future__ import annotations
@@ -67,15 +68,16 @@ __all__ = ["HostWatch", "prepare", "watch_for_hangs"]
 _log = logging.getLogger("onefold")
 _screen = logging.getLogger(WAITING)
 _SELDOM_S, _STILL_S, _LONG_STILL_S = 2.0, 5.0, 10.0
-"""How often to look for a question, and after which time without a move more often."""
+"""Interval between checks for a question, and times without progress after which to check more
+often, in seconds."""
 _MEETING_S, _SILENT_S, _CLOSE_S = 10.0, 4.0, 2.0
 _ANSWERS_S, _AGAIN_S, _STACKS_S, _OUTCOME_S, _PAUSE_S = 3.0, 1.5, 8.0, 20.0, 0.2
-"""How long is waited for answers, for those of hosts that gave none before, for answers with
-stacks, and for what becomes of a question."""
+"""Time limits, in seconds: for answers, for answers from hosts that were silent before, for answers
+with stacks, and for the outcome of a question."""
 
 
 class _Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """What has become of a question."""
+    """The outcome of a question."""
 
     told: bool
     """Whether there is a report."""
@@ -84,16 +86,16 @@ class _Outcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Question(msgspec.Struct, frozen=True, array_like=True):
-    """What all hosts are asked for: how their devices stand."""
+    """A question to all hosts about the state of their devices."""
 
     rank: int
-    """The device that asks."""
+    """Rank of the device that asks."""
     stacks: bool
-    """Whether with stacks, as there is going to be a report."""
+    """Whether answers include stacks, for a report."""
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], None]:
-    """Watch for hangs if devices note their places and no launcher of onefold reads them."""
+    """Watch for hangs if devices write their positions and no onefold launcher reads them."""
 
     def begin(run: RunView) -> None:
         if run.places is not None and run.engine.context.with_others:
@@ -104,9 +106,9 @@ def prepare(start: RunSetup) -> Callable[[RunView], None]:
 
 @functools.cache
 def watch_for_hangs(context: LaunchContext) -> None:
-    """Have this process report devices that wait in vain, from now on, and answer those that ask.
+    """Report hanging devices from now on, and answer questions of other hosts.
 
-    Called once the process has joined the others.
+    Call it after the process has joined the others.
     """
     size = context.size
     (table, progress), stacks = own_table(size), memory_file(STACKS_LABEL)
@@ -117,12 +119,12 @@ def watch_for_hangs(context: LaunchContext) -> None:
 
 
 class HostWatch:
-    """The threads of one process, and what they know.
+    """The watching threads of one process, and their state.
 
     Args:
-        own: the device of this process.
-        table: descriptor of the table in which its place is.
-        store: where the threads of all processes meet.
+        own: device of this process.
+        table: descriptor of the table with its position.
+        store: store through which the threads of all processes communicate.
         size: number of devices.
     """
 
@@ -131,18 +133,18 @@ class HostWatch:
         self._host, self._name = host_identity(), socket.gethostname()
         self._waits, self._descriptors = Waits(), (table, own.stacks)
         self._devices = {own.rank: own}
-        """Those of this host that are known so far, by rank."""
+        """Known devices of this host, by rank."""
         self._store: Store | None = store
         self._met, self._is_first = 0, False
         self._number, self._asks = 1, False
-        """Of the next question, and whether this process is to ask it."""
+        """Number of the next question, and whether this process is to ask it."""
         self._silent: set[int] = set()
-        """Devices that have not answered the last question."""
+        """Devices that did not answer the last question."""
         self._next_s = self._polled_s = 0.0
         self._pause_s = LOOK_S
         self._called_s: float | None = None
         self._began_s, self._end = time.monotonic(), threading.Event()
-        # Before the first step, which is like no other.
+        # Before the first step, which takes longer than others.
         self._waits.update([own], self._began_s)
         self._threads = [
             threading.Thread(target=self._forever, args=(each,), name=name, daemon=True)
@@ -155,7 +157,7 @@ class HostWatch:
             thread.start()
 
     def close(self) -> None:
-        """End the threads; one that the store keeps waiting is left to the system."""
+        """End the threads. One that blocks in the store is left to the operating system."""
         self._end.set()
         for thread in self._threads:
             thread.join(_CLOSE_S)
@@ -166,12 +168,12 @@ class HostWatch:
                 act(time.monotonic())
             except Exception:
                 # A report must not end the run that it is about.
-                _log.info("devices that wait are reported no more", exc_info=True)
+                _log.info("hang detection stopped", exc_info=True)
                 self._store = None
                 return
 
     def _check_devices(self, now_s: float) -> None:
-        """Look at the devices of this host; have the other thread ask, or report without it."""
+        """Check the devices of this host; let the other thread ask, or report without the store."""
         waits = self._waits
         waits.update([*self._devices.values()], now_s)
         self._pause_s = LOOK_S if waits.still_s(self._rank, now_s) < _STILL_S else _PAUSE_S
@@ -183,7 +185,7 @@ class HostWatch:
             return
         self._next_s = now_s + AGAIN_S
         late = late_of(self._standings(), waits.usual_s, self._size)
-        # Of the devices here that wait, the first one reports.
+        # The first waiting device on this host reports.
         if waits.untold(late, now_s) and late[0].rank == self._rank:
             _screen.warning("onefold: %s", report_of(self._standings(stacks=True), self._size))
 
@@ -193,7 +195,7 @@ class HostWatch:
         return self._waits.standings(devices, time.monotonic(), host=host, stacks=stacks)
 
     def _talk(self, now_s: float) -> None:
-        """Ask the other hosts, or answer them."""
+        """Ask the other hosts, or answer their question."""
         store = self._store
         if store is None:
             return
@@ -206,7 +208,7 @@ class HostWatch:
             self._answer(store)
 
     def _is_due(self, now_s: float) -> bool:
-        """Whether to look for a question of another host."""
+        """Whether to check for a question from another host."""
         if len(self._devices) == self._size:
             return False
         still_s = self._waits.still_s(self._rank, now_s)
@@ -218,7 +220,7 @@ class HostWatch:
         return True
 
     def _called(self, call: Callable[..., Any], *given: object) -> Any:
-        """Call the store; the other thread sees for how long."""
+        """Call the store; the other thread sees how long the call takes."""
         self._called_s = time.monotonic()
         try:
             return call(*given)
@@ -229,14 +231,14 @@ class HostWatch:
         return f"{self._number}/{topic}"
 
     def _meet(self, store: Store) -> None:
-        """Say where this process notes its place, and find out where others of its host do."""
+        """Announce this process to the others of its host, and find them."""
         count, key = f"{self._host}/count", f"{self._host}/{{}}".format
         if not self._met:
             number = self._called(store.add, count, 1)
             words = json.dumps([self._rank, self._devices[self._rank].pid, *self._descriptors])
             self._called(store.set, key(number), words)
             self._is_first, self._met = number == 1, 1
-        # One that has counted itself may not have written yet.
+        # A process that incremented the counter may not have written its entry yet.
         while self._met <= self._called(store.add, count, 0) and self._called(
             store.check, [key(self._met)]
         ):
@@ -244,16 +246,16 @@ class HostWatch:
             self._met += 1
             with contextlib.suppress(OSError):
                 device = _opened(*given, size=self._size)
-                # A new dict: the other thread goes through it.
+                # A new dict, because the other thread iterates over the old one.
                 self._devices = {device.rank: device} | self._devices
 
     def _ask(self, store: Store) -> None:
-        """Ask how all devices stand; if some wait in vain, once more with stacks, and report."""
+        """Ask for the state of all devices; if some hang, ask again with stacks and report."""
         waits, silent = self._waits, self._silent
         known = self._asked(store)
         if known:
             self._publish(store, _Outcome(told=False))
-        # One that was busy may answer the next time.
+        # A host that was busy may answer the next time.
         if self._silent - silent or not late_of(known, waits.usual_s, self._size):
             return
         standings = self._asked(store, stacks=True)
@@ -269,17 +271,17 @@ class HostWatch:
             _screen.warning("onefold: %s", text)
 
     def _asked(self, store: Store, *, stacks: bool = False) -> list[DeviceReport]:
-        """Ask, and return how the devices stand that answer in time.
+        """Ask, and return the state of the devices that answer in time.
 
         Returns:
-            Nothing if another device has asked first: it is answered.
+            Nothing if another device asked first; its question is answered instead.
         """
         question = msgspec.json.encode(_Question(self._rank, stacks)).decode()
         first = self._called(store.compare_set, self._key("question"), "", question)
         if first.decode() != question:
             self._answer(store)
             return []
-        # Before the stacks are waited for: nobody else here need answer.
+        # Before collecting stacks, so that no other process of this host answers.
         self._called(store.add, self._key(self._host), 1)
         found = {each.rank: each for each in self._standings(stacks=stacks)}
         began_s, number, every = time.monotonic(), 1, set(range(self._size))
@@ -300,12 +302,12 @@ class HostWatch:
         return [found[rank] for rank in sorted(found)]
 
     def _publish(self, store: Store, outcome: _Outcome) -> None:
-        """Publish what has become of a question, and go on to the next one."""
+        """Publish the outcome of a question, and move to the next one."""
         self._called(store.set, self._key("outcome"), msgspec.json.encode(outcome).decode())
         self._number += 1
 
     def _answer(self, store: Store) -> None:
-        """Answer for this host, unless another process of it does, and wait for the outcome."""
+        """Answer for this host, unless another process does, and wait for the outcome."""
         given = self._called(store.get, self._key("question"))
         stacks = msgspec.json.decode(given, type=_Question).stacks
         answers = self._called(store.add, self._key(self._host), 1) == 1
@@ -323,12 +325,12 @@ class HostWatch:
                     _screen.warning("onefold: %s", outcome.text)
                 break
             self._end.wait(_PAUSE_S)
-        # The next one may be there: for stacks, or as this answer came late.
+        # Check immediately: the next question, for stacks, may be there already.
         self._number, self._polled_s = self._number + 1, 0.0
 
 
 def _opened(rank: int, pid: int, table: int, stacks: int, *, size: int) -> HostDevice:
-    """A device of another process of this host.
+    """Open the device of another process on this host.
 
     Raises:
         OSError: its memory cannot be opened, or is something else.
@@ -342,5 +344,5 @@ def _opened(rank: int, pid: int, table: int, stacks: int, *, size: int) -> HostD
     if os.fstat(found[0]).st_size != Progress.nbytes(size):
         raise FileNotFoundError(path)
     progress = Progress(found[0], size, mmap.ACCESS_READ)
-    os.close(found[0])  # it is mapped
+    os.close(found[0])  # stays mapped
     return HostDevice(rank, pid, progress, found[1])

@@ -1,8 +1,8 @@
-"""Looks into one step of a run that is computed once more; nothing of the run is changed.
+"""Inspects one step of a replayed run; nothing in the run changes.
 
-``onefold replay`` hands an `Inspection` to the run. The Trainer of the record computes up to that
-step, compares each step with the record of the run, and ends the script in the step itself, before
-its update. The result is `Findings`.
+``onefold replay`` passes an `Inspection` to the run. The recorded Trainer computes up to that step,
+compares each step with the run's record, and ends the script during the step, before its update.
+The results are `Findings`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["Inspector", "prepare"]
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
-    """Look into a step of one Trainer."""
+    """Inspect a step of one Trainer."""
     asked = msgspec.convert(start.context.options.tools["inspection"], Inspection)
 
     def begin(run: RunView) -> Hook | None:
@@ -57,13 +57,13 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
 
 
 class Inspector(Hook):
-    """Compares the steps of a run with its record, and looks into one of them.
+    """Compares the steps of a run with its record, and inspects one of them.
 
     Args:
-        asked: what to look at.
-        engine: the devices of this process.
-        position: where the run is.
-        datasets: those of the loaders, by the loaders' numbers.
+        asked: what to inspect.
+        engine: engine of this process's devices.
+        position: current position of the run.
+        datasets: data sets of the loaders, by loader number.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Inspector(Hook):
         words = {what: str(value) for what, value in engine.description.items()}
         self._found = Findings(step=asked.step, description=words)
         self._failures = 0
-        """How often the step fails before it is made."""
+        """Number of times that the step fails before it succeeds."""
         if asked.record:
             record = Record(asked.record)
             self._entries = record.by_step
@@ -92,10 +92,10 @@ class Inspector(Hook):
                 self._failures = sum(each.step + 1 == asked.step for each in failed)
 
     def around(self, asked: ScriptCall) -> Surrounds:
-        """Look into a step that begins, if it is the one.
+        """Inspect a step before it begins, if it is the requested one.
 
         Raises:
-            RunStopped: it was the one.
+            RunStopped: the requested step has been inspected.
         """
         if asked.cut is None or not asked.begins:
             return None
@@ -107,11 +107,11 @@ class Inspector(Hook):
         if number == self._asked.step and not self._failures:
             self._inspect_step(asked.cut, number, asked.name)
         if number == self._asked.step:
-            self._failures -= 1  # the script has survived it, and does so again
+            self._failures -= 1  # the script catches this failure, as it did in the recorded run
         return None
 
     def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
-        """Compare a step that is done with the record."""
+        """Compare a finished step with the record."""
         if asked.computed and self._engine.context.leads:
             self._compare(step.number, step.outcome)
 
@@ -180,10 +180,10 @@ class Inspector(Hook):
         ]
 
     def _look_at_shards(self, task: ShardTask, outcome: StepResult) -> list[ShardFinding]:
-        """Compute the shards that were asked for by themselves; bring what is found to the lead."""
+        """Compute the requested shards separately, and gather the findings to the lead."""
         engine, asked, batch = self._engine, self._asked.shards, task.batch
         if engine.objective.gathers and not task.is_plain:
-            return []  # a shard of such a loss cannot be computed by itself
+            return []  # a shard of such a loss cannot be computed separately
         found: dict[int, str] = {}
         with engine.context.computing():
             for replica in engine.context.replicas:
@@ -234,7 +234,7 @@ class Inspector(Hook):
         )
 
     def _hand_out(self, batch: ShardedBatch, number: int, name: str) -> None:
-        """Put the step into a file, and hand it to a function or a prompt, as it was asked for."""
+        """Write the step to a file, or pass it to a function or a prompt, as requested."""
         asked, module = self._asked, self._engine.context.module
         given = {"model": module, "shards": dict(batch.shards), "step": number}
         if asked.bundle:
@@ -252,17 +252,17 @@ class Inspector(Hook):
                 _prompt({**given, "found": self._found, "torch": torch}, source, sink)
 
     def _write_bundle(self, batch: ShardedBatch, number: int, name: str) -> None:
-        """Write all that the step is computed from into one file; see `onefold replay --bundle`."""
+        """Write all inputs of the step to one file; see `onefold replay --bundle`."""
         import cloudpickle
 
         engine, settings = self._engine, self._engine.context.settings
         sizes = batch.sizes
         if any(size and shard not in batch.shards for shard, size in enumerate(sizes)):
-            raise ValueError("a bundle has all shards of a step: expected one device, not several")
+            raise ValueError("a bundle needs all shards of a step in one process: use one device")
         if "per_shard" in settings.buffers.values():
             raise ValueError(
-                'a buffer with the rule "per_shard" has another value in each shard, which a '
-                "bundle does not have: expected none"
+                'a bundle cannot store buffers with the rule "per_shard", '
+                "because each shard has its own value"
             )
         content = {
             "model": engine.context.module,
@@ -283,7 +283,7 @@ class Inspector(Hook):
             ),
         }  # fmt: skip
         for module in list(sys.modules.values()):
-            # What lies beside the script is nowhere else.
+            # Modules next to the script are not installed elsewhere.
             file = getattr(module, "__file__", None) or ""
             if sys.path[0] and Path(file).parent == Path(sys.path[0]):
                 cloudpickle.register_pickle_by_value(module)
@@ -292,8 +292,9 @@ class Inspector(Hook):
             torch.save(content, written, pickle_module=cloudpickle)
         except Exception as error:
             raise ValueError(
-                f"the step cannot be put into a bundle: the model, a loss or the batch refers to "
-                f"what no file can have, such as the Trainer or an open file: {error}"
+                f"the step cannot be stored in a bundle, because the model, a loss or the batch "
+                f"refers to an object that cannot be pickled, such as the Trainer or an open file: "
+                f"{error}"
             ) from error
         entry = self._entries.get(number)
         scale = 0.0 if engine.rules.scale is None else engine.rules.loss_scale
@@ -320,7 +321,7 @@ def _prompt(names: dict[str, Any], source: Any, sink: Any) -> None:
     with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
         code.interact(
             f"step {names['step']}: model (with the gradient of the batch in .grad), shards, "
-            f"found; Ctrl-D ends it",
+            f"found. Press Ctrl-D to leave",
             readfunc=ask,
             local=names,
             exitmsg="",

@@ -1,4 +1,4 @@
-"""Measures a model for ``onefold plan``, and ends the script instead of training it."""
+"""Measures a model for ``onefold plan``, and ends the script instead of training."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from onefold.update.optimizers import name_of, optimizers_in
 __all__ = ["prepare"]
 
 _USUAL_STATE = 2
-"""Numbers that an optimizer is taken to keep for each parameter if that is not known."""
+"""Assumed number of state values per parameter, if an optimizer's state is unknown."""
 
 
 def prepare(start: RunSetup) -> NoReturn:
-    """Write a plan and end the script.
+    """Write a memory plan and end the script.
 
     Raises:
-        SystemExit: the plan is written.
+        SystemExit: the plan was written.
     """
     context, user, optimizer, settings = start.context, start.user, start.optimizer, start.settings
     asked = context.options.tools["plan"]
     counts = asked["devices"]
     used = {min(count, settings.shards) for count in counts}
     stages, sizes, known = _measured(user, optimizer, settings, used)
-    # CPU devices of a host share memory, and so have the parameters once.
+    # CPU devices of a host share memory, and therefore one copy of the parameters.
     together = all(device.startswith("cpu") for device in context.devices)
     found = {
         "model": type(user.module).__name__,
@@ -59,12 +59,12 @@ def prepare(start: RunSetup) -> NoReturn:
 
 
 def _row(sizes: Footprint, devices: int, *, together: bool) -> dict[str, int | None]:
-    """Estimate the memory of a device with each placement."""
+    """Estimate the memory per device with each placement."""
     row: dict[str, int | None] = {"devices": devices}
     for name, kind in PLACEMENTS.items():
         used = devices if kind.has_pipelines else min(devices, sizes.shards)
         found = implementation_of(name).estimate(sizes, used, together=together)
-        # Only pipelines can use more devices than shards.
+        # Only pipelines can use more devices than there are shards.
         row |= found if used == devices else dict.fromkeys(found)
     return row
 
@@ -75,7 +75,7 @@ def _measured(
     settings: Settings,
     devices: Iterable[int],
 ) -> tuple[list[dict[str, Any]], Footprint, bool]:
-    """The stages, all sizes, and whether that of the optimizer's state is more than a guess."""
+    """Return the stages, all sizes, and whether the size of the optimizer's state is exact."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = [n for n, p in user.module.named_parameters() if id(p) in held and p.requires_grad]
     parts = ModelParts(user.module, trained)
@@ -90,7 +90,7 @@ def _measured(
     gradients = [each.numel() * added_up_in(each.dtype).itemsize for each in kept]
     early = StageModules(user.module, user.stages, parts.trained, merged=user.stages is None).stages
     segments = cut_segments(lay_out(layout), by_element=updates_by_element(optimizer))
-    # With a microbatch nobody knows before a step whether a shard runs in microbatches.
+    # With microbatch="auto", it is unknown before a step whether a shard runs in microbatches.
     compiled = Compilers(user.module, *user.losses.values(), compiles=settings.compile).compiled
     parameters = sum(each.nbytes for each in kept)
     small = parameters < LEAST_SENT_EARLY_BYTES
@@ -130,9 +130,9 @@ def _state_bytes(
     *,
     masters: torch.dtype | None,
 ) -> tuple[int, int, bool]:
-    """Bytes of an optimizer's state and of what it computes with, and whether the state is known.
+    """Return the bytes of an optimizer's state and scratch memory, and whether the state is known.
 
-    PyTorch's kernels for lists compute with a value for each parameter, fused ones with none.
+    PyTorch's foreach kernels need scratch memory for one value per parameter, fused kernels none.
     """
     wanted = {id(parameter) for parameter in trained.values()}
     total, scratch, known = 0, 0, True
@@ -153,9 +153,9 @@ def _state_bytes(
 def _state_of(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.nn.Parameter
 ) -> float | None:
-    """Bytes of state for each element, by a step of a small parameter; None if that is not known.
+    """Measure the bytes of state per element with a small parameter; None if that is not possible.
 
-    Only of PyTorch's own optimizers: making another one, or its step, may do anything.
+    Only for PyTorch's own optimizers: creating or stepping another one may have any side effect.
     """
     if not type(optimizer).__module__.startswith("torch.optim."):
         return None
@@ -165,7 +165,7 @@ def _state_of(
     try:
         probe = type(optimizer)([{**chosen, "params": [small]}])  # type: ignore[call-arg]
         probe.step()
-    except (TypeError, ValueError, RuntimeError):  # wants a closure, or parameters of another kind
+    except (TypeError, ValueError, RuntimeError):  # needs a closure, or other parameters
         return None
     values = [v for v in probe.state[small].values() if isinstance(v, torch.Tensor)]
     return sum(v.nbytes for v in values if v.numel() >= small.numel()) / small.numel()

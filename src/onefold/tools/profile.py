@@ -1,4 +1,4 @@
-"""Writes the timeline of a run: when each device computes, exchanges and waits."""
+"""Writes the timeline of a run: when each device computes, communicates and waits."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _log = logging.getLogger("onefold")
 
 
 PROFILED_STEPS = 1000
-"""How many steps, the first of the run, a timeline holds; viewers cannot open many more."""
+"""Number of steps in a timeline, from the run's first; viewers cannot open many more."""
 
 
 class Profile(Hook):
     """Writes the spans of each step to this process's part of the timeline.
 
-    On a GPU a step is written when the next one is done: by then its times are known, in most cases
-    without waiting. The last step is written at the end of the program.
+    On a GPU, a step is written when the next one is done: by then its times are usually known
+    without synchronization. The last step is written at the end of the program.
 
     Args:
         folder: folder of the timeline's parts.
-        devices: those of the run, and of this process.
-        watches: the stopwatches of this process's devices, by number.
+        devices: devices of the run and of this process.
+        watches: stopwatches of this process's devices, by number.
     """
 
     def __init__(self, folder: Path, devices: Devices, watches: Mapping[int, Stopwatch]) -> None:
         self._group = devices.trainer
         self._part = TimelinePart(folder, f"{devices.trainer}-{devices.seats[0]}")
         self._origins = {number: _origin(watch) for number, watch in watches.items()}
-        # The last step and its spans, while the GPU may still be at work on them.
+        # The last step and its spans, on which the GPU may still be working.
         self._held: tuple[int, Mapping[int, Sequence[Span]]] = 0, {}
         self._ends = dict.fromkeys(watches, 0.0)
         for number in watches:
@@ -53,27 +53,27 @@ class Profile(Hook):
             self.add_step(step.number, spans)
 
     def add_step(self, step: int, spans: Mapping[int, Sequence[Span]]) -> None:
-        """Add what each device of this process did in a step."""
-        # The last step of a GPU is mostly past by now; if it is not, this waits for it, so that no
-        # more than one step of events is ever held.
+        """Add the spans of this process's devices in a step."""
+        # The previous step on a GPU has usually finished by now. Otherwise this waits for it, so
+        # that at most one step of events is held.
         self._write()
         if step <= PROFILED_STEPS:
             self._held = step, spans
-            # On a CPU always: its moments are numbers.
+            # Always true on a CPU, whose moments are plain numbers.
             if _is_over(spans):
                 self._write()
 
     def _write_rest(self) -> None:
-        """Write the last step, without waiting: if the run failed, the device may never finish."""
+        """Write the last step without waiting: after a failure, the device may never finish."""
         try:
             if _is_over(self._held[1]):
                 self._write()
-        # At exit nobody could catch it: a CUDA error of the run is raised again by every query.
+        # Nothing could catch the error at exit: every query repeats a CUDA error of the run.
         except RuntimeError as error:
-            _log.info("the last step is missing in the timeline: %s", error)
+            _log.info("the timeline lacks the last step: %s", error)
 
     def _write(self) -> None:
-        """Write the step that is held, if there is one."""
+        """Write the held step, if there is one."""
         (step, held), self._held = self._held, (0, {})
         for device, spans in held.items():
             known = [(span.label, span.phase, *self._bounds(device, span)) for span in spans]
@@ -85,10 +85,11 @@ class Profile(Hook):
             self._ends[device] = last
 
     def _bounds(self, device: int, span: Span) -> tuple[float, float]:
-        """When a span starts and stops, in seconds on the host's clock.
+        """Return the start and end of a span, in seconds on the host's clock.
 
         The slices of a row must not overlap. The clocks of host and GPU drift apart by
-        microseconds, enough to make two steps overlap: so neither is before the last step's end.
+        microseconds, enough to make two steps overlap, so both bounds are clamped to the end of the
+        last step.
         """
         start, stop = (self._host_s(device, moment) for moment in (span.start, span.stop))
         return max(start, self._ends[device]), max(stop, self._ends[device])
@@ -96,34 +97,34 @@ class Profile(Hook):
     def _host_s(self, device: int, moment: Moment) -> float:
         if isinstance(moment, float):
             return moment
-        # A GPU only measures between two of its events, so each is placed by one whose time on the
-        # host's clock is known.
+        # A GPU only measures the time between two of its events, so place each event relative to
+        # one whose time on the host's clock is known.
         host_s, event = self._origins[device]
         return host_s + elapsed_s(event, moment)
 
 
 def _is_over(spans: Mapping[int, Sequence[Span]]) -> bool:
-    """Whether all spans are done, so that their times are known without waiting."""
+    """Whether all spans are finished, so that their times are known without waiting."""
     return all(is_past(span.stop) for ones in spans.values() for span in ones)
 
 
 def _origin(watch: Stopwatch) -> tuple[float, Moment]:
-    """The same moment on the host's clock and on the device's; waits for the device."""
+    """Return the same moment on the host's and the device's clock; synchronizes the device."""
     moment = watch.now()
-    # Asking for the time elapsed waits until the event is reached: only then is it now.
+    # elapsed_s waits until the device reaches the event, so that the host's time matches it.
     elapsed_s(moment, moment)
     return host_now_s(), moment
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Profile | None]:
-    """Write the timeline of a Trainer into the run's folder, if that exists."""
+    """Write a Trainer's timeline to the run's folder, if that exists."""
     parts = Path(start.context.timeline_parts)
 
     def begin(run: RunView) -> Profile | None:
         watches = {each.number: each.watch for each in run.engine.context.replicas}
         try:
             return Profile(parts, run.devices, watches)
-        except FileNotFoundError:  # removed by a cleaner of temporary files: no reason to fail
+        except FileNotFoundError:  # a cleaner of temporary files removed it: not a reason to fail
             _log.warning("%s was removed: the timeline lacks this trainer", parts)
             return None
 

@@ -1,6 +1,6 @@
 """Records a run: writes an entry for each step, result and checkpoint.
 
-`Recorder` writes the record; this hook tells it what happens.
+`Recorder` writes the record; this hook passes the events to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["RecordKeeping", "prepare"]
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
-    """Record a run on the lead, if it has a folder for that."""
+    """Record a run on the lead, if it has a folder for its record."""
     return _begin
 
 
@@ -38,11 +38,11 @@ def _begin(run: RunView) -> Hook | None:
 
 
 class RecordKeeping(Hook):
-    """Writes down the calls of a script, on the lead.
+    """Records the calls of a script, on the lead.
 
     Args:
         run: the run.
-        folder: the folder of the record.
+        folder: folder of the record.
     """
 
     def __init__(self, run: RunView, folder: Path) -> None:
@@ -65,7 +65,7 @@ class RecordKeeping(Hook):
         self._recorder.note(begun(*about, kernel_flags(), STARTED_IN, kept=kept, anew=anew))
 
     def call(self, asked: ScriptCall, make: Make) -> Any:
-        """Note what the script is given, and that it has had the run go on from elsewhere."""
+        """Record the result of a call, or that `Trainer.load` moved the run."""
         value = make()
         if asked.kind == "result":
             self._recorder.note_result(self._run.position.step, asked.words, script_line(), value)
@@ -75,13 +75,13 @@ class RecordKeeping(Hook):
 
     @contextmanager
     def around(self, asked: ScriptCall) -> Iterator[None]:
-        """Note the learning rates of a step that begins, and what it raises; or a block."""
+        """Record a step's learning rates and errors, or a `modifying` block."""
         if asked.kind in ("step", "gradient"):
             if asked.begins:
                 self._recorder.begin_step()
             try:
                 yield
-            except Exception as error:  # the script may survive it
+            except Exception as error:  # the script may catch it and continue
                 self._note_failure(error)
                 raise
         elif asked.kind == "modifying" and asked.computed:
@@ -102,10 +102,10 @@ class RecordKeeping(Hook):
         self._recorder.note(FailureEntry(step=step, line=script_line(), **what))
 
     def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
-        """Note a step that is done; see `Recorder.note_step`."""
+        """Record a finished step; see `Recorder.note_step`."""
         if asked.computed and asked.cut is not None:
             self._recorder.note_step(step, asked.cut, gradient=asked.kind == "gradient")
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the pending step and close the record."""
         self._recorder.close()

@@ -60,9 +60,12 @@ def test_a_finding_is_believed_with_numbers_that_fit_it(kind: FindingKind, relat
 @for_each(
     ("what", "words"),
     [
-        ({"relation": "sum"}, "is a sum: that of two parts of the batch is the sum of theirs."),
+        (
+            {"relation": "sum"},
+            "is a sum: the loss of two parts of the batch is the sum of their losses.",
+        ),
         ({"relation": "weighted"}, "a mean that is not divided by the number of samples"),
-        ({"relation": "dependent", "ordered": True}, "when the samples of the batch change places"),
+        ({"relation": "dependent", "ordered": True}, "if samples of the batch are permuted"),
         ({"relation": "dependent", "ordered": True, "dim": 1}, "depends on the other samples of"),
         (
             {"relation": "dependent", "ordered": True, "second": 16},
@@ -72,9 +75,9 @@ def test_a_finding_is_believed_with_numbers_that_fit_it(kind: FindingKind, relat
             {"relation": "dependent", "ordered": True, "time_first": ["lstm"]},
             "cut along time: lstm",
         ),
-        ({}, "unknown (the losses differ; the loss returned a scalar). Look for what the loss"),
-        ({"loss_difference": 0.0}, "unknown (the losses agree and the gradients do not;"),
-        ({"trouble": "in forward: KeyError"}, " A closer look failed in forward: KeyError. Look"),
+        ({}, "unknown (the losses differ; the loss returned a scalar). Check what the loss"),
+        ({"loss_difference": 0.0}, "unknown (the losses agree but the gradients do not;"),
+        ({"trouble": "in forward: KeyError"}, " A closer look failed in forward: KeyError. Check"),
     ],
 )
 def test_without_a_finding_the_numbers_say_the_cause(what: dict[str, Any], words: str) -> None:

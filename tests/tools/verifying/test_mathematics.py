@@ -213,12 +213,12 @@ OTHERS = "a sample's loss depends on the other samples"
         (classifier, mean_of_tokens, points(), "onefold.Mean(total, weight)"),
         (classifier, contrastive, points(), OTHERS),
         (classifier, partial(contrastive, reduction="none"), points(), OTHERS),
-        (classifier, partial(balanced, scalar=False), points(), "takes gradients itself"),
-        (classifier, partial(balanced, scalar=True), points(), "takes gradients itself"),
+        (classifier, partial(balanced, scalar=False), points(), "computes gradients itself"),
+        (classifier, partial(balanced, scalar=True), points(), "computes gradients itself"),
         (Counting, of_each, points(), "attribute calls of module model (Counting)"),
         (Carrying, of_each, points(), "attribute hidden of module model (Carrying)"),
-        (classifier, drawing, points(), "a generator of its own"),
-        (classifier, keeping, points(), "the loss keeps something from call to call"),
+        (classifier, drawing, points(), "a separate generator, which no step seed"),
+        (classifier, keeping, points(), "the loss keeps state from call to call"),
         (lambda: TimeFirst(nn.LSTM(4, 4)), squares, series(8, 3, 1), "layer (LSTM)"),
         (attentive, squares, series(8, 3, 1), "layer.self_attn (MultiheadAttention)"),
     ],
@@ -397,7 +397,7 @@ def test_padding_matters_where_it_is_not_masked(compared: Compared, masks: bool)
     if masks:
         assert agrees(line)
     else:
-        assert "padding that is not masked out" in line["causes"][0]["text"]
+        assert "padding that is not masked)" in line["causes"][0]["text"]
 
 
 @pytest.mark.parametrize(("rounded", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])

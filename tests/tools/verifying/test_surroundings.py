@@ -91,6 +91,6 @@ def test_the_rule_that_would_give_what_one_shard_does_is_advised(
     alone: object, shards: tuple[object, ...], start: object, rule: str
 ) -> None:
     found = compared(alone, torch.zeros_like(torch.as_tensor(alone)), start=start, shards=shards)
-    assert f'Trainer(buffers={{"it": "{rule}"}}) gives what one shard does' in found["it"]
+    assert f'Trainer(buffers={{"it": "{rule}"}}) gives the result of one shard' in found["it"]
     none = compared(99.0, 5.0, shards=(4.0, 5.0, 6.0))["it"]
-    assert none.startswith("5 with the shards, 99 with one; none of the rules of Trainer(buffers")
+    assert none.startswith("5 with the shards, 99 with one; no rule of Trainer(buffers=...) gives")

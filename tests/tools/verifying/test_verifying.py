@@ -179,7 +179,7 @@ def test_a_script_that_waits_is_ended(compared: Compared, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit, match="0"):
         trainer.step(points(6))
     said = (compared.folder / "0-cut").read_text()
-    assert "further steps, which compute nothing, with one Trainer" in said
+    assert "more steps, which compute nothing, with one Trainer" in said
 
 
 def test_so_many_trainers_are_compared(compared: Compared) -> None:

@@ -1,23 +1,24 @@
-"""What a Trainer does differently in a run of ``onefold verify``; nothing in any other run.
+"""Changes the behavior of a Trainer in a run of ``onefold verify``, and in no other run.
 
-Such a run records its steps, in the folder of the comparison:
+Such a run records its steps in the folder of the comparison:
 
-- ``RUN-T.jsonl``: the digests of trainer T after each step, see `onefold.tools.verifying.probing`.
-- ``RUN-T-state-D.jsonl``: state that changed on device D and must not, see
+- ``RUN-T.jsonl``: digests of trainer T after each step, see `onefold.tools.verifying.probing`.
+- ``RUN-T-state-D.jsonl``: state that changed on device D but must not, see
   `onefold.tools.verifying.probing`.
 - ``RUN-T-mathematics.jsonl``: V shards against one, see `onefold.tools.verifying.mathematics`.
-- ``RUN-T-scores.jsonl``: the first batch of each evaluation, by V shards and by one.
-- ``RUN-T-passes.jsonl``: how long each pass of a stream was that came to its end.
-- ``RUN-done``: there while all Trainers so far have made their steps.
-- ``RUN-cut``: why the script was ended.
+- ``RUN-T-scores.jsonl``: the first batch of each evaluation, with V shards and with one.
+- ``RUN-T-passes.jsonl``: length of each complete pass of a stream.
+- ``RUN-done``: exists while all Trainers so far have made their steps.
+- ``RUN-cut``: reason why the script was ended.
 
-Note: past the steps that are compared
---------------------------------------
-A script may make its next Trainer only after the last step of the one before. So it goes on past
-the steps that are compared, but nothing is computed any more for that Trainer: a step returns the
-last one again, a loader gives its last batch again (a stream only after a while, as the length of
-its passes is compared), an evaluation or a save of the same model its
-last result. What the script saves by PyTorch lies in the folder of the run, which ends with it.
+Note: past the compared steps
+-----------------------------
+A script may create its next Trainer only after the last step of the previous one. So it continues
+past the compared steps, but nothing is computed for that Trainer any more: a step returns the last
+step's result, a loader repeats its last batch (a stream only after a while, because the length of
+its passes is compared), and an evaluation or a save of the same model returns its last result.
+Files that the script saves with PyTorch are stored in the run's folder, which is deleted with the
+run.
 """
 
 from __future__ import annotations
@@ -83,42 +84,42 @@ _OF_FILES: tuple[tuple[Any, tuple[str, ...], str, str], ...] = (
     (safetensors, ("safe_open",), "filename", ""),
     (os, ("rename", "replace"), "src", "dst"),
     (shutil, ("copy", "copy2", "copyfile", "move"), "src", "dst"),
-    # By these, os.path and pathlib ask whether a file is there, and how large it is.
+    # os.path and pathlib use these to check whether a file exists, and its size.
     (os, ("stat", "lstat", "access", "remove", "unlink"), "path", ""),
     (builtins, ("open",), "file", ""),
     (io, ("open",), "file", ""),
 )
-"""Functions with the names of their arguments that are read, and written: what a script saves by
-them, and copies and moves from there, stays aside."""
+"""Functions, with the names of their input and output arguments. Files that a script saves with
+them, or copies and moves from there, are redirected."""
 
 _PATIENCE = 10
 _READ_ON, _READ_ON_S = 1_000, 20.0
-"""Batches and time for which each stream is read on past the steps that are compared."""
+"""Number of batches and seconds for which each stream is read past the compared steps."""
 _LONGEST = 100_000
-"""Steps that are not computed, after which a script is taken for one that waits for a result."""
+"""Number of steps without computation after which a script seems to wait for a result."""
 _CUT = (
-    f"the script made {_LONGEST} further steps, which compute nothing, with one Trainer. Trainers "
-    f"after it were not compared. --trainers 1 ends a script that waits for a small loss sooner"
+    f"the script made {_LONGEST} more steps, which compute nothing, with one Trainer. Later "
+    f"Trainers were not compared. --trainers 1 ends a script that waits for a small loss sooner"
 )
 
 _progress: list[_Progress] = []
-"""Of each Trainer of the script, in a comparison."""
+"""Progress of each Trainer of the script, in a comparison."""
 
 _saved: set[Path] = set()
-"""Directories that the script has saved to; alike on all devices, which the disk may not be."""
+"""Directories that the script saved to: the same on all devices, unlike their disks."""
 
 
 @dataclass
 class _Progress:
-    """How far a Trainer is with the steps that are compared."""
+    """Progress of a Trainer through the compared steps."""
 
     made: int = 0
     is_done: bool = False
-    """Whether all of its steps that are compared were made, so that no more are computed."""
+    """Whether all of its compared steps are made, so that no more are computed."""
 
 
 def adjust(start: RunSetup) -> None:
-    """Compare the loss as the script computes it in full precision, not how it is computed.
+    """Set up the comparison of the loss as written by the script, in full precision.
 
     Compiled code would also not see the random draws that the comparison replaces.
     """
@@ -142,18 +143,18 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
 
 
 def prepare_process(context: LaunchContext) -> None:
-    """Set up the process before the script of a run begins that is only looked at."""
+    """Set up the process of a verified or inspected run, before its script begins."""
     options = options_of(context)
     if options.folder:
         watch_unseeded()
-    # Before the script imports any of them by name.
+    # Before the script imports any of these functions by name.
     for module, names, read, written in _OF_FILES:
         for name in names:
             setattr(module, name, _aside(getattr(module, name), context, read, written))
     for name in ("listdir", "scandir"):
         setattr(os, name, _with_aside(getattr(os, name), context))
-    # Compiled code would not see the functions that a comparison replaces, and the script is to
-    # make its tensors in the comparison's precision from the first line.
+    # Compiled code would not see the functions that a comparison replaces. The default dtype makes
+    # the script create its tensors in the comparison's precision from the first line.
     if options.mathematics:
         torch.compiler.set_stance("force_eager")
         torch.set_default_dtype(getattr(torch, options.mathematics))
@@ -162,7 +163,7 @@ def prepare_process(context: LaunchContext) -> None:
 def _aside(
     call: Callable[..., Any], context: LaunchContext, read: str, written: str
 ) -> Callable[..., Any]:
-    """Have a function write to the run's folder, unless it reads a file that is not there."""
+    """Redirect a function to the run's folder, unless it reads a file that is not there."""
     signature = inspect.signature(call)
 
     @functools.wraps(call)
@@ -184,13 +185,13 @@ def _aside(
 
 
 def _mode(given: Mapping[str, Any]) -> str:
-    """How a file is opened; other functions have no mode, or a number."""
+    """Return the mode in which a file is opened; other functions have none, or a number."""
     mode = given.get("mode", "")
     return mode if isinstance(mode, str) else ""
 
 
 def _with_aside(call: Callable[..., Any], context: LaunchContext) -> Callable[..., Any]:
-    """Have a function list what was written aside as well as what a folder has itself."""
+    """Make a function list redirected files in addition to the folder's own."""
 
     @functools.wraps(call)
     def listing(path: Any = ".") -> Any:
@@ -208,7 +209,7 @@ def _with_aside(call: Callable[..., Any], context: LaunchContext) -> Callable[..
 
 
 class _Listed(list[Any]):
-    """Entries of a folder, as `os.listdir` and `os.scandir` give them."""
+    """Entries of a folder, in the form of `os.listdir` and `os.scandir`."""
 
     def __enter__(self) -> _Listed:
         return self
@@ -217,7 +218,7 @@ class _Listed(list[Any]):
         return None
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no open handle."""
 
 
 _stat = os.stat
@@ -225,7 +226,7 @@ _READING = frozenset("rbtU")
 
 
 def _is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether there is such a file, at this very place."""
+    """Whether a file exists at exactly this path."""
     try:
         _stat(path)
     except (OSError, ValueError):
@@ -234,10 +235,10 @@ def _is_there(path: str | os.PathLike[str]) -> bool:
 
 
 def _place_of(path: str | os.PathLike[str], context: LaunchContext) -> Path:
-    """Where a run of a comparison has what the script saves under a path."""
+    """Return the path to which a run of a comparison redirects a path of the script."""
     absolute = Path(os.path.abspath(path))
     inspected = os.path.dirname(context.options.tools.get("inspection", {}).get("findings", ""))
-    # What lies there already is onefold's own, or a path that was returned before.
+    # Paths in these folders belong to onefold, or are already redirected.
     own = filter(None, (options_of(context).folder, context.directory, inspected))
     if any(map(absolute.is_relative_to, own)):
         return absolute
@@ -245,11 +246,11 @@ def _place_of(path: str | os.PathLike[str], context: LaunchContext) -> Path:
 
 
 def _redirect(asked: ScriptCall, context: LaunchContext) -> None:
-    """Have checkpoints written to the run's own folder, so that no file of the script changes.
+    """Redirect checkpoints to the run's own folder, so that no file of the script changes.
 
-    They are read where the run wrote them. A checkpoint that it did not write is absent for a
-    script that asks whether there is any (``if_any``), so that every run begins in the same way; a
-    script that needs one reads it from its own place.
+    They are read from where the run wrote them. A checkpoint that the run did not write does not
+    exist for a script that passes ``if_any``, so that every run begins in the same way; a script
+    that requires one reads it from its original path.
     """
     place = _place_of(asked.given, context)
     if asked.kind == "save":
@@ -260,35 +261,35 @@ def _redirect(asked: ScriptCall, context: LaunchContext) -> None:
 
 
 class FilesAside(Hook):
-    """Keeps the script's checkpoints aside, in a run that is looked at and not compared.
+    """Redirects the script's checkpoints in a run that is inspected but not compared.
 
     Args:
-        context: names the folder of the run.
+        context: launch context, which names the folder of the run.
     """
 
     def __init__(self, context: LaunchContext) -> None:
         self._context = context
 
     def call(self, asked: ScriptCall, make: Make) -> Any:
-        """Write aside, and read from there."""
+        """Redirect saves, and loads of redirected files."""
         if asked.kind in ("save", "load"):
             _redirect(asked, self._context)
         return make()
 
 
 class PlainPass:
-    """The batches of an evaluation, with the payloads of the script; keeps the first.
+    """The batches of an evaluation, with the script's payloads; keeps the first batch.
 
     Args:
-        loader: makes the batches.
-        collate: what it makes their payloads by.
+        loader: loader of the batches.
+        collate: collate function that made their payloads.
     """
 
     def __init__(self, loader: Loader, collate: KeepingCollate) -> None:
         self.dataset, self.track = loader.dataset, loader.track
         self._loader, self._collate = loader, collate
         self.first_batch: tuple[ShardedBatch, WholeBatch] | None = None
-        """The first batch, and what makes all of its samples one payload."""
+        """The first batch, and the function that joins its samples to one payload."""
 
     def __iter__(self) -> Iterator[ShardedBatch]:
         for batch in self._loader:
@@ -299,13 +300,13 @@ class PlainPass:
 
 
 class Verifying(Hook):
-    """One trainer's part in a comparison.
+    """The part of one trainer in a comparison.
 
     Args:
-        context: names the folder of the run.
-        options: those of the comparison.
+        context: launch context, which names the folder of the run.
+        options: options of the comparison.
         model: the model of the trainer.
-        losses: those of the script, by name.
+        losses: the script's losses, by name.
     """
 
     def __init__(
@@ -319,17 +320,17 @@ class Verifying(Hook):
         self._state = StateWatch(model, losses.values())
         self._collates: dict[int, KeepingCollate] = {}
         self._reading: dict[Loader, tuple[int, float]] = {}
-        """Of streams that are read on, how many batches are left, and until when."""
+        """Number of batches left, and the time limit, for each stream that is read on."""
         self._pass: PlainPass | None = None
         self._seen: list[object] = []
-        """The evaluations that were compared."""
+        """Evaluations that were already compared."""
         self._own: object = None
         self._steps = 0
         self._number = 0
         """Number of the last step."""
         self._users = losses
         self.losses = losses
-        """The losses that the engine is to use, by name."""
+        """Losses for the engine, by name."""
         self._mathematics: Mathematics | None = None
         self._dtype: torch.dtype | None = None
         self._progress = _Progress()
@@ -344,12 +345,13 @@ class Verifying(Hook):
             self.losses = dict.fromkeys(losses, self._mathematics.loss)
 
     def start_comparison(self, run: RunView) -> None:
-        """Begin the comparison, now that the trainer has its engine."""
+        """Start the comparison. Call it when the trainer has its engine."""
         self._engine, self._devices, self._count = run.engine, run.devices, run.count
         _progress.append(self._progress)
         if self._devices.has_lead:
             self._mark("done").unlink(missing_ok=True)
-        # A refusal would end the run at the first finding; the comparison reports what it does.
+        # An error would end the run at the first finding; the comparison reports all of them
+        # instead.
         for replica in self._engine.context.replicas:
             replica.loss_watch.refuses = False
         if self._mathematics is not None and self._devices.has_lead:
@@ -360,7 +362,7 @@ class Verifying(Hook):
             append_line(self._path("mathematics"), header)
 
     def call(self, asked: ScriptCall, make: Make) -> Any:
-        """Have a call compute in the comparison's precision, write aside, or compute nothing."""
+        """Compute a call in the comparison's precision, redirect it, or repeat its last result."""
         match asked.kind:
             case "step" | "gradient":
                 return self._step(asked, make)
@@ -393,10 +395,10 @@ class Verifying(Hook):
         return step
 
     def _step_again(self, asked: ScriptCall) -> Step:
-        """Return the last step of a loss, which stands for all that follow, with its gradients.
+        """Return the last step of a loss, with its gradients, in place of all later steps.
 
         Raises:
-            SystemExit: that was so for very many steps.
+            SystemExit: there were too many such steps.
         """
         self._progress.made += 1
         if self._progress.made > _LONGEST:
@@ -414,18 +416,18 @@ class Verifying(Hook):
     def _loader(self, asked: ScriptCall, make: Make) -> Loader | PlainPass:
         choices, for_steps = asked.given, asked.kind == "loader"
         if self._mathematics is not None:
-            # Whole batches are not made of samples that could be kept.
+            # Whole batches are not made from samples that could be kept.
             keeps = not isinstance(choices["dataset"], FunctionBatches | Items)
             choices["collate"] = KeepingCollate(choices["collate"], self._dtype, keeps=keeps)
         if for_steps:
-            # Its last batch stands for all that follow.
+            # Its last batch is repeated for all later steps.
             choices["repeats"] = lambda: self._repeats(made)
         made: Loader = make()
         if self._mathematics is not None and not for_steps:
             self._pass = PlainPass(made, choices["collate"])
             return self._pass
         if for_steps:
-            # A stream moves whenever it is read: what it keeps of that is no finding.
+            # Reading a stream always changes its state, so such a change is not a finding.
             if not is_stream(made.dataset):
                 self._state.add(made.dataset)
             elif self._devices.has_lead:
@@ -435,7 +437,7 @@ class Verifying(Hook):
         return made
 
     def _scored(self, asked: ScriptCall, make: Make) -> Any:
-        """Compare the first batch of the first evaluation by each score, once it is done."""
+        """Compare the first batch of each score's first evaluation, after the evaluation."""
         given, self._pass = self._pass, None
         found, key = make(), asked.key
         assert isinstance(key, tuple)
@@ -455,7 +457,7 @@ class Verifying(Hook):
         return found
 
     def _repeats(self, loader: Loader) -> bool:
-        """Whether a loader is to give its last batch again and again."""
+        """Whether a loader is to repeat its last batch."""
         if not self._progress.is_done or self._mathematics or not is_stream(loader.dataset):
             return self._progress.is_done
         left, until_s = self._reading.get(loader, (_READ_ON, time.monotonic() + _READ_ON_S))
@@ -467,7 +469,7 @@ class Verifying(Hook):
         append_line(self._path("passes"), line)
 
     def around(self, asked: ScriptCall) -> Surrounds:
-        """Look at a step, which is of other payloads; or forget results, as the model changes."""
+        """Observe a step with replaced payloads; or drop results, because the model changes."""
         return self._around_block() if asked.batch is None else self._around_step(asked)
 
     @contextmanager
@@ -482,14 +484,14 @@ class Verifying(Hook):
     def _around_step(self, asked: ScriptCall) -> Iterator[None]:
         state, mathematics, batch = self._state, self._mathematics, asked.batch
         assert batch is not None
-        # Past the steps that are compared, and past the first of several gradients of a step, the
-        # script goes on; its payloads are still wrapped.
+        # The script continues after the compared steps, and after the first of several gradients of
+        # a step, but its payloads are still wrapped.
         again, self._number = asked.number == self._number, asked.number
         self._steps += not again
         compared = not again and self._steps <= self._options.steps
         if mathematics is not None:
             mathematics.user = self._users[asked.name]
-            # Of what all shards have, one shard has the same.
+            # Parts shared by all shards (-1) are comparable: the one shard gets the same value.
             if any(other >= 0 or batch.parts for other in batch.others):
                 if compared:
                     append_line(self._path("mathematics"), {"step": self._steps, "causes": []})
@@ -520,7 +522,7 @@ class Verifying(Hook):
             attempt.gradient_taken = self._mathematics.compare
 
     def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
-        """Note a computed step; end the comparison of all Trainers that have made theirs.
+        """Note a computed step; end the comparison when all Trainers have made their steps.
 
         Raises:
             SystemExit: no more Trainers are to be compared.
@@ -530,7 +532,7 @@ class Verifying(Hook):
         self._same[step.name] = step
         options, own = self._options, self._progress
         own.made += 1
-        # Those that alternate go on until the last has made its steps; one may never make any.
+        # Alternating Trainers continue until the last has made its steps; one may never make any.
         own.is_done |= own.made >= _PATIENCE * options.steps
         under_way = [each for each in _progress if not each.is_done]
         if all(each.made >= options.steps for each in under_way):
@@ -546,11 +548,11 @@ class Verifying(Hook):
         self._progress.is_done = True
 
     def _result(self, call: object, data: object, compute: Callable[[], Any]) -> Any:
-        """Return what a call gives; where the model is the same, what it gave before.
+        """Return the result of a call, or its previous result if the model is the same.
 
         Args:
-            call: equal for calls that give the same, from the same data.
-            data: the object that the call goes through.
+            call: key that is equal for calls with the same result on the same data.
+            data: data set of the call.
             compute: makes the call.
         """
         if not self._progress.is_done:
@@ -562,7 +564,7 @@ class Verifying(Hook):
         return copy.deepcopy(self._results[-1][-1])
 
     def _plain(self, part: Any) -> Any:
-        """Convert a batch, or a part of one, to the payloads that the loss is to see."""
+        """Convert a batch, or a part of one, to the payloads for the loss."""
         if self._mathematics is None:
             return part
         if isinstance(part, ShardedBatch):
@@ -570,14 +572,14 @@ class Verifying(Hook):
         return cast_floats(part, self._dtype)
 
     def _unpacked(self, batch: ShardedBatch) -> tuple[ShardedBatch, WholeBatch]:
-        """Return the batch with plain payloads, and the whole batch that they are shards of."""
+        """Return the batch with plain payloads, and the whole batch to which its shards belong."""
         if batch.data_pass is None:
             return batch, whole_tensors(self._own, batch.dim)
         whole, payloads = whole_of(batch.shards, self._collates, batch.loader, batch.dim)
         return replace(batch, shards=payloads), whole
 
     def _mark(self, what: str) -> Path:
-        """A file by which the lead tells the comparison how far the script has come."""
+        """Return a file by which the lead reports the script's progress to the comparison."""
         return Path(self._options.folder, f"{self._options.run}-{what}")
 
     def _path(self, what: str) -> Path:

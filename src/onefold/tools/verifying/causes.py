@@ -1,4 +1,4 @@
-"""Explains in words why the mathematics of a step may differ, from what was observed. Pure."""
+"""Explains why the mathematics of a step may differ, from observations. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onefold.tools.verifying.mathematics import Comparison
 __all__ = ["Cause", "causes_of"]
 
 _NEVER_THE_MEAN = ("weights-none", "ignored-none")
-"""Findings that the numbers cannot show: they are the same with any number of shards."""
+"""Findings that the numbers cannot show, because they are the same with any number of shards."""
 _ANY = ("mean", "sum", "weighted", "dependent", "unclear")
 _SEEN_IN = {
     "sum": _ANY,
@@ -21,7 +21,7 @@ _SEEN_IN = {
     "maybe-sum": ("sum",),
     "maybe-whole": ("sum",),
 }
-"""By kind of finding, the relations of the numbers with which it is believed."""
+"""Relations of the numbers that confirm a finding, by kind of finding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +29,33 @@ class Cause:
     """A likely cause of a difference."""
 
     kind: Literal["error", "note"]
-    """How serious it is: notes alone do not fail a comparison."""
+    """Severity. A comparison with only notes does not fail."""
     text: str
-    """The cause in words, with what to do about it."""
+    """Description of the cause and its remedy."""
 
 
 def causes_of(
     found: Comparison, attributes: Sequence[str], generators: Sequence[str]
 ) -> list[Cause]:
-    """List the likely causes, the most likely first; none where nothing differs.
+    """List the likely causes, the most likely first; none if nothing differs.
 
     Args:
-        found: what the step showed.
-        attributes: attributes of modules that the step changed.
-        generators: generators of the script's own that the step changed.
+        found: comparison of a step.
+        attributes: module attributes that the step changed.
+        generators: the script's own generators that the step advanced.
     """
     if found.carried:
         return [_note(found, "carried")]
     causes = []
-    # What is wrong with a single shard as well.
+    # Findings that are wrong with a single shard too.
     if found.finding is not None and found.finding.kind in _NEVER_THE_MEAN:
         causes.append(Cause("error", f"the loss is {found.finding.text}"))
     several = (found.loss_difference, found.gradient_difference, found.worst_difference)
-    # NaN is what a step without an update leaves in them: it was not compared.
+    # NaN means that the step made no update and was not compared.
     if any(value > found.tolerance for value in several):
         likely = [*_of_the_state(found, attributes, generators), *_of_the_numbers(found)]
         causes += [Cause("error", text) for text in likely]
-        # Only where nothing better explains it: these two are no fault of the script's.
+        # Notes only if no cause explains the difference: the script is not at fault in either case.
         if not causes and found.unmatched:
             causes = [_note(found, "unmatched")]
         elif not causes and found.norms and found.repeats:
@@ -68,20 +68,20 @@ def causes_of(
 def _of_the_state(
     found: Comparison, attributes: Sequence[str], generators: Sequence[str]
 ) -> Iterator[str]:
-    # What gives the same loss twice keeps nothing that matters, whatever was seen to change.
+    # If the loss is repeatable, changed state does not affect it.
     if found.repeats:
         return
     for words, why in (
-        (generators, "a generator of its own, which no seed of the step reaches"),
-        (attributes, "changed while the loss is computed, and no buffer"),
+        (generators, "a separate generator, which no step seed reaches"),
+        (attributes, "changed by the loss, but not a buffer"),
     ):
         if words:
-            yield f"{', '.join(words)}: {why}, so that the same samples give another loss each time"
+            yield f"{', '.join(words)}: {why}, so the same samples give a different loss each time"
     if not generators and not attributes:
         yield (
-            "the same samples give another loss when it is computed again: the loss keeps "
-            "something from call to call (a hidden state?), or draws from a generator that is not "
-            "the global one of torch, random or NumPy"
+            "the same samples give a different loss when it is computed again: the loss keeps "
+            "state from call to call (a hidden state?), or uses a generator other than the global "
+            "ones of torch, random and NumPy"
         )
 
 
@@ -89,9 +89,9 @@ def _of_the_numbers(found: Comparison) -> Iterator[str]:
     if found.time_first:
         yield (
             f"the batch was cut along time: {', '.join(found.time_first)} takes time in the first "
-            f"dimension of its input and samples in the second (batch_first=False), and it is the "
-            f"first one that is cut into shards. Cut along the samples with trainer.step(batch, "
-            f"dim=1); or make them the first dimension of every tensor of the batch, and use "
+            f"dimension of its input and samples in the second (batch_first=False), but the first "
+            f"dimension is cut into shards. Cut along the samples with trainer.step(batch, dim=1); "
+            f"or make them the first dimension of every tensor of the batch, and use "
             f"batch_first=True or transpose in the model"
         )
     finding = found.finding
@@ -99,7 +99,7 @@ def _of_the_numbers(found: Comparison) -> Iterator[str]:
         yield f"the loss is {finding.text}"
     elif found.relation in _CAUSES:
         yield _CAUSES[found.relation]
-    # Both make samples depend on each other in a way that the notes explain.
+    # In both cases samples depend on each other in a way that the notes explain.
     excused = found.unmatched or (found.norms and not found.ordered)
     depends = found.relation == "dependent" or (
         found.relation == "unclear" and found.differentiates
@@ -112,39 +112,43 @@ def _of_the_numbers(found: Comparison) -> Iterator[str]:
 
 
 _CAUSES = {
-    "sum": "the loss is a sum: that of two parts of the batch is the sum of theirs. onefold takes "
-    "a scalar as the mean over the shard's samples. Return onefold.Sum(total), or one value a "
-    "sample (reduction='none') for a mean",
+    "sum": "the loss is a sum: the loss of two parts of the batch is the sum of their losses. "
+    "onefold takes a scalar as the mean over the shard's samples. Return onefold.Sum(total), or "
+    "for "
+    "a mean, one value per sample (reduction='none')",
     "weighted": "the loss is a mean that is not divided by the number of samples (but by tokens, "
-    "pixels, weights of classes, or targets that are not ignored): return onefold.Mean(total, "
-    "weight), or the loss from onefold.losses, which knows its divisor",
-    "gradients": "the loss takes gradients itself (torch.autograd.grad), such as those at the last "
-    "layer for an adaptive weight of its terms, and computes with them: each shard has those of "
-    "its own samples, with V shards of batches V times smaller. Compute such a weight between "
-    "steps, from the whole batch, and use it as a constant in the loss; or use shards=1",
-    "places": "the loss changes when the samples of the batch change places, so the first "
-    "dimension, which is cut into shards, may not be that of the samples (time first?){}, or "
-    "samples belong together that shards tear apart (pairs side by side). Make the samples, or the "
-    "pairs, the first dimension; of whole batches, trainer.step(batch, dim=1) cuts the second one",
+    "pixels, class weights, or targets that are not ignored): return onefold.Mean(total, "
+    "weight), or a loss from onefold.losses, which knows its denominator",
+    "gradients": "the loss computes gradients itself (torch.autograd.grad), such as those of the "
+    "last layer for adaptive weights of its terms, and uses them: each shard has the gradients of "
+    "its own samples, in V batches that are V times smaller. Compute such a weight between steps, "
+    "from the whole batch, and use it as a constant in the loss; or use shards=1",
+    "places": "the loss changes if samples of the batch are permuted, so the first dimension, "
+    "which "
+    "is cut into shards, may not be the sample dimension (time first?){}, or shards separate "
+    "samples that belong together (adjacent pairs). Make the samples, or the pairs, the first "
+    "dimension; trainer.step(batch, dim=1) cuts whole batches along the second one",
     "others": "a sample's loss depends on the other samples of its batch (a contrastive loss, "
-    "negatives from the batch, a norm or a mean over the batch, padding that is not masked out), "
-    "and a shard has only its own samples: with V shards that is another loss, of batches V times "
-    "smaller. Gather what it compares by onefold.gather, compute it from each sample alone, or use "
-    "shards=1",
+    "negatives from the batch, a norm or a mean over the batch, padding that is not masked), "
+    "but a shard has only its own samples: V shards give a different loss, of batches that are V "
+    "times smaller. Gather the compared values with onefold.gather, compute the loss of each "
+    "sample "
+    "separately, or use shards=1",
 }
-"""By the relation that a scalar loss shows, or else by what makes samples depend on each other."""
+"""Causes by the relation of a scalar loss, or by the way in which samples depend on each other."""
 _NOTES = {
     "unmatched": "the loss draws random numbers that have no counterpart for a part of the batch "
     "({}, such as a permutation of the shard's samples), so this difference may be chance: the "
     "mathematics could not be compared",
-    "carried": "with the rule 'per_shard' of {}, every shard goes on with its own value, and there "
-    "is none for a batch that is computed as one shard: the mathematics could not be compared. "
-    "Without the carried state they can be",
-    "norms": "{} keeps no running statistics, so that it computes with those of its shard, as it "
-    "does elsewhere with those of a device: the mathematics could not be compared. With "
-    "track_running_stats=True they can be",
+    "carried": "with the rule 'per_shard' for {}, every shard keeps its own value, and a batch "
+    "that "
+    "is computed as one shard has none: the mathematics could not be compared. "
+    "Without the per-shard state it can be",
+    "norms": "{} keeps no running statistics, so it uses the statistics of its shard, as it uses "
+    "those of a device elsewhere: the mathematics could not be compared. With "
+    "track_running_stats=True it can be",
 }
-"""What is no fault of the script's, by the field of a comparison that shows it."""
+"""Differences that are not the script's fault, by the `Comparison` field that shows them."""
 
 
 def _note(found: Comparison, field: str) -> Cause:
@@ -153,9 +157,9 @@ def _note(found: Comparison, field: str) -> Cause:
 
 def _unknown(found: Comparison) -> str:
     trouble = f" A closer look failed {found.trouble}." if found.trouble else ""
-    alike = "the losses agree and the gradients do not"
+    alike = "the losses agree but the gradients do not"
     seen = alike if found.loss_difference <= 1e-9 else "the losses differ"
     return (
-        f"unknown ({seen}; the loss returned {found.returned}).{trouble} Look for what the loss "
-        f"or forward computes from more than one sample, keeps from call to call, or rounds"
+        f"unknown ({seen}; the loss returned {found.returned}).{trouble} Check what the loss or "
+        f"forward computes from more than one sample, keeps from call to call, or rounds"
     )

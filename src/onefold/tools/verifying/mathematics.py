@@ -1,28 +1,27 @@
-"""Computes every batch a second time, as one shard, for the loss and gradient of a plain loop.
+"""Computes every batch again as one shard, for the loss and gradient of a plain loop.
 
-`Mathematics` compares each step with that, and `compare_score` an evaluation. `tolerance_of`
-returns how far two ways of computing the same may differ, by the precision that they compute in.
+`Mathematics` compares them with each step, and `compare_score` compares evaluations. `tolerance_of`
+returns the difference that rounding may cause, by the precision of the computation.
 
-`relation_of` finds out from the losses of parts of a batch what kind of number a loss is. A batch
-is cut into three parts, A, B and C; the loss is computed of each, of each two, and of all. A mean
-over samples, a sum, and a mean by weights of its own (tokens, classes) each have a rule by which
-the losses of two parts give that of both. Where none holds, a sample's loss depends on which other
-samples are computed with it.
+`relation_of` classifies a loss by its values for parts of a batch. A batch is cut into three parts,
+A, B and C; the loss is computed for each part, each pair, and all three. For a mean over samples, a
+sum, and a mean with other weights (tokens, classes), a rule gives the loss of two parts from their
+separate losses. If no rule holds, a sample's loss depends on the other samples in the batch.
 
 Note: what is compared
 ----------------------
-Before each step the whole batch goes through the user's loss at once, with the parameters and
-buffers that the shards are about to start from. Its loss and gradient are those of the plain loop;
-the step's, folded over V shards and before clipping and update, must be the same numbers. Dropout
-is off, batch norm uses its running statistics, and a sample has the same random numbers in both, so
-that only the arithmetic of the loss is left to differ. In float64 it may do so by 1e-9.
+Before each step, the user's loss is computed for the whole batch at once, with the parameters and
+buffers from which the shards will start. Its loss and gradient are those of the plain loop. The
+step's loss and gradient, folded over V shards, before clipping and the update, must be the same
+numbers. Dropout is off, batch norm uses its running statistics, and a sample gets the same random
+numbers in both, so only the arithmetic of the loss can differ. In float64, the tolerance is 1e-9.
 
-Note: nothing of it shows
--------------------------
-The extra computations must leave the run as it would be without them. Buffers are put back in the
-very tensors that the model had, gradients are dropped or set aside, and generators are kept. The
-whole batch goes first, while the model is as the step will find it; the closer look comes between
-the fold and the update, where ``.grad`` already belongs to the optimizer.
+Note: no side effects
+---------------------
+The extra computations must not affect the run. Buffers are restored in the model's original
+tensors, gradients are dropped or set aside, and generators are restored. The whole batch goes
+first, while the model is as the step will find it; the closer look comes between the fold and the
+update, where ``.grad`` already belongs to the optimizer.
 """
 
 from __future__ import annotations
@@ -71,16 +70,16 @@ __all__ = ["Comparison", "Mathematics", "compare_score", "tolerance_of"]
 
 
 EXACT = 1e-9
-"""For what is computed in float64."""
+"""Tolerance for float64."""
 _TOLERANCES = {torch.float64: EXACT, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 
 def tolerance_of(model: torch.nn.Module, rounded: Collection[torch.dtype] = ()) -> float:
-    """Return how far, relatively, two ways of computing the same may differ.
+    """Return the relative difference that rounding may cause between two computations.
 
     Args:
-        model: of which they are computed.
-        rounded: other types in which a part of it is.
+        model: model of both computations.
+        rounded: other dtypes in which parts are computed.
 
     >>> model = torch.nn.Linear(3, 4).double()
     >>> tolerance_of(model), tolerance_of(model, [torch.float32])
@@ -98,12 +97,12 @@ PARTS = ("A", "B", "C", "AB", "BC", "AC", "ABC")
 def relation_of(
     losses: Mapping[str, float], samples: Mapping[str, int], tolerance: float = 1e-7
 ) -> Relation:
-    """Find out what a scalar loss is.
+    """Classify a scalar loss.
 
     Args:
-        losses: the loss of each of `PARTS`.
-        samples: how many samples A, B and C have.
-        tolerance: how far, relatively, numbers may differ that ought to be equal.
+        losses: loss of each of `PARTS`.
+        samples: number of samples in A, B and C.
+        tolerance: relative difference up to which numbers count as equal.
 
     >>> samples = {"A": 1, "B": 2, "C": 2}
     >>> of_samples = {"A": [3.0], "B": [1.0, 2.0], "C": [6.0, 0.0]}
@@ -120,13 +119,13 @@ def relation_of(
     def same(one: float, other: float) -> bool:
         return abs(one - other) <= tolerance * scale
 
-    # A mean over samples is also one by weights of its own, so the simpler rules come first.
+    # A mean over samples is also a weighted mean, so check the simpler rules first.
     several = [part for part in PARTS if len(part) > 1]
     if all(same(losses[p], sum(losses[one] for one in p)) for p in several):
         return "sum"
     if all(same(losses[p], _mean(losses, samples, p)) for p in several):
         return "mean"
-    # A and B give B's weight, A and C give C's; BC and ABC must then follow.
+    # A and B give the weight of B, A and C that of C; BC and ABC must then follow.
     b, c = _ratio_of(losses, "A", "B"), _ratio_of(losses, "A", "C")
     if b is None or c is None:
         return "unclear"
@@ -143,7 +142,7 @@ def _mean(losses: Mapping[str, float], weights: Mapping[str, float], part: str) 
 
 
 def _ratio_of(losses: Mapping[str, float], one: str, other: str) -> float | None:
-    """Return the weight of the other part relative to the first; None where it does not show.
+    """Return the weight of the other part relative to the first; None if it cannot be determined.
 
     Solves both = (one + w * other) / (1 + w) for w.
     """
@@ -156,99 +155,99 @@ def _ratio_of(losses: Mapping[str, float], one: str, other: str) -> float | None
 
 
 def relative_size(norms: Sequence[float], size: float) -> float:
-    """Compute a difference over a size.
+    """Divide a difference by a size.
 
     Args:
-        norms: of the difference, of what is folded over shards, and of that of the whole batch.
-        size: what the difference is measured by.
+        norms: norms of the difference, of the value folded over shards, and of the whole batch's.
+        size: size by which the difference is divided.
     """
     difference, folded, alone = norms
     if math.isfinite(difference):
         return difference / size if size else 0.0
-    # NaN compares as neither larger nor smaller, so it must not reach a comparison. In both it is
-    # agreement: the plain loop would have failed as well.
+    # NaN is neither larger nor smaller, so it must not reach a comparison. NaN in both is
+    # agreement: the plain loop would have failed too.
     return math.inf if math.isfinite(folded) or math.isfinite(alone) else 0.0
 
 
 @dataclass(slots=True)
 class Comparison:
-    """What one step showed."""
+    """The comparison of one step."""
 
     shards: int
     samples: int
     own_batch: bool
     """Whether the script made the batch itself, and the trainer cut it."""
     skipped: bool = True
-    """Whether the whole batch has the weight 0, so that there was no update."""
+    """Whether the whole batch has weight 0, so that there was no update."""
     loss: float = math.nan
-    """The loss folded over all shards."""
+    """Loss folded over all shards."""
     alone: float = math.nan
-    """The loss of the whole batch as one shard."""
+    """Loss of the whole batch as one shard."""
     loss_difference: float = math.nan
-    """How far these two differ, relatively."""
+    """Relative difference of these losses."""
     gradient_difference: float = math.nan
-    """How far the two gradients differ, relatively."""
+    """Relative difference of the gradients."""
     worst: str = ""
-    """The parameter whose gradient differs most."""
+    """Name of the parameter whose gradient differs most."""
     worst_difference: float = math.nan
-    """How far that one's gradients differ, relatively."""
+    """Relative difference of this parameter's gradients."""
     evaluation: bool = True
-    """Whether everything was in evaluation mode; otherwise batch norm and dropout alone."""
+    """Whether the whole model was in evaluation mode, not only batch norm and dropout."""
     returned: str = ""
-    """What the loss returned: a scalar, one value a sample, Mean, ..."""
+    """Type of the loss's result: a scalar, one value per sample, Mean, ..."""
     finding: LossFinding | None = None
     repeats: bool = True
-    """Whether the same samples with the same random numbers give the same loss a second time."""
+    """Whether the same samples with the same random numbers give the same loss again."""
     relation: Relation = "mean"
     ordered: bool = False
-    """Whether the loss changes where the samples change places."""
+    """Whether the loss changes if the samples are permuted."""
     time_first: list[str] = field(default_factory=list)
     """Modules for which the batch was cut along time."""
     carried: list[str] = field(default_factory=list)
-    """Buffers of which every shard has its own, so that there is none for the whole batch."""
+    """Per-shard buffers, which have no value for the whole batch."""
     dim: int = 0
-    """The dimension along which the batch was cut."""
+    """Dimension along which the batch was cut."""
     differentiates: bool = False
-    """Whether the loss takes gradients itself, by `torch.autograd.grad`."""
+    """Whether the loss computes gradients itself, with `torch.autograd.grad`."""
     norms: list[str] = field(default_factory=list)
-    """Batch norms without statistics of their own."""
+    """Batch norms without running statistics."""
     second: int | None = None
-    """The second dimension of all tensors of a batch that the script made itself."""
+    """Size of the second dimension of all tensors in a batch that the script made itself."""
     unmatched: list[str] = field(default_factory=list)
     """Random draws that have no counterpart for a part of the batch."""
     buffers: dict[str, str] = field(default_factory=dict)
-    """Buffers that differ after the step, with what to do about them."""
+    """Buffers that differ after the step, with the remedy."""
     trouble: str = ""
-    """Why a closer look failed, if it did."""
+    """Error of a closer look, if it failed."""
     tolerance: float = EXACT
-    """How far, relatively, rounding may make results differ."""
+    """Relative difference that rounding may cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
     part: Contribution
     result: object
-    """The loss as it was returned, without values beside it."""
+    """The loss as returned, without metrics."""
 
     @property
     def loss(self) -> float:
-        """The finished number."""
+        """The finished loss."""
         parts = self.part.parts
         return sum(float(each.total()) / each.known_weight for each in parts if each.weight)
 
     @property
     def values(self) -> torch.Tensor | None:
-        """(n,) one value a sample, if that is what the loss returned."""
+        """(n,) values per sample, if the loss returned them."""
         root = self.part.root.detach()
         return root if root.dim() else None
 
 
 class Mathematics:
-    """Compares each step of one trainer with that of a plain loop.
+    """Compares each step of one trainer with a plain loop.
 
     Args:
         model: the model of the trainer.
-        loss: that of the script.
+        loss: the script's loss.
     """
 
     def __init__(self, model: torch.nn.Module, loss: LossFunction) -> None:
@@ -259,14 +258,14 @@ class Mathematics:
         """Whether a step is being compared."""
         self._narrow = False
         self._closer_look = True
-        """Whether to look closer at the next step that differs; done once, as it takes long."""
+        """Whether to inspect the next step that differs closely. Done once, because it is slow."""
 
     def loss(self, model: torch.nn.Module, payload: object) -> object:
-        """Compute the user's loss of one shard, in place of the loss that Trainer was given."""
+        """Compute the user's loss of one shard, instead of the loss that Trainer was given."""
         if not self.inside:
             return self.user(model, payload)
-        # The engine names no shard to a loss, but runs them in order. A loss of several terms runs
-        # twice, first for its weights.
+        # The engine does not pass the shard's number to a loss, but runs shards in order. A loss of
+        # several terms runs twice, first for its weights.
         shard = self._order[self._calls % len(self._order)]
         self._calls += 1
         (start, stop), left = self._bounds[shard], self._sizes[shard]
@@ -284,14 +283,14 @@ class Mathematics:
     def step(
         self, engine: Engine, batch: ShardedBatch, whole: WholeBatch, number: int
     ) -> Iterator[Comparison]:
-        """Surround the engine's step; the comparison that it yields is complete afterwards."""
+        """Surround the engine's step; the yielded comparison is complete afterwards."""
         self._whole = whole
         own = batch.data_pass is None
         self._comparison = Comparison(
             batch.shares.shards, batch.samples, own_batch=own, dim=batch.dim
         )
         self._seed = derive_seed("mathematics", engine.context.settings.seed, number)
-        # As the shards of the step have it, for what they draw alike.
+        # The same as in the step's shards, for random numbers that they share.
         self._common = "step", (engine.context.settings.seed, number)
         buffers = engine.context.replicas[0].buffers
         self._comparison.carried = [buffers.places.names[n] for n in buffers.carried.indices]
@@ -320,16 +319,16 @@ class Mathematics:
 
     @property
     def tolerance(self) -> float:
-        """How far, relatively, two ways of computing the loss may differ."""
+        """Relative difference that rounding may cause between two computations of the loss."""
         return tolerance_of(self._model, self._draws.rounded)
 
     @contextmanager
     def _modes_for_all(self) -> Iterator[None]:
-        """Put the model into evaluation mode, or batch norm and dropout alone if the loss fails.
+        """Put the model in evaluation mode, or only batch norm and dropout if the loss fails.
 
-        Computes the whole batch on the way, which is how a failure shows.
+        This computes the whole batch, which shows whether the loss fails.
         """
-        # Once narrow, always narrow: or every step would fail once more.
+        # Once narrow, always narrow: otherwise every step would fail once more.
         for narrow in (True,) if self._narrow else (False, True):
             try:
                 with quiet_modes(self._model, narrow=narrow), kept_generators(self._device):
@@ -353,12 +352,12 @@ class Mathematics:
             with self._time_first.noting("whole"):
                 found = self._evaluate(range(samples), record=True)
             _backward(found.part)
-            # Copies, as .grad is dropped: the step must begin without gradients.
+            # Clone, because .grad is dropped: the step must begin without gradients.
             self._gradients = {
                 name: None if p.grad is None else p.grad.detach().clone()
                 for name, p in self._model.named_parameters()
             }
-            # What the whole batch makes of the buffers is kept before they are put back.
+            # Keep the buffers that the whole batch leaves, before they are restored.
             self._alone_after = KeptBuffers(self._model)
         self._whole_finding = inspect_loss(found.result, samples)
         self._comparison.tolerance = self.tolerance
@@ -377,7 +376,7 @@ class Mathematics:
         except Exception as error:
             error.add_note("raised while onefold verify computed the whole batch as one shard")
             raise
-        # By inputs: backward, which leaves all gradients in .grad, names none.
+        # With `inputs`: plain backward, which leaves all gradients in .grad, does not pass them.
         self._comparison.differentiates |= any(by)
         left = count_of(payload, len(rows), self._dim).samples
         return _read(result, left, "the loss of the whole batch")
@@ -400,7 +399,7 @@ class Mathematics:
 
     def _relative_loss(self, size: float) -> float:
         found = self._comparison
-        # Terms that nearly cancel leave a loss near 0 whose every digit is rounding: it is measured
+        # If terms nearly cancel, the loss is close to 0 and its digits are rounding errors: divide
         # by the size of its terms.
         values = self._alone.values
         mean_size = 0.0 if values is None else float(values.abs().mean())
@@ -408,8 +407,9 @@ class Mathematics:
         return relative_size((abs(found.loss - found.alone), found.loss, found.alone), scale)
 
     def _compare_gradients(self) -> None:
-        """Compute the norms of the differences over the norms, of all and of each parameter."""
-        # One whose gradient is next to nothing, and so rounding, is measured by the whole gradient.
+        """Compute relative norms of the gradient differences, in total and per parameter."""
+        # A parameter with a tiny gradient, mostly rounding errors, is measured by the whole
+        # gradient.
         update, found = self._engine.context.update, self._comparison
         squares: dict[str, torch.Tensor] = {}  # (3,) float64
         names = list(self._engine.context.replicas[0].parts.trained)
@@ -438,9 +438,9 @@ class Mathematics:
 
     @contextmanager
     def _put_back(self) -> Iterator[KeptBuffers]:
-        """Begin and end with the same buffers, which it yields, and without any gradient.
+        """Begin and end with the same buffers, which are yielded, and without gradients.
 
-        A loss that runs backward itself must find none.
+        A loss that runs backward itself must find no gradients.
         """
         start = KeptBuffers(self._model)
         self._model.zero_grad()
@@ -457,12 +457,13 @@ class Mathematics:
         if found.own_batch and not found.dim:
             found.second = second_dimension(self._whole(range(found.samples)))
         try:
-            # Twice: state of a shard's shape is left out by the first that has another one.
+            # Twice: state that depends on the batch's shape is reset by the first call with another
+            # shape.
             again = [range(found.samples)] * 2
             found.repeats = all(self._gives_the_same(each, self.tolerance) for each in again)
             found.relation = self._relation() if found.repeats else "unclear"
             if found.repeats and found.relation in ("dependent", "unclear"):
-                # A generator of its own: the global ones belong to the run.
+                # A separate generator: the global ones belong to the run.
                 generator = torch.Generator().manual_seed(0)
                 order = torch.randperm(found.samples, generator=generator).tolist()
                 found.ordered = not self._gives_the_same(order, max(1e-7, self.tolerance))
@@ -474,7 +475,7 @@ class Mathematics:
         return math.isclose(self._loss_again(rows), self._comparison.alone, rel_tol=limit)
 
     def _loss_again(self, rows: Sequence[int]) -> float:
-        # The evaluation before has changed buffers.
+        # The previous evaluation changed buffers.
         self._start.put_back()
         with torch.set_grad_enabled(self._comparison.differentiates):
             return self._evaluate(rows).loss
@@ -495,7 +496,7 @@ class Mathematics:
 
     def _relation_of_scalars(self) -> Relation:
         third, samples = self._comparison.samples // 3, self._comparison.samples
-        # Three parts of at least one sample each.
+        # Each part needs at least one sample.
         if not third:
             return "unclear"
         rows = {"A": range(third), "B": range(third, 2 * third), "C": range(2 * third, samples)}
@@ -513,8 +514,9 @@ def compare_score(
     """Compute a score of one batch with its shards, and as one shard.
 
     Returns:
-        For each value that differs by more than rounding: with the shards, and with one. Nothing of
-        a score that draws random numbers, as these are others for a shard than for the batch.
+        For each value that differs by more than rounding: the result with the shards, and with one.
+        Empty for a score that draws random numbers, because a shard draws different ones than the
+        batch.
     """
     drawn: list[str] = []
 
@@ -549,7 +551,7 @@ def _read(result: object, samples: int, what: str) -> _Evaluation:
 
 
 def _backward(part: Contribution) -> None:
-    """Run backward as a plain loop does, with the whole batch's own divisors."""
+    """Run backward as a plain loop does, with the whole batch's own denominators."""
     if part.kind == "means":
         part = part.combine([each.known_weight for each in part.parts])
     if part.known_weight and part.root.requires_grad:
@@ -564,4 +566,4 @@ def _flat(gradient: torch.Tensor) -> torch.Tensor:
 def _words_of(result: object) -> str:
     if not isinstance(result, torch.Tensor):
         return f"onefold.{type(result).__name__}"
-    return "one value a sample" if result.dim() else "a scalar"
+    return "one value per sample" if result.dim() else "a scalar"

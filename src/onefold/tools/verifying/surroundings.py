@@ -1,12 +1,12 @@
-"""Controls what surrounds a loss while it is compared: random numbers, modes, buffers, time.
+"""Controls the environment of a compared loss: random numbers, modes, buffers, time.
 
-Note: what is replayed
-----------------------
-A loss that draws noise gives other numbers for a shard than for the whole batch, whatever it
-computes. So the draws of the whole batch are recorded first. Where the same draw is made again for
-some of its samples, it gets those samples' rows; a draw of the same shape gets the same values. A
-draw that has no counterpart, such as a permutation of the shard, keeps its own values and is
-listed: what depends on it cannot be compared.
+Note: replayed random numbers
+-----------------------------
+A loss that draws noise gives different numbers for a shard than for the whole batch, whatever it
+computes. So the draws of the whole batch are recorded first. If the same draw is repeated for some
+of the samples, it gets the rows of those samples; a draw of the same shape gets the same values. A
+draw without a counterpart, such as a permutation of the shard, keeps its own values and is listed:
+results that depend on it cannot be compared.
 """
 
 from __future__ import annotations
@@ -50,61 +50,63 @@ _DROPOUTS = (
     *("alpha_dropout", "feature_alpha_dropout"),
 )
 _COMPUTED = re.compile("attention|dropout|gru|lstm|rnn|rrelu|sdp|softmax")
-"""Operators that draw, whose result is no random numbers, but something computed with some."""
+"""Random operators whose results are not random numbers, but computed from them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
     name: str
     numbers: tuple[object, ...]
-    """Those of its arguments that are numbers, such as the bounds."""
+    """Numeric arguments, such as the bounds."""
     values: torch.Tensor
-    """A copy of its result, of any shape and dtype."""
+    """Copy of the result, of any shape and dtype."""
 
 
 class Draws:
-    """The random draws of one evaluation, to be replayed in others of the same samples."""
+    """The random draws of one evaluation, for replay in evaluations of the same samples."""
 
     def __init__(self) -> None:
         self.recorded: list[_Draw] = []
-        """Those of the whole batch, in their order."""
+        """Draws of the whole batch, in order."""
         self._samples = 0
         self.unmatched: set[str] = set()
-        """Names of draws that had no counterpart."""
+        """Names of draws without a counterpart."""
         self.rounded: set[torch.dtype] = set()
-        """What numbers in float64 were rounded to on the way, by the script or what it calls."""
+        """Lower-precision dtypes to which the script, or a library, converts float64 numbers."""
 
     def recording(self, samples: int) -> _Watch:
-        """Have a context record what is drawn in it, for the whole batch."""
+        """Return a context that records the draws of the whole batch."""
         self.recorded.clear()
         self._samples = samples
         return _Watch(self, None)
 
     def replaying(self, rows: Sequence[int]) -> _Watch:
-        """Have a context replay what was recorded.
+        """Return a context that replays the recorded draws.
 
         Args:
-            rows: which samples of the whole batch are computed inside the context, in order.
+            rows: samples of the whole batch that are computed in the context, in order.
         """
         return _Watch(self, rows)
 
     def find(self, place: int, draw: _Draw, rows: Sequence[int]) -> torch.Tensor | None:
-        """Return the values for the draw in this place; None if it has no counterpart.
+        """Return the recorded values for a draw; None if it has no counterpart.
 
         Args:
-            place: how many draws came before it in this evaluation.
-            draw: the draw, with values of its own.
-            rows: which samples of the whole batch are computed.
+            place: number of earlier draws in this evaluation.
+            draw: the draw, with its own values.
+            rows: samples of the whole batch that are computed.
         """
         known = self.recorded[place] if place < len(self.recorded) else None
         if known is None or (known.name, known.numbers) != (draw.name, draw.numbers):
             return None
         wanted, values = draw.values.shape, known.values
-        # The whole batch in its own order gets everything as it was, also what is not by sample.
+        # The whole batch in its original order gets all values, including those not drawn per
+        # sample.
         if list(rows) == list(range(self._samples)) and wanted == values.shape:
             return values
-        # By sample if the first dimension is a multiple of the samples: some losses draw several
-        # rows for each. A permutation's values are places in the batch, and mean nothing in a part.
+        # Per sample if the first dimension is a multiple of the samples: some losses draw several
+        # rows each. The values of a permutation are positions in the batch, meaningless in a part
+        # of it.
         share, rest = divmod(values.shape[0], self._samples) if values.dim() else (0, 1)
         by_sample = share > 0 and not rest and draw.name != "randperm"
         if by_sample and tuple(wanted) == (share * len(rows), *values.shape[1:]):
@@ -115,7 +117,7 @@ class Draws:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records draws, or replays them for these rows.
 
-    One for each evaluation: where shards gather, several are under way at once, in threads.
+    Each evaluation needs its own: if shards gather, several run at once, in threads.
     """
 
     def __init__(self, draws: Draws, rows: Sequence[int] | None) -> None:
@@ -125,8 +127,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._place = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Drawn in any case: the generator must move as it did when the draw was recorded, and the
-        # result has the shape and strides that the caller expects.
+        # Draw in any case: the generator must advance as it did during recording, and the caller
+        # expects the shape and strides of the result.
         result = func(*args, **(kwargs or {}))
         draw = _read(func, args, result)
         if self._rows is None:
@@ -156,9 +158,9 @@ def _read(func: Any, args: Sequence[Any], result: Any) -> _Draw | None:
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Have PyTorch's dropout functions return their input unchanged.
+    """Make PyTorch's dropout functions return their input unchanged.
 
-    Modules are put into evaluation mode; this is for losses that call the functions themselves.
+    Modules are in evaluation mode; this covers losses that call the functions directly.
     """
 
     def keep(input: torch.Tensor, *args: object, **settings: object) -> torch.Tensor:
@@ -167,7 +169,7 @@ def without_dropout() -> Iterator[None]:
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def attend(*args: Any, **settings: Any) -> torch.Tensor:
-        # dropout_p is the fifth argument, where it is not given by name.
+        # dropout_p is the fifth positional argument if it is not passed by name.
         settings.pop("dropout_p", None)
         return attention(*args[:4], *([0.0] if len(args) > 4 else []), *args[5:], **settings)
 
@@ -179,23 +181,23 @@ def without_dropout() -> Iterator[None]:
 
 @contextmanager
 def quiet_modes(model: torch.nn.Module, *, narrow: bool) -> Iterator[None]:
-    """Have batch norm use its running statistics and dropout drop nothing; put all back afterwards.
+    """Make batch norm use its running statistics and disable dropout; restore both afterwards.
 
     Args:
-        model: the trainer's; parts of other modules are found when they are called.
-        narrow: leave every other part in the mode that it has.
+        model: the trainer's model. Parts of other modules are found when they are called.
+        narrow: whether to leave all other modules in their mode.
     """
     before: dict[torch.nn.Module, tuple[bool, Any]] = {}
 
     def settle(part: torch.nn.Module) -> None:
-        # The hook comes here before every call: only the first time finds the script's own mode.
+        # The hook runs before every call, but only the first call sees the script's own mode.
         if part in before:
             return
         recurrent = isinstance(part, torch.nn.RNNBase)
         before[part] = (part.training, part.dropout if recurrent else None)
         if not narrow or isinstance(part, BatchNorm | DropoutNd):
             part.training = False
-        # Recurrent layers drop out inside their kernel, by a number of their own.
+        # Recurrent layers apply dropout inside their kernel, with a separate rate.
         if isinstance(part, torch.nn.RNNBase):
             part.dropout = 0.0
 
@@ -212,7 +214,7 @@ def quiet_modes(model: torch.nn.Module, *, narrow: bool) -> Iterator[None]:
 
 
 def norms_of_the_batch(model: torch.nn.Module) -> list[str]:
-    """List the batch norms that keep no running statistics, and so use those of their input."""
+    """List the batch norms without running statistics, which use those of their input."""
     return [
         f"{name or 'model'} ({type(part).__name__})"
         for name, part in model.named_modules()
@@ -221,10 +223,10 @@ def norms_of_the_batch(model: torch.nn.Module) -> list[str]:
 
 
 class TimeFirst:
-    """Notes the inputs of modules that take time in the first dimension and samples in the second.
+    """Finds modules that take time in the first dimension and samples in the second.
 
     Args:
-        model: the trainer's, whose parts are named.
+        model: the trainer's model, for the names of modules.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -233,7 +235,7 @@ class TimeFirst:
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """Note the calls inside this context, of the ``whole`` batch or of a ``shard``."""
+        """Note the calls in this context, with the ``whole`` batch or a ``shard``."""
         sizes = self._sizes[what]
 
         def note(part: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -257,20 +259,20 @@ class TimeFirst:
 
 
 class KeptBuffers:
-    """The buffers of a model as they are now, by value and by identity."""
+    """A snapshot of a model's buffers, by value and by identity."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         self.values = {name: each.detach().clone() for name, each in self._buffers.items()}
-        """The values by name."""
+        """Values by name."""
 
     def put_back(self) -> None:
-        """Give the model these values again, in the tensors that it had."""
+        """Restore the values, in the model's original tensors."""
         with torch.no_grad():
             for name, buffer in self._buffers.items():
-                # The tensor first: the model may have put another in its place, and the engine's
-                # memory is behind this one.
+                # Restore the tensor first: the model may have replaced it, but the engine's memory
+                # is behind the original one.
                 module, _, own = name.rpartition(".")
                 buffers_of(self._model.get_submodule(module))[own] = buffer
                 if buffer.shape == self.values[name].shape:
@@ -284,17 +286,17 @@ class KeptBuffers:
         sizes: Sequence[int],
         tolerance: float,
     ) -> dict[str, str]:
-        """Find where these buffers, of the whole batch, differ from those after the step.
+        """Compare these buffers, of the whole batch, with the buffers after the step.
 
         Args:
-            folded: the buffers after the step, as the shards' were combined.
-            start: the buffers before it.
-            shards: for each shard the buffers after it.
-            sizes: how many samples each shard has.
-            tolerance: how far, relatively, values may differ.
+            folded: combined buffers after the step.
+            start: buffers before the step.
+            shards: buffers after each shard.
+            sizes: number of samples in each shard.
+            tolerance: relative difference up to which values count as equal.
 
         Returns:
-            For each buffer that differs, how, and what to do about it.
+            For each buffer that differs, the difference and its remedy.
         """
         found = {}
         for name, alone in self.values.items():
@@ -304,10 +306,10 @@ class KeptBuffers:
             parts = {shard: kept.values[name] for shard, kept in shards.items()}
             rule = _rule(alone, start.values[name], parts, sizes, tolerance)
             advice = (
-                f'Trainer(buffers={{"{name}": "{rule}"}}) gives what one shard does'
+                f'Trainer(buffers={{"{name}": "{rule}"}}) gives the result of one shard'
                 if rule
-                else "none of the rules of Trainer(buffers=...) gives what one shard does: what "
-                "the shards put there does not add up to what the whole batch would"
+                else "no rule of Trainer(buffers=...) gives the result of one shard: the values of "
+                "the shards do not combine to that of the whole batch"
             )
             found[name] = f"{_shown(now)} with the shards, {_shown(alone)} with one; {advice}"
         return found
@@ -320,7 +322,7 @@ def _rule(
     sizes: Sequence[int],
     tolerance: float,
 ) -> str | None:
-    """Find the rule of buffers that gives what one shard gives; None if there is none.
+    """Find the buffer rule that gives the result of one shard; None if there is none.
 
     The formulas are those of `onefold.shard.buffers`, in float64.
     """
@@ -342,7 +344,7 @@ def _rule(
 
 
 def near(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    """Whether they are alike but for rounding; what is not finite must be the same."""
+    """Whether two tensors are equal except for rounding; values that are not finite, exactly."""
     if one.shape != other.shape:
         return False
     if not (other.is_floating_point() or other.is_complex()):
@@ -354,7 +356,7 @@ def near(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
-    """In float64, or in complex numbers of as many digits."""
+    """Convert to float64, or to complex128."""
     return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 
@@ -365,36 +367,36 @@ def _shown(value: torch.Tensor) -> str:
 
 
 WholeBatch = Callable[[Sequence[int]], object]
-"""Makes what the loss is given for any samples of a batch."""
+"""Makes the loss's payload from any samples of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A part of a whole batch that every shard gets, to be told from those that are cut."""
+    """A part of a whole batch that every shard receives uncut."""
 
     value: object
 
 
 class _Kept(NamedTuple):
-    """A shard's payload, and what it was made of."""
+    """A shard's payload, and its origin."""
 
     payload: object
-    """What the loss is given."""
+    """Argument of the loss."""
     samples: list[Any]
-    """The samples as the data set returned them."""
+    """The samples that the data set returned."""
     draws: bool
-    """Whether random numbers were drawn in making the payload."""
+    """Whether making the payload drew random numbers."""
     common: tuple[str, tuple[int, ...]] | None
-    """What it had in common with the other shards, for numbers that all of them draw alike."""
+    """State shared with the other shards, for random numbers that all of them draw equally."""
 
 
 class KeepingCollate:
-    """A collate function that makes the user's payloads, in the precision of the comparison.
+    """A collate function that makes the user's payloads in the precision of the comparison.
 
     Args:
-        collate: that of the script; PyTorch's if None.
-        dtype: the dtype for floating-point numbers; None to leave them alone.
-        keeps: whether to keep the samples as well; else it is given whole batches.
+        collate: the script's collate function; PyTorch's if None.
+        dtype: dtype for floating-point numbers; None to keep theirs.
+        keeps: whether to keep the samples too. Otherwise it is given whole batches.
     """
 
     def __init__(self, collate: Collate | None, dtype: torch.dtype | None, *, keeps: bool) -> None:
@@ -403,8 +405,8 @@ class KeepingCollate:
         self._keeps = keeps
 
     def __call__(self, samples: list[Any]) -> object:
-        # Runs where the loader reads, which may be another process: what was drawn is found out
-        # here, and travels with the payload.
+        # This runs in the process that reads, possibly a worker: whether it drew random numbers is
+        # detected here and sent with the payload.
         before = GeneratorStates()
         payload = self.make(samples)
         if not self._keeps:
@@ -412,7 +414,7 @@ class KeepingCollate:
         return _Kept(payload, samples, bool(before.drawn_from()), in_common())
 
     def make(self, samples: list[Any]) -> object:
-        """Make a payload of some samples."""
+        """Make a payload from samples."""
         return cast_floats((self._collate or default_collate)(samples), self._dtype)
 
 
@@ -421,18 +423,18 @@ def whole_of(
 ) -> tuple[WholeBatch, dict[int, object]]:
     """Return the whole batch of a loader's shards, and the shards' plain payloads.
 
-    Where making a payload draws random numbers, the shards' payloads are joined, so that all see
-    the same draws; where they cannot be joined, the whole batch has draws of its own.
+    If making a payload draws random numbers, the shards' payloads are joined, so that all use the
+    same draws. If they cannot be joined, the whole batch has its own draws.
 
     Args:
-        shards: for each shard what `KeepingCollate` made.
-        collates: the collate function of each loader, by the loader's number.
+        shards: outputs of `KeepingCollate`, by shard.
+        collates: collate function of each loader, by loader number.
         loader: number of the loader that made the batch.
-        dim: the dimension of tensors in which the samples lie.
+        dim: sample dimension of the tensors.
     """
     kept = {shard: each for shard, each in shards.items() if isinstance(each, _Kept)}
     if not kept:
-        # Shards of a batch that was whole before, and so can be joined.
+        # Shards of a batch that was whole before, so they can be joined.
         plain = {shard: _without_marks(payload) for shard, payload in shards.items()}
         return whole_tensors(_join(list(shards.values()), 0)), plain
     payloads = {shard: each.payload for shard, each in kept.items()}
@@ -467,20 +469,20 @@ def whole_tensors(batch: object, dim: int = 0) -> WholeBatch:
 
 
 def cast_floats(payload: object, dtype: torch.dtype | None) -> Any:
-    """Return the same structure with every floating-point tensor in a dtype."""
+    """Return the same structure with all floating-point tensors converted to a dtype."""
     if dtype is None:
         return payload
     return _map(payload, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf)
 
 
 def second_dimension(payload: object) -> int | None:
-    """Return the size of all tensors' second dimension; None where they do not agree in it."""
+    """Return the size of all tensors' second dimension; None if the sizes differ."""
     sizes = {leaf.shape[1] if leaf.dim() > 1 else None for leaf in tensors_of(payload)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def _join(payloads: Sequence[Any], dim: int) -> object | None:
-    """Join payloads along the samples; None where they do not fit together."""
+    """Join payloads along the samples; None if they do not fit together."""
     first = payloads[0]
     if isinstance(first, _Shared):
         return Broadcast(first.value)
@@ -490,7 +492,7 @@ def _join(payloads: Sequence[Any], dim: int) -> object | None:
         shapes = {(*p.shape[:dim], *p.shape[dim + 1 :]) for p in payloads}
         return torch.cat(list(payloads), dim) if len(shapes) == 1 else None
     every = [parts_of(payload) or [] for payload in payloads]
-    # Lists of one part a sample are of various lengths.
+    # Lists with one part per sample have different lengths.
     if not every[0] or len({tuple(path for path, _ in parts) for parts in every}) > 1:
         return None
     joined = [_join([part for _, part in parts], dim) for parts in zip(*every, strict=True)]
@@ -502,7 +504,7 @@ def _marked(part: Broadcast | Scatter) -> object:
 
 
 def _without_marks(payload: Any) -> Any:
-    """Return what a loss is given of a shard of a whole batch."""
+    """Return the loss's argument for a shard of a whole batch."""
     if isinstance(payload, _Shared):
         return payload.value
     parts = None if isinstance(payload, torch.Tensor) else parts_of(payload)
@@ -514,19 +516,19 @@ def _map(
     change: Callable[[torch.Tensor], torch.Tensor],
     shared: Callable[[Any], object] | None = None,
 ) -> Any:
-    """Change every tensor, and every array of numbers, which becomes one.
+    """Apply a function to every tensor, and to numeric arrays, converted to tensors.
 
     Args:
-        payload: what holds them.
-        change: is given each tensor.
-        shared: is given each `Broadcast` and `Scatter`; None to change the tensors in them as well.
+        payload: structure with tensors.
+        change: function for each tensor.
+        shared: function for each `Broadcast` and `Scatter`; None to change the tensors inside them.
     """
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, Broadcast | Scatter):
             return shared(leaf) if shared else replace(leaf, value=_map(leaf.value, change))
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-            # A copy: PyTorch takes neither a foreign byte order nor negative strides.
+            # A copy, because PyTorch supports neither foreign byte order nor negative strides.
             native = np.array(leaf, leaf.dtype.newbyteorder("="), order="C")
             return change(torch.from_numpy(native))
         return change(leaf) if isinstance(leaf, torch.Tensor) else leaf
