@@ -1,4 +1,4 @@
-"""Follows a run for `Trainer.save` and `Trainer.load`, once its script called one of them."""
+"""Checks the writes of `Trainer.save` and the parameters trained after `Trainer.load`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("onefold")
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
-    """Refuse what the first save would refuse, while nothing is lost."""
+    """Raise early if the first save would raise, while nothing is lost."""
 
     def begin(run: RunView) -> Hook:
         try:
@@ -26,15 +26,15 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
         except TypeError as error:
             if run.context.options.checkpoint:
                 raise
-            if run.devices.has_lead:  # a run that saves nothing may continue
-                _log.warning("trainer.save will refuse this run: %s", error)
+            if run.devices.has_lead:  # a run that never saves may continue
+                _log.warning("trainer.save will raise in this run: %s", error)
         return CheckpointCalls(run)
 
     return begin
 
 
 class CheckpointCalls(Hook):
-    """Raises what writing a checkpoint raised, and waits for the last one.
+    """Re-raises errors of background writes, and waits for the last write.
 
     Args:
         run: the run.
@@ -44,7 +44,7 @@ class CheckpointCalls(Hook):
         self._run = run
 
     def call(self, asked: ScriptCall, make: Make) -> Any:
-        """Raise what writing raised before going through data."""
+        """Re-raise the error of a write before a call over data."""
         if self._run.has_checkpoints and asked.kind == "result" and asked.data is not None:
             self._run.checkpoints.check()
         return make()
@@ -64,10 +64,10 @@ class CheckpointCalls(Hook):
 
 
 def _check_can_be_saved(engine: Engine) -> None:
-    """Refuse at the start what the first save would refuse.
+    """Raise at the start if the first save would raise.
 
     Raises:
-        TypeError: the model or the optimizer holds a value that no file can.
+        TypeError: the model or the optimizer holds a value that no file can store.
     """
     module = engine.context.module
     with readable(module, engine.placement.gathered):

@@ -1,4 +1,4 @@
-"""Notes where this process is, for hang reports."""
+"""Records the position of this process, for hang reports."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Places", "prepare"]
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
-    """Note places if there is a table for them."""
+    """Record positions if there is a table for them."""
     return lambda run: Places(run, run.places) if run.places is not None else None
 
 
 class Places(Hook):
-    """Notes where a process is: in which step and shard, at which call, waiting for which batch.
+    """Records a process's step and shard, its current call, and whether it waits for a batch.
 
     Args:
         run: the run.
-        places: the table in which it is noted.
+        places: table of positions.
     """
 
     def __init__(self, run: RunView, places: Progress) -> None:
@@ -36,7 +36,7 @@ class Places(Hook):
         run.batches.note_reading = partial(places.set_reading, self._seat)
 
     def call(self, asked: ScriptCall, make: Make) -> Any:
-        """Note the step anew where the script has had the run go on from elsewhere."""
+        """Record the step again after `Trainer.load` has moved the run."""
         try:
             return make()
         finally:
@@ -44,7 +44,7 @@ class Places(Hook):
                 self._note()
 
     def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
-        """Note which step is next: later failures are reported as in that step."""
+        """Record the next step: later failures are reported as failures of that step."""
         if asked.computed:
             self._note()
 

@@ -1,4 +1,4 @@
-"""The functions of a script that are called with every step: `Trainer.on_step`."""
+"""Calls the functions that a script registers with `Trainer.on_step`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["StepCalls", "prepare"]
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], StepCalls]:
-    """Make the hook of a run."""
+    """Create the hook of a run."""
     return lambda run: StepCalls(run.devices)
 
 
 class StepCalls(Hook):
-    """Calls the functions of the script with every step, answered ones included.
+    """Calls the script's functions with every step, including replayed ones.
 
     Args:
-        devices: who takes part; the lead alone calls them.
+        devices: devices of the run. Only the lead calls the functions.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -30,10 +30,10 @@ class StepCalls(Hook):
         self._functions: list[Callable[[Step], object]] = []
 
     def add(self, observe: Callable[[Step], object]) -> None:
-        """Call a function with every step as well; see `Trainer.on_step`.
+        """Add a function to call with every step; see `Trainer.on_step`.
 
         Raises:
-            TypeError: it is no function.
+            TypeError: it is not a function.
         """
         if not callable(observe):
             raise TypeError(

@@ -37,13 +37,13 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
 
 
 class StopRequests(Hook):
-    """Tells each step whether this process was asked to stop.
+    """Passes a stop request of this process to each step.
 
     Devices see a signal at different times; the step agrees on one answer.
 
     Args:
         run: the run.
-        requests: requests that arrived as signals; each signal adds one.
+        requests: list of stop requests; each signal appends one.
     """
 
     def __init__(self, run: RunView, requests: Sequence[bool]) -> None:
