@@ -6,7 +6,8 @@
 # make golden  small runs on simulated devices, whose bits are in tests/golden.json
 # make mutants plants faults in the source one at a time, and asks whether make test finds each; takes hours
 # make venv    the environment for a first look, and for development
-# make docs    the site in build/docs: runs what the pages show, and fails where they differ; no network
+# make docs    the site in build/docs, without running the pages: for writers; no network
+# make docs-check  the same, after running what the pages show; fails where they differ
 # make links   asks for every address outside of the site; needs a network
 # make bench   all benchmarks, in an environment of their own: results as data, and the picture
 # make gpu     tests, demo and a short benchmark on one GPU, with what PYTHON has: nothing is installed;
@@ -32,7 +33,7 @@ SAY = | sed -En 's/^ *(Downloading|Using cached|Processing .*\/([^/]*\.whl)$$) *
 # Of the order of the tests; drawn, and said at the end, unless it is given: make test SEED=7
 SEED ?= $(shell echo $$RANDOM)
 
-.PHONY: demo test test-all lowest ecosystem golden mutants lint venv docs links bench bench-venv gpu clean
+.PHONY: demo test test-all lowest ecosystem golden mutants lint venv docs docs-check links bench bench-venv gpu clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
@@ -65,10 +66,13 @@ lint: $(VENV)/dev.stamp
 
 venv: $(VENV)/dev.stamp
 
-SPHINX = $(BIN)/sphinx-build --fail-on-warning --keep-going
+SPHINX = $(BIN)/sphinx-build --fail-on-warning --keep-going --jobs auto
 docs: $(VENV)/docs.stamp
-	$(BIN)/python -m docs.execute
 	$(SPHINX) --builder html --doctree-dir build/doctrees docs build/docs
+
+docs-check: $(VENV)/docs.stamp
+	$(BIN)/python -m docs.execute
+	$(MAKE) docs
 	$(SPHINX) --builder markdown --tag markdown --doctree-dir build/doctrees-markdown docs build/docs
 
 links: $(VENV)/docs.stamp

@@ -146,7 +146,7 @@ def write_lists(app: Sphinx, error: Exception | None) -> None:
     lines = [f"# {env.titles['index'].astext()}", "", f"> {_first_sentence(env, 'index')}"]
     for part in env.toctree_includes["index"]:
         lines += ["", f"## {env.titles[part].astext()}", ""]
-        for page in [part, *env.toctree_includes.get(part, [])]:
+        for page in _in_menu(env, part):
             lines.append(
                 f"- [{env.titles[page].astext()}]({page}.md): {_first_sentence(env, page)}"
             )
@@ -157,6 +157,12 @@ def write_lists(app: Sphinx, error: Exception | None) -> None:
         for link in sorted({each["refuri"] for each in _references(env.get_doctree(page))})
     ]
     (app.outdir / "external-links.txt").write_text("\n".join(links) + "\n")
+
+
+def _in_menu(env: BuildEnvironment, page: str) -> Iterator[str]:
+    yield page
+    for each in env.toctree_includes.get(page, []):
+        yield from _in_menu(env, each)
 
 
 def _first_sentence(env: BuildEnvironment, page: str) -> str:
