@@ -112,7 +112,7 @@ def test_unfreezing_as_advised_is_unfreezing_in_a_plain_loop(tmp_path: Path) -> 
 @for_each(
     ("in_the_optimizer", "words"),
     [
-        (False, "give it to the optimizer, make Trainer, and then freeze"),
+        (False, "add it to the optimizer, create Trainer, then freeze"),
         (True, "require a gradient until Trainer is created, then freeze it"),
     ],
 )

@@ -334,13 +334,13 @@ def test_a_mean_has_all_values_alike_and_not_the_first_one(values: list[float]) 
 
 def test_what_is_no_average_is_refused() -> None:
     for choice, words in (
-        ({}, r"expected either decay, .* or mean=True .*, got decay=None and mean=False"),
+        ({}, r"pass either decay, .* or mean=True .*, but got decay=None and mean=False"),
         ({"decay": 0.9, "mean": True}, "got decay=0.9 and mean=True"),
-        ({"decay": 1.0}, "expected decay to be at least 0 and less than 1, got 1.0"),
-        ({"decay": float("nan")}, "less than 1, got nan"),
+        ({"decay": 1.0}, "decay must be at least 0 and less than 1, but got 1.0"),
+        ({"decay": float("nan")}, "less than 1, but got nan"),
         ({"decay": "0.9"}, "decay must be a number, but got '0.9'"),
         ({"decay": 0.9, "every": 0}, "every must be at least 1, but got 0"),
-        ({"mean": 1}, "expected mean to be True or False, got 1"),
+        ({"mean": 1}, "mean must be True or False, but got 1"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             AverageRule.chosen(**{"decay": None, "mean": False, "every": 1, **choice})

@@ -166,5 +166,5 @@ def test_a_trainer_that_is_closed_or_whose_model_another_has_makes_no_step(close
     words = r"trainer.step was called after trainer.close\(\), or after another Trainer"
     with pytest.raises(RuntimeError, match=words):
         trainer.step(points(8))
-    with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called by the script, after a Tr"):
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called by the script after a Tr"):
         optimizer.step()

@@ -284,8 +284,8 @@ ALONE = {"model": ONE, "optimizer": OPTIMIZER, "loss": lambda m, batch: m(batch)
             {"scheduler": {"critic": SCHEDULE}},
             "scheduler has the name 'critic', but the optimizers are",
         ),
-        ({"scheduler": SCHEDULE}, "give a dict of schedulers, under the same names"),
-        ({"scheduler": {"discriminator": SCHEDULE}}, "was made for another optimizer"),
+        ({"scheduler": SCHEDULE}, "pass a dict of schedulers with the same names"),
+        ({"scheduler": {"discriminator": SCHEDULE}}, "belongs to another optimizer"),
         (
             ALONE | {"scheduler": {"generator": SCHEDULE}},
             "a dict of schedulers, but Trainer has a single optimizer",
@@ -410,8 +410,8 @@ def test_bits_do_not_depend_on_devices(make: Any, precision: Any, tmp_path: Path
         (lambda o, s: ([], squares, None), "at least one optimizer, but got none"),
         (lambda o, s: (o, squares, s[:1]), "one scheduler or None for each, but got 1 sched"),
         (lambda o, s: (o[0], squares, s), "a list of schedulers needs a list of opt"),
-        (lambda o, s: (o, squares, s[0]), "or a list beside a list"),
-        (lambda o, s: (o, squares, s[::-1]), "was made for another optimizer"),
+        (lambda o, s: (o, squares, s[0]), "or a list for a list"),
+        (lambda o, s: (o, squares, s[::-1]), "belongs to another optimizer"),
         (
             lambda o, s: (o, {"a": squares, "b": squares}, None),
             "or one loss for all optimizers",

@@ -180,7 +180,7 @@ BAD: list[tuple[Path_, object, str]] = [
     ),
     (("seed",), 1 << 64, "seed must be below"),
     (("libraries",), {}, "libraries.torch is missing"),
-    (("scheduler", "state", "step"), 3, "StepLR has step, which is no state"),
+    (("scheduler", "state", "step"), 3, "StepLR contains step, which is not state"),
     (
         ("scheduler", "settings_at_start"),
         {"a": {KIND: "code"}},
@@ -291,7 +291,7 @@ def normed() -> onefold.Trainer:
 @for_each(
     ("file", "name", "value", "words"),
     [
-        ("optimizer", "1.weight.momentum_buffer", None, "is not among its tensors"),
+        ("optimizer", "1.weight.momentum_buffer", None, "is missing from its tensors"),
         ("optimizer", "0.running_mean.onefold.average", None, "is not among"),
         (
             "optimizer",

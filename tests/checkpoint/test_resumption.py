@@ -672,7 +672,7 @@ def test_state_in_a_class_of_tensors_is_refused_in_the_first_step(runs: Runs) ->
         through(life, *begun(life, model, optimizer=optimizer))
         raise AssertionError
 
-    words = "Eight keeps its momentum_buffer in a Quantized, a tensor class of its own"
+    words = "Eight keeps its momentum_buffer in a Quantized, a tensor subclass"
     with pytest.raises(TypeError, match=words):
         runs.start(script, every=1000)
     assert steps_in(runs.folder) == []

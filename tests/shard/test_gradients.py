@@ -224,7 +224,7 @@ def test_lines_of_a_plain_loop_that_do_nothing_any_more_are_refused(foreach: boo
     trainer = make_trainer(model, optimizer=optimizer)
     trainer.step(points(8))
     for given in (model.parameters(), model.weight, [other.weight, model.bias]):
-        with pytest.raises(RuntimeError, match=r"do nothing\. .* give clip_norm to Trainer"):
+        with pytest.raises(RuntimeError, match=r"do nothing\. .* pass clip_norm to Trainer"):
             clip_grad_norm_(given, 1.0, foreach=foreach)
     with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called by the script"):
         optimizer.step()

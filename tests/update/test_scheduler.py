@@ -68,9 +68,9 @@ def strange(optimizer: torch.optim.Optimizer) -> Any:
 @for_each(
     ("make", "words"),
     [
-        (lambda o: 3, r"expected scheduler to be .* got int"),
-        (lrs.ReduceLROnPlateau, "ReduceLROnPlateau needs a score"),
-        (lambda o: lrs.StepLR(sgd(line()), 1), "StepLR was made for another optimizer"),
+        (lambda o: 3, r"scheduler must be .* but got int"),
+        (lrs.ReduceLROnPlateau, "ReduceLROnPlateau needs a metric"),
+        (lambda o: lrs.StepLR(sgd(line()), 1), "StepLR belongs to another optimizer"),
         (strange, r"the state of StepLR\['helper'\] is of type builtin"),
     ],
 )

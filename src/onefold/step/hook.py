@@ -292,6 +292,7 @@ class _Shells(AbstractContextManager[None]):
         except BaseException as error:
             # Python calls no `__exit__` after a failed `__enter__`, so leave the entered hooks
             # here.
+            # The hook that failed was never entered, and is not left.
             self.__exit__(type(error), error, error.__traceback__)
             raise
 

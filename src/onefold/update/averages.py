@@ -1,13 +1,10 @@
-"""Keeps the averages of the model: of parameters by segment at their owners, of buffers everywhere.
+"""Keeps averages of the model (EMA or SWA): of parameters on their owners, of buffers everywhere.
 
-Note: where an average lies
----------------------------
-The owner of a segment keeps its average, as it keeps the segment's state of the optimizer, so all
-devices together hold one. An average travels, and is saved, among that state under a key of its
-own. Every process keeps the averages of all buffers, which are few and alike everywhere.
-
-Segments do not depend on the number of devices, and an average is computed element by element from
-values that every run has alike. So the bits of the averages do not depend on it either.
+Note: where an average is stored
+--------------------------------
+The owner of a segment stores its average, like its optimizer state, so all devices together store
+one average. Averages are sent and saved together with that state, under a separate key. Every
+process stores the averages of all buffers, which are few and the same everywhere.
 """
 
 from __future__ import annotations
@@ -29,48 +26,48 @@ __all__ = ["AVERAGE", "AverageRule", "Averages"]
 
 
 AVERAGE = "onefold.average"
-"""The key under which the average of a segment, or of a buffer, travels and is saved."""
+"""Key under which the average of a segment, or of a buffer, is sent and saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class AverageRule:
-    """How an average follows the values of the model."""
+    """Rule that lets an average follow the values of the model."""
 
     decay: float | None
-    """How much of an exponential average stays in each update; None for the plain mean."""
+    """Fraction of an EMA that stays in each update; None for the plain mean (SWA)."""
     every: int = 1
-    """After how many steps the average is updated each time."""
+    """Number of steps between updates of the average."""
     after: str = ""
-    """The loss whose steps it follows; empty for all steps."""
+    """The loss whose steps the average follows; empty for all steps."""
 
     def __post_init__(self) -> None:
         check_whole("every", self.every, least=1)
         if self.decay is None:
             return
         if isinstance(self.decay, bool) or not isinstance(self.decay, int | float):
-            raise TypeError(f"expected decay to be a number, got {self.decay!r}")
+            raise TypeError(f"decay must be a number, but got {self.decay!r}")
         if not 0 <= self.decay < 1:
-            raise ValueError(f"expected decay to be at least 0 and less than 1, got {self.decay}")
+            raise ValueError(f"decay must be at least 0 and less than 1, but got {self.decay}")
 
     @classmethod
     def chosen(cls, *, decay: float | None, mean: bool, every: int, after: str = "") -> AverageRule:
-        """The rule of which a user named the kind.
+        """Make the rule from the user's arguments.
 
         Raises:
-            TypeError, ValueError: both kinds are named or none, or a number is out of range.
+            TypeError, ValueError: both kinds are chosen or none, or a number is out of range.
         """
         if not isinstance(mean, bool):
-            raise TypeError(f"expected mean to be True or False, got {mean!r}")
+            raise TypeError(f"mean must be True or False, but got {mean!r}")
         if mean == (decay is not None):
             raise ValueError(
-                f"expected either decay, such as decay=0.999 for an exponential average, or "
-                f"mean=True for the plain mean, got decay={decay} and mean={mean}"
+                f"pass either decay, such as decay=0.999 for an exponential average, or mean=True "
+                f"for the plain mean, but got decay={decay} and mean={mean}"
             )
         return cls(decay, every, after)
 
     @property
     def words(self) -> str:
-        """The arguments that choose it.
+        """Arguments that choose the rule.
 
         >>> AverageRule(0.99).words
         'decay=0.99, every=1'
@@ -80,9 +77,9 @@ class AverageRule:
         return f"{kind}, every={self.every}{after}"
 
     def kept(self, update: int) -> float:
-        """How much of the average stays in an update, between 0 and 1.
+        """Return the fraction of the average that stays in an update, between 0 and 1.
 
-        A warm-up: the values at the beginning soon have little weight, whatever the decay.
+        An EMA warms up: the first values soon have little weight, whatever the decay.
 
         Args:
             update: number of the update, counted from 1.
@@ -93,40 +90,41 @@ class AverageRule:
         0.75
         """
         if self.decay is None:
+            # The mean of ``update`` values: the newest one has weight 1 / update.
             return 1.0 - 1.0 / update
         return min(self.decay, (1.0 + update) / (10.0 + update))
 
     def to_json(self, steps: int) -> dict[str, Any]:
-        """Describe it in a checkpoint, with the number of steps that it has followed."""
-        # As a float also where the user wrote decay=0.
+        """Return the rule as JSON for a checkpoint, with the number of steps followed."""
+        # Always a float, even if the user passed decay=0.
         decay = None if self.decay is None else float(self.decay)
         return {"decay": decay, "every": self.every, "after": self.after, "steps": steps}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> AverageRule:
-        """Read what `to_json` has written, once that has been checked."""
+        """Read what `to_json` wrote, after it was checked."""
         return cls(saved["decay"], saved["every"], saved.get("after", ""))
 
 
 class Averages:
-    """The averages that this process keeps; none until `start`.
+    """The averages that this process stores; none until `start`.
 
     Args:
-        allocator: where those of segments lie.
-        staging: brings segments to the device that computes.
+        allocator: allocates the averages of segments.
+        staging: moves segments to the device that computes.
     """
 
     def __init__(self, allocator: TensorAllocator, staging: Staging) -> None:
         self._allocator, self._staging = allocator, staging
         self.rule: AverageRule | None = None
-        """How they follow the model; None where there are none."""
+        """The rule of the averages; None if there are none."""
         self.steps = 0
-        """How many steps they have followed; those that were skipped do not count."""
+        """Number of steps followed, without skipped ones."""
         self.segments: dict[int, torch.Tensor] = {}
-        """The average of each segment of this process, by the segment's number: of the shape and
-        the strides of the values that the optimizer updates."""
+        """Average of each segment of this process, by the segment's number. It has the shape and
+        strides of the values that the optimizer updates."""
         self.buffers: FlatTensors | None = None
-        """The averages of the module's buffers, on this process's first device."""
+        """Averages of the module's buffers, on this process's first device."""
 
     def start(
         self,
@@ -136,16 +134,17 @@ class Averages:
         *,
         steps: int = 0,
     ) -> None:
-        """Begin with the values as they are now, where `adopt` has brought no average.
+        """Start from the current values, except where `adopt` has already stored an average.
 
         Args:
-            rule: how the averages are to follow.
-            values: of the segments of this process, by number.
+            rule: the rule of the averages.
+            values: values of this process's segments, by number.
             buffers: the module's buffers.
-            steps: how many steps the averages that were brought have followed.
+            steps: number of steps that the adopted averages followed.
         """
         self.rule, self.steps = rule, steps
         for number, value in values.items():
+            # A resumed run has adopted some averages already.
             if number not in self.segments:
                 self.adopt(number, value, storage_order(value))
         if self.buffers is None:
@@ -153,15 +152,15 @@ class Averages:
             self.buffers.copy_(buffers)
 
     def end(self) -> None:
-        """Keep no averages any more."""
+        """Drop all averages."""
         self.rule, self.steps, self.buffers = None, 0, None
         self.segments.clear()
 
     def follow(self, values: Mapping[int, torch.Tensor], buffers: FlatTensors) -> None:
-        """Update the averages after a step that updated the model, when that is due.
+        """Update the averages after a step that updated the model, if it is due.
 
         Args:
-            values: of the segments of this process, by number.
+            values: values of this process's segments, by number.
             buffers: the module's buffers.
         """
         if self.rule is None or self.buffers is None:
@@ -169,6 +168,8 @@ class Averages:
         self.steps += 1
         if self.steps % self.rule.every:
             return
+        # Elementwise, from values that are the same on any number of devices, and so are the
+        # averages.
         kept = self.rule.kept(self.steps // self.rule.every)
         self._staging.change(
             lambda averages, newest: _move(averages, newest, kept),
@@ -179,25 +180,25 @@ class Averages:
             _move_buffers(average, section, kept)
 
     def states(self) -> list[SegmentState]:
-        """List the averages of the segments as states that travel."""
+        """List the averages of the segments as states, to be sent or saved."""
         return [
             SegmentState(number, AVERAGE, storage_order(average), True)
             for number, average in self.segments.items()
         ]
 
     def adopt(self, number: int, values: torch.Tensor, average: torch.Tensor) -> None:
-        """Keep the average of a segment that has come from elsewhere.
+        """Store the average of a segment that another device or a file holds.
 
         Args:
             number: the number of the segment.
-            values: of the segment; their shape, strides and device are the average's.
+            values: the segment's values; the average gets their shape, strides and device.
             average: (numel,) in storage order; copied.
         """
         self.segments[number] = self._allocator.like(values, added_up_in(values.dtype))
         storage_order(self.segments[number]).copy_(average)
 
     def adopt_buffers(self, layout_of: FlatTensors, states: Iterable[SegmentState]) -> None:
-        """Keep averages of buffers that have come from elsewhere.
+        """Store averages of buffers that another device or a file holds.
 
         Args:
             layout_of: the module's buffers.
@@ -210,11 +211,11 @@ class Averages:
 
 
 def _move(averages: Sequence[torch.Tensor], values: Sequence[torch.Tensor], kept: float) -> None:
-    """Move averages toward values in place; the nearer, the less of them is kept."""
+    """Move averages toward values in place; ``kept`` is the fraction that stays."""
     alike: dict[
         tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]
     ] = {}
-    # A list on several devices or of several dtypes falls back to a kernel for each tensor.
+    # PyTorch falls back to one kernel per tensor if a list has several devices or dtypes.
     for average, value in zip(averages, values, strict=True):
         group = alike.setdefault((average.device, average.dtype), ([], []))
         group[0].append(average)
@@ -225,12 +226,13 @@ def _move(averages: Sequence[torch.Tensor], values: Sequence[torch.Tensor], kept
 
 
 def _move_buffers(average: torch.Tensor, section: torch.Tensor, kept: float) -> None:
-    """Move the averages of a section of buffers; whole numbers take the newest value."""
+    """Move the averages of a section of buffers; integers take the newest value."""
+    # The average may have a wider dtype than the buffer, see `added_up_in`.
     newest = section.to(average.dtype)
     if not (average.is_floating_point() or average.is_complex()):
         average.copy_(newest)
         return
     moved = average.clone()
     _move([moved], [newest], kept)
-    # Masks hold infinities, which have no average: infinity less infinity is not a number.
+    # Masks contain infinities, which have no average: infinity minus infinity is NaN.
     average.copy_(torch.where(torch.isfinite(moved), moved, newest))

@@ -1,23 +1,22 @@
-"""Computes the norm of the whole gradient, of which each device has the segments that it owns.
+"""Computes the norm of the whole gradient, whose segments are distributed among devices.
 
-`refuse_clipping` refuses ``clip_grad_norm_`` where it has no effect beside ``trainer.step``.
+`refuse_clipping` makes ``clip_grad_norm_`` raise if it would have no effect.
 
 Note: two norms
 ---------------
-Of several shards, the squares of each segment are added up in float64, and then those of the
-segments: segments do not depend on the number of devices, so neither does the order of addition. Of
-a single shard it is PyTorch's own, to the last bit: the norm of each parameter's gradient, and the
-norm of these norms.
+With several shards, the squares of each segment are summed in float64, and then the sums of the
+segments. With a single shard the norm has PyTorch's own bits: it is the norm of the norms of all
+parameters' gradients.
 
 Note: the one function of PyTorch that is replaced
 --------------------------------------------------
-``torch.nn.utils.clip_grad_norm_`` looks at ``.grad`` alone: where there is none it returns 0 and
-clips nothing. It ends in a call of a function of its own module that is given the parameters; that
-one is wrapped, once, when the first Trainer is made. For everybody else's parameters it does what
-it did before. Where a release of PyTorch has no such function, nothing is wrapped.
+``torch.nn.utils.clip_grad_norm_`` reads only ``.grad``: without gradients it returns 0 and clips
+nothing. It ends with a call of a function of its own module that gets the parameters. onefold wraps
+that function once, when the first Trainer is created; for parameters of no Trainer it does what it
+did before. If a release of PyTorch has no such function, nothing is wrapped.
 
-Inside an optimizer's step, which a hook or a ``step`` of a script's own may call it in, there are
-those parameters that the device updates: a norm of several would be another on each device.
+A hook, or an overridden ``step``, may call ``clip_grad_norm_`` inside an optimizer's step. There a
+device has only the parameters that it updates, so a norm of several would depend on the device.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ __all__ = [
 
 
 def exact_norms(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """The norms of some gradients, (gradients,) float64, on a device; 0 for None.
+    """Compute the norms of some gradients, (gradients,) float64, on a device; 0 for None.
 
-    Each is finite wherever its gradient is.
+    Each is finite if its gradient is.
     """
     found: dict[int, torch.Tensor] = {}
     here: dict[int, torch.Tensor] = {}
@@ -66,10 +65,10 @@ def exact_norms(gradients: Sequence[torch.Tensor | None], device: torch.device) 
         if moved is real:
             here[place] = real
         else:
-            # Those of other memory one after the other, as there may be no room for all of them; by
-            # the same kernels, which add up each tensor as if it were alone.
+            # Move gradients from other memory one at a time, because there may be no room for all.
+            # The kernels are the same, and sum each tensor as if it were alone.
             (found[place],) = _norms([moved])
-    # All at once: on a GPU, launches of one kernel for each segment would take longer than kernels.
+    # Compute all in one call: on a GPU, a launch per segment would take longer than its kernel.
     found |= zip(here, _norms([*here.values()]), strict=True)
     return torch.stack([found[place] for place in range(len(gradients))])
 
@@ -79,30 +78,30 @@ def _norms(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 Share = Callable[[Mapping[int, torch.Tensor]], torch.Tensor]
-"""Brings a row of float64 from each device to all: see `Transport.all_gather_rows`."""
+"""Gathers a row of float64 from each device: see `Transport.all_gather_rows`."""
 
 
 def plain_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm, (), of some gradients as torch.nn.utils.clip_grad_norm_ computes it.
+    """Compute the norm, (), of some gradients as torch.nn.utils.clip_grad_norm_ does.
 
-    Not finite if the gradients are so large that their squares are not; see `exact_total`.
+    It is not finite if the squares of the gradients overflow; see `exact_total`.
     """
     return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
 
 
 def exact_total(norms: torch.Tensor) -> torch.Tensor:
-    """The norm, () float64, of gradients of which the norms are given, (gradients,) float64."""
+    """Compute the norm, () float64, of gradients from their norms, (gradients,) float64."""
     return norms.square().sum().sqrt()
 
 
 class SegmentNorms:
-    """Computes the norms of the segments of this process, and hears of those of the others.
+    """Computes the norms of this process's segments, and gathers the norms of all others.
 
     Args:
         storage: the sizes of the run.
-        memory: of each device of this process, by number.
+        memory: memory of each device of this process, by number.
         partitions: for each device of the run, the numbers of the segments that it owns.
-        owned: the segments of this process; all of a parameter's are one process's.
+        owned: segments of this process; one process owns all segments of a parameter.
     """
 
     def __init__(
@@ -113,26 +112,27 @@ class SegmentNorms:
         owned: Sequence[OwnedSegment],
     ) -> None:
         self._storage, self._owned = storage, owned
-        # A device whose partition is empty has a row as well: all devices must share alike.
+        # A device with an empty partition needs a row too, because all devices must share.
         self._rows = {
             device: torch.zeros(len(storage.segments), dtype=torch.float64, device=flat.device)
             for device, flat in memory.items()
         }
-        # In slices: a list of their numbers would have to be copied to a GPU, and where scripts ask
-        # for deterministic kernels, waited for.
+        # Slices: a list of indices would be copied to a GPU, and block on it if the script asked
+        # for deterministic kernels.
         self._slots = {
             device: [(row[run], run.stop - run.start) for run in runs_of(partitions[device])]
             for device, row in self._rows.items()
         }
 
     def squared(self, gradients: Gradients, share: Share) -> torch.Tensor:
-        """The squared norm, (), of the whole gradient.
+        """Compute the norm, (), of the whole gradient from the squares of its segments.
 
         Args:
-            gradients: of the segments of this process, in the order of their devices.
-            share: brings rows to all devices.
+            gradients: gradients of this process's segments, in the order of their devices.
+            share: gathers rows from all devices.
         """
-        # A norm for each segment and never for a partition: see the head of this file.
+        # Compute a norm per segment, never per partition: segments do not depend on the number of
+        # devices, so the order of addition does not either.
         given = iter(gradients)
         for slots in filter(None, self._slots.values()):
             rows, counts = map(list, zip(*slots, strict=True))
@@ -143,21 +143,22 @@ class SegmentNorms:
     def of_one_shard(
         self, gradients: Gradients, gave: Sequence[int], share: Share, *, widened: bool
     ) -> torch.Tensor:
-        """The norm, (), of the whole gradient of a single shard.
+        """Compute the norm, (), of the whole gradient of a single shard.
 
         Args:
-            gradients: of the segments of this process.
-            gave: for each trained parameter, whether it was given a gradient.
-            share: brings rows to all devices.
-            widened: whether gradients are in the dtype in which sums are.
+            gradients: gradients of this process's segments.
+            gave: for each trained parameter, whether it got a gradient.
+            share: gathers rows from all devices.
+            widened: whether gradients have the dtype of sums.
         """
         layout = self._storage.gradients if widened else self._storage.parameters
         norms = self._by_parameter(gradients, gave, share, lambda each: plain_norm([each]))
-        # Norms of one number each are that number: what remains is the norm of the norms, in the
-        # order in which PyTorch goes through gradients of several dtypes.
+        # The norm of a single number is that number, so this is the norm of the norms, in the order
+        # in which PyTorch visits gradients of several dtypes.
         norm = plain_norm([norms[n].to(layout.dtype_of(n)).reshape(1) for n in norms])
         if norm.device.type != "cpu" or math.isfinite(norm.item()):
             return norm
+        # The norm of large gradients in low precision may overflow although they are finite.
         exact = self._by_parameter(
             gradients, gave, share, lambda each: exact_norms([each], each.device)[0]
         )
@@ -170,7 +171,7 @@ class SegmentNorms:
         share: Share,
         norm_of: Callable[[torch.Tensor], torch.Tensor],
     ) -> dict[int, torch.Tensor]:
-        """The norm of each parameter's gradient, () float64, by the number, in order."""
+        """Compute the norm of each parameter's gradient, () float64, by number, in order."""
         for row in self._rows.values():
             row.zero_()
         for number, device, gradient in self._whole(gradients):
@@ -180,7 +181,8 @@ class SegmentNorms:
         firsts: dict[int, int] = {}
         for number, segment in enumerate(self._storage.segments):
             firsts.setdefault(segment.entry, number)
-        # Segments lie in the order of memory, where parameters of one dtype are together.
+        # Segments are ordered as in memory, by dtype; return parameters in the order of their
+        # numbers.
         return {entry: norms[firsts[entry]] for entry in sorted(firsts) if gave[entry]}
 
     def _whole(self, gradients: Gradients) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -192,6 +194,8 @@ class SegmentNorms:
             if not given:
                 continue
             whole = given[0]
+            # PyTorch's bits need one norm of the whole parameter: join its segments in its own
+            # strides.
             if not items[0].segment.whole:
                 shaped = self._storage.gradients.entries[entry]
                 whole = torch.cat([storage_order(part) for part in given])
@@ -199,27 +203,27 @@ class SegmentNorms:
             yield items[0].number, items[0].device, whole
 
     def _shared(self, share: Share) -> torch.Tensor:
-        """The numbers of all devices, (segments,): one owner each; adding zeros is exact."""
+        """Gather the numbers of all devices, (segments,). Only the owner's is not 0."""
         rows = share(self._rows)
         return rows.sum(dim=0) if len(rows) > 1 else rows[0]
 
 
-# Parameters of any Trainer: by identity, as tensors compare by element, and weakly, so that this
-# table keeps no model alive.
+# Parameters of all Trainers. Keyed by identity, because tensors compare elementwise, and weak, so
+# that this table keeps no model alive.
 _ours = WeakTensorKeyDictionary()
 _steps: list[str] = []
-"""The optimizers in whose step this process is."""
+"""Names of the optimizers whose step is running in this process, innermost last."""
 
 
 def refuse_clipping(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Have ``clip_grad_norm_`` of these parameters raise where it would do nothing."""
+    """Make ``clip_grad_norm_`` raise for these parameters if it would do nothing."""
     for parameter in parameters:
         _ours[parameter] = True
     watch_clipping(_check_clipping)
 
 
 def allow_clipping(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Have ``clip_grad_norm_`` do what it ever did: the script asks for gradients by itself."""
+    """Restore ``clip_grad_norm_`` for these parameters, because the script uses their gradients."""
     for parameter in parameters:
         if parameter in _ours:
             del _ours[parameter]
@@ -227,10 +231,10 @@ def allow_clipping(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 @contextmanager
 def clipping_each(name: str) -> Iterator[None]:
-    """Have ``clip_grad_norm_`` take one parameter at a time inside this context.
+    """Allow ``clip_grad_norm_`` only for one parameter at a time inside this context.
 
     Args:
-        name: of the optimizer that steps in it.
+        name: name of the optimizer that steps in it.
     """
     _steps.append(name)
     try:
@@ -242,13 +246,14 @@ def clipping_each(name: str) -> Iterator[None]:
 def _check_clipping(parameters: list[torch.Tensor], several: bool) -> None:
     if _steps and several:
         raise RuntimeError(
-            f"clip_grad_norm_ was given several parameters in the step of {_steps[-1]} (in a "
-            f"hook, or a step of its own), where a device has those alone that it updates: the "
-            f"norm would depend on the number of devices. For the norm of all give clip_norm "
-            f"to Trainer; for that of each, call clip_grad_norm_(parameter, ...) one by one"
+            f"clip_grad_norm_ was called with several parameters in the step of {_steps[-1]} (in a "
+            f"hook, or in its own step), where a device has only the parameters that it updates: "
+            f"the norm would depend on the number of devices. For the norm of the whole gradient, "
+            f"pass clip_norm to Trainer; to clip each parameter, call clip_grad_norm_(parameter, "
+            f"...) one by one"
         )
     if any(p in _ours for p in parameters) and not any(p.grad is not None for p in parameters):
         raise RuntimeError(
             "clip_grad_norm_ was called for parameters of a Trainer, which have no gradients "
-            "between steps: it would do nothing. Remove the line and give clip_norm to Trainer"
+            "between steps, so it would do nothing. Remove the line and pass clip_norm to Trainer"
         )

@@ -1,16 +1,16 @@
-"""The segments that this process updates, and how they come to the device that computes with them.
+"""The segments that this process updates, and their way to the device that computes with them.
 
 `OwnedSegment` is a segment of the model that a device of this process updates, `SegmentState` one
-value of its optimizer state. `Staging` brings segments that are kept in other memory to the device
+value of its optimizer state. `Staging` moves segments that are stored in other memory to the device
 while they are updated.
 
 Note: what is computed where
 ----------------------------
-Where a device keeps nothing, gradients are added up in the memory of the host: a sum of two numbers
-has the same bits everywhere, and so has a product with one number that the host knows. (A script
-that flushes denormal numbers on the host has others there.) All else is computed on the device, one
-segment or one stage at a time, as processors and GPUs order the additions of a norm differently,
-and round a product that is added at once in another place.
+If parameters are kept apart from a device, gradients are summed in host memory: a sum of two
+numbers has the same bits everywhere, and so has a product with one number that the host knows. (A
+script that flushes denormal numbers on the host changes its bits.) Everything else is computed on
+the device, one segment or one stage at a time, because CPUs and GPUs order the additions of a norm
+differently, and fuse multiply and add in different places.
 """
 
 from __future__ import annotations
@@ -38,51 +38,51 @@ Change = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
 class Staging:
-    """Segments and their state stay where they are updated, in the memory of an allocator.
+    """Keeps segments and their state where they are updated, in an allocator's memory.
 
     Args:
-        device: that computes.
-        allocator: has what is kept.
-        optimizer: whose segments they are.
+        device: the device that computes.
+        allocator: allocates the memory of segments and state.
+        optimizer: the optimizer of the segments.
     """
 
     moves = False
-    """Whether segments are kept in other memory than that in which the device computes."""
+    """Whether segments are stored in other memory than the memory of the device."""
 
     def __init__(
         self, device: torch.device, allocator: TensorAllocator, optimizer: torch.optim.Optimizer
     ) -> None:
         self._device, self._allocator, self._optimizer = device, allocator, optimizer
         self._came: dict[torch.Tensor, frozenset[str]] = {}
-        """For each segment that has been updated, what of its state the optimizer had there."""
+        """Keys of state that the optimizer had on the device, for each segment that was updated."""
 
     def new(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of any content, where segments are kept."""
+        """Return an uninitialized tensor in the memory of segments."""
         return torch.empty_strided(shape, stride, dtype=dtype, device=self._device)
 
     def change(
         self, change: Change, tensors: Sequence[torch.Tensor], by: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Change tensors that are kept, on the device that computes.
+        """Change stored tensors, on the device that computes.
 
         Args:
-            change: is given tensors to write to and others to read, both on the device.
-            tensors: overwritten.
-            by: one for each of these; or none.
+            change: gets tensors to write to and others to read, both on the device.
+            tensors: the tensors to overwrite.
+            by: one tensor for each of them; or none.
         """
         change(tensors, by)
 
     def updating(self, divided: Divided) -> AbstractContextManager[None]:
-        """Have segments on the device inside this context; what becomes of them is kept.
+        """Keep segments on the device inside this context, and store their results at its end.
 
         Args:
-            divided: for each group of the optimizer, the values of those of its segments that come.
+            divided: returns the values of the segments to move, for each group of the optimizer.
         """
         return nullcontext()
 
 
 class DeviceStaging(Staging):
-    """Brings segments and their state to a device while they are updated."""
+    """Moves segments and their state to a device while they are updated."""
 
     moves = True
 
@@ -94,17 +94,18 @@ class DeviceStaging(Staging):
         self, change: Change, tensors: Sequence[torch.Tensor], by: Sequence[torch.Tensor] = ()
     ) -> None:
         for place, tensor in enumerate(tensors):
+            # Move one at a time, because the device has no room for all.
             there = tensor.to(self._device, copy=True)
             change([there], [each.to(self._device) for each in by[place : place + 1]])
             tensor.copy_(there)
 
     @contextmanager
     def updating(self, divided: Divided) -> Iterator[None]:
-        # Each leaves, whatever happens to others, and also if some cannot come.
+        # Every segment must leave, even if another one fails to leave or to arrive.
         with ExitStack() as leaving:
             for group, segments in zip(self._optimizer.param_groups, divided(), strict=True):
-                # Of a state that was loaded: counts of steps are read on the host, but by kernels
-                # that want them on the device.
+                # Matters for a state that was just loaded: step counts are read on the host, except
+                # by kernels that need them on the device.
                 counts = bool(group.get("capturable") or group.get("fused"))
                 for values in segments:
                     self._come(values, leaving, counts=counts)
@@ -120,8 +121,9 @@ class DeviceStaging(Staging):
             if isinstance(value, torch.Tensor)
             and (key in known if known is not None else key != "step" or counts)
         }
+        # Before anything moves, so that a failure on the way is undone as well.
         leaving.callback(partial(self._leave, values, stays, along))
-        # Through .data, as the optimizer finds the state by this very object.
+        # Assign .data, because the optimizer finds the state by this object.
         values.data = stays.to(self._device, copy=True)
         for key, value in along.items():
             state[key] = value.to(self._device, copy=True)
@@ -129,6 +131,7 @@ class DeviceStaging(Staging):
     def _leave(
         self, values: torch.Tensor, stays: torch.Tensor, along: dict[str, torch.Tensor]
     ) -> None:
+        # The gradient is on the device too, and is not needed any more.
         values.grad = None
         if values.data_ptr() != stays.data_ptr():
             stays.copy_(values.data)
@@ -140,6 +143,7 @@ class DeviceStaging(Staging):
         )
         for key, value in tensors.items():
             before = along.get(key)
+            # Reuse the old memory if the value still fits; otherwise store it anew.
             if before is not None and _are_alike(before, value):
                 state[key] = before.copy_(value)
             else:
@@ -160,19 +164,19 @@ class OwnedSegment:
     device: int
     """Number of the device that updates it."""
     segment: Segment
-    """Which elements of which parameter it covers."""
+    """The elements of a parameter that it covers."""
     parameter: torch.nn.Parameter
-    """The user's own parameter that it is cut from; its group and earlier state are found by it."""
+    """The user's parameter that it is cut from; identifies its group and earlier state."""
     values: torch.Tensor
-    """The segment's values on its device, which the optimizer updates in place: (numel,), or shaped
-    as the parameter where the segment is whole. Models compute with these very values, unless they
-    hold parameters in a lower precision, or only for a while."""
+    """The segment's values on its device, which the optimizer updates in place: (numel,), or in the
+    parameter's shape if the segment is whole. Models compute with these values, unless they hold
+    parameters in a lower precision, or only for a while."""
     home: FlatTensors | None = None
     """The device's memory of parameters, where models then see the values, rounded or not."""
 
     @property
     def shown(self) -> torch.Tensor | None:
-        """Where models see the values, if that is elsewhere; there must be memory for it."""
+        """View of the values as models see them, if it is separate; its memory must exist."""
         return None if self.home is None else self.home.segment(self.segment)
 
 
@@ -181,14 +185,14 @@ def is_by_element(
 ) -> bool:
     """Whether a value of an optimizer's state has one number for each element of its parameter.
 
-    A count of steps does not, even where the parameter is a single number as well.
+    A step count does not, even if the parameter is a single number too.
 
     Args:
         key: the optimizer's name of the value.
         value: any value of a state.
         shape: the shape of the parameter.
-        stride: the parameter's, if it is never cut. A value that lies otherwise then stays as it
-            is: it may be a matrix to multiply with, whose bits depend on how it lies.
+        stride: the strides of the parameter, if it is never cut. A value with other strides then
+            stays as it is: it may be a matrix to multiply with, whose bits depend on its strides.
     """
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):
         return False
@@ -198,13 +202,13 @@ def is_by_element(
 
 
 class SegmentState(NamedTuple):
-    """One value of the state of one segment."""
+    """A value of a segment's state."""
 
     segment: int
-    """Number of the segment, among those of the model."""
+    """Number of the segment in the model."""
     key: str
     """The optimizer's name of the value."""
     value: Any
-    """A tensor of any shape and dtype, or what JSON can hold."""
+    """A tensor of any shape and dtype, or a JSON value."""
     by_element: bool
     """Whether it is a tensor with one number for each element of the segment, in storage order."""

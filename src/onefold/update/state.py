@@ -1,17 +1,15 @@
-"""Converts the optimizer's state between segments and whole tensors.
+"""Converts the optimizer's state between segments, on devices, and whole tensors, in files.
 
-Devices hold segments, and files hold whole tensors.
-
-A process packs the state of its segments into one stretch of bytes, so that it can travel; the lead
-joins what it receives from all into whole tensors, under the parameters' names. For a process that
-goes on from a file, the lead packs the segments that the process owns now.
+A process packs the state of its segments into one stretch of bytes, to send it. The lead joins what
+it receives from all into whole tensors, under the parameters' names. For a process that resumes
+from a file, the lead packs the segments that the process now owns.
 
 Note: a packed stretch
 ----------------------
-It is a message as devices of a pipeline send them (`onefold.exchange.transport`): a list of every
-value, as JSON, and then the tensors, which `unpack` reads in place. Nothing is pickled: a stretch
-may come over a network. The memory may be a transport's that is used again, so whoever keeps what
-`unpack` yields must copy it.
+It is a message as devices of a pipeline send it (`onefold.exchange.transport`): a list of all
+values, as JSON, and then the tensors, which `unpack` reads in place. Nothing is pickled, because a
+stretch may arrive over a network. The memory may belong to a transport that reuses it, so a caller
+that keeps what `unpack` yields must copy it.
 """
 
 from __future__ import annotations
@@ -60,37 +58,38 @@ _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class JoinedState:
-    """The whole optimizer's state."""
+    """The complete state of an optimizer."""
 
     tensors: Sequence[TensorParts]
     """The tensors, each named PARAMETER.KEY."""
     keys: Mapping[str, Sequence[str]]
-    """For each parameter, which of its keys are tensors."""
+    """Keys of each parameter whose values are tensors."""
     values: Mapping[str, Mapping[str, Any]]
-    """For each parameter, the values of its other keys, as JSON."""
+    """Values of each parameter's other keys, as JSON."""
     strides: Mapping[str, Sequence[int]]
-    """Of the tensors with several dimensions that do not lie as their parameters do."""
+    """Strides of tensors with several dimensions, if they differ from the parameter's."""
 
 
 def check_kinds(state: Mapping[Any, Any], optimizer: str) -> None:
-    """Refuse state that no file can hold, as a class of its own says what its bytes mean.
+    """Refuse state that a file cannot hold, because its tensor class gives its bytes a meaning.
 
     Args:
-        state: that of an optimizer.
-        optimizer: its name.
+        state: the state of an optimizer.
+        optimizer: the name of the optimizer.
 
     Raises:
         TypeError: a value is of a subclass of tensors.
     """
     for values in state.values():
         if not isinstance(values, Mapping):
-            continue  # under no parameter, and refused with its key
+            # Its key is not a parameter, which is refused elsewhere.
+            continue
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
                 raise TypeError(
-                    f"{optimizer} keeps its {key} in a {type(value).__name__}, a tensor class of "
-                    f"its own, and a checkpoint of onefold holds plain tensors: expected state in "
-                    f"torch.Tensor. Use an optimizer whose state is, or train without checkpoints"
+                    f"{optimizer} keeps its {key} in a {type(value).__name__}, a tensor subclass, "
+                    f"which onefold cannot save. Use an optimizer whose state is in plain tensors, "
+                    f"or train without checkpoints"
                 )
 
 
@@ -105,8 +104,9 @@ def pack(states: Sequence[SegmentState], room: Callable[[int], torch.Tensor]) ->
         The memory that ``room`` returned.
 
     Raises:
-        TypeError: a value is neither a tensor nor JSON, or of a dtype that a file cannot hold.
+        TypeError: a value is neither a tensor nor JSON, or has a dtype that cannot be saved.
     """
+    # Tensors and their entries in the list are linked by their order alone: that of the states.
     tensors = [each.value for each in states if isinstance(each.value, torch.Tensor)]
     head = json.dumps(_listed(states))
     message = Message(head, [laid_out(each, dense_stride(each)) for each in tensors])
@@ -117,7 +117,7 @@ def pack(states: Sequence[SegmentState], room: Callable[[int], torch.Tensor]) ->
 
 
 def described(states: Sequence[SegmentState]) -> bytes:
-    """Describe states, for `read_described`: all but the values of tensors.
+    """Describe states for `read_described`: everything except the values of tensors.
 
     Raises:
         TypeError: as `pack`.
@@ -128,7 +128,7 @@ def described(states: Sequence[SegmentState]) -> bytes:
 
 
 def read_described(text: bytes) -> Iterator[SegmentState]:
-    """Yield the states that were described; their tensors have no values, and are on no device."""
+    """Yield the described states. Their tensors have no values, and are on the meta device."""
     listed, forms = json.loads(text)
     tensors = (
         torch.empty_strided(shape, stride, dtype=_DTYPES[name], device="meta")
@@ -138,12 +138,13 @@ def read_described(text: bytes) -> Iterator[SegmentState]:
 
 
 def _listed(states: Sequence[SegmentState]) -> list[list[Any]]:
-    """All of the states but their tensors."""
+    """List everything of the states except their tensors."""
     listed: list[list[Any]] = []
     for segment, key, value, by_element in states:
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and value.dtype not in DTYPES:
-            raise TypeError(f"the optimizer's {key} is of {value.dtype}, which no file can hold")
+            raise TypeError(f"the optimizer's {key} has dtype {value.dtype}, which cannot be saved")
+        # Tensors follow the list in the same order, so that no entry needs an offset.
         kept = None if is_tensor else to_json(value, f"the optimizer's {key}")
         listed.append([segment, key, kept, by_element, is_tensor])
     return listed
@@ -163,7 +164,7 @@ def packed(
 
 
 def unpack(memory: torch.Tensor) -> Iterator[SegmentState]:
-    """Yield the states that were packed; their tensors are views of the same memory.
+    """Yield the packed states; their tensors are views of the same memory.
 
     Args:
         memory: (k,) uint8 on the host, as filled by `pack`; more bytes may follow.
@@ -178,18 +179,18 @@ def join(
     layout: Layout,
     coming: Callable[[int, str], Iterable[Bytes]] | None = None,
 ) -> JoinedState:
-    """Join the segments of all devices into whole tensors, without copying any.
+    """Join the segments of all devices into whole tensors, without copying them.
 
     Args:
-        states: those of all processes, from `unpack` or `read_described`.
+        states: states of all processes, from `unpack` or `read_described`.
         segments: the segments of the model.
-        layout: the trained parameters'.
-        coming: where only descriptions are at hand, how the bytes of a tensor are found, given the
-            number of its parameter and its key.
+        layout: the layout of the trained parameters.
+        coming: if there are only descriptions, returns the bytes of a tensor, given the number of
+            its parameter and its key.
     """
     grouped: dict[tuple[int, str], list[SegmentState]] = defaultdict(list)
-    # By number: segments of one parameter then follow each other in storage order, whoever sent
-    # them.
+    # Sort by number: segments of one parameter then follow each other in storage order, whichever
+    # process sent them.
     for state in sorted(states, key=lambda state: state.segment):
         grouped[segments[state.segment].entry, state.key].append(state)
     tensors: list[TensorParts] = []
@@ -202,7 +203,7 @@ def join(
             values[entry.name][key] = to_json(first.value, f"the optimizer's {key}")
             continue
         keys[entry.name].append(key)
-        # A count of steps is the same for all segments of a parameter: the first stands for all.
+        # A step count is the same for all segments of a parameter, so the first one represents all.
         used = parts if first.by_element else parts[:1]
         shape = entry.shape if first.by_element else tuple(first.value.shape)
         stretches = (
@@ -213,7 +214,7 @@ def join(
         given = (f"{entry.name}.{key}", first.value.dtype, shape)
         if not first.by_element and len(shape) > 1:
             strides[given[0]] = first.value.stride()
-        # What is not by element is written in rows, see `bits_of`.
+        # Values that are not by element are written in rows, see `bits_of`.
         tensors.append(
             TensorParts(*given, entry.stride, stretches)
             if first.by_element
@@ -229,39 +230,41 @@ def check_saved(
     layout: Layout,
     strides: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
-    """Refuse saved tensors that `take_apart` could not take apart.
+    """Refuse saved tensors that `take_apart` could not split.
 
     Args:
         keys: see `JoinedState`.
         kind_of: takes a tensor's name, and returns its shape and dtype; None if there is none.
         segments: the segments of the model.
-        layout: the trained parameters'.
+        layout: the layout of the trained parameters.
         strides: see `JoinedState`.
 
     Raises:
-        ValueError: a tensor is missing, is of an unknown dtype, has strides with gaps, or has
-            neither the shape of its parameter nor that of a single number.
+        ValueError: a tensor is missing, has an unknown dtype or strides with gaps, or has neither
+            the shape of its parameter nor the shape of a single number.
     """
-    # State of a parameter that is never cut may have any shape, as Adafactor's rows and columns.
+    # State of a parameter that is never cut may have any shape, such as Adafactor's rows and
+    # columns.
     divided = {segment.entry for segment in segments if not segment.whole}
     for number, entry in enumerate(layout.entries):
         for key in keys.get(entry.name, ()):
             name = f"{entry.name}.{key}"
             found = kind_of(name)
             if found is None:
-                raise ValueError(f"the optimizer's {name} is not among its tensors")
+                raise ValueError(f"the optimizer's {name} is missing from its tensors")
             shape, dtype = found
             if dtype not in _DTYPES:
-                raise ValueError(f"the optimizer's {name} is of {dtype}, which is not known")
+                raise ValueError(f"the optimizer's {name} has the unknown dtype {dtype}")
+            # Strides come from a file, so check that they fit the shape.
             stride = (strides or {}).get(name)
             if stride and not (len(stride) == len(shape) and is_dense(shape, stride)):
                 raise ValueError(
-                    f"the optimizer's {name} has strides {stride}, expected those of a tensor of "
-                    f"shape {shape} without gaps"
+                    f"the optimizer's {name} has strides {stride}, which do not describe a tensor "
+                    f"of shape {shape} without gaps"
                 )
             if number in divided and shape not in ((), entry.shape):
                 raise ValueError(
-                    f"the optimizer's {name} has shape {shape}, expected that of its parameter, "
+                    f"the optimizer's {name} has shape {shape}, but its parameter has shape "
                     f"{entry.shape}"
                 )
 
@@ -283,13 +286,14 @@ def take_apart(
         read: takes a tensor's name, and returns the tensor.
         owned: numbers of the wanted segments, in order.
         segments: the segments of the model.
-        layout: the trained parameters'.
+        layout: the layout of the trained parameters.
         strides: see `JoinedState`.
 
     Raises:
-        ValueError: a parameter is cut into segments, and a tensor of its state cannot be.
+        ValueError: a parameter is cut into segments, but a tensor of its state cannot be.
     """
-    # Only the current parameter's: in order, each tensor is read once, and only a few are held.
+    # Keep tensors of the current parameter only: each tensor is then read once, and few are in
+    # memory.
     laid: dict[str, torch.Tensor] = {}
     for number in owned:
         segment = segments[number]
@@ -304,12 +308,13 @@ def take_apart(
                 stride = tuple(own) if own else entry.stride
                 laid[name] = laid_out(whole, stride) if own or shaped else whole
             tensor = laid[name]
+            # A tensor with its own strides is never cut, even if it has the parameter's shape.
             by_element = not own and is_by_element(key, tensor, entry.shape)
             if by_element:
                 tensor = storage_order(tensor)[segment.start : segment.stop]
             elif not segment.whole and tensor.dim():
                 raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}, expected that of its parameter, "
+                    f"{name} has shape {tuple(tensor.shape)}, but its parameter has shape "
                     f"{entry.shape}"
                 )
             yield SegmentState(number, key, tensor, by_element)
