@@ -159,7 +159,7 @@ def test_gather_is_named_where_a_shard_has_one_sample(loss: Any, shards: int) ->
     with pytest.raises(ValueError, match=r".") as caught:
         make_trainer(nn.Linear(3, 2), loss, shards=shards).step(ROWS)
     said = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    advice = "onefold.gather(rows) gives the loss those of the whole batch"
+    advice = "Use onefold.gather(rows) to get the rows of the whole batch"
     assert (advice in said) == ("one sample" in said) == (shards == 8)
 
 
@@ -176,7 +176,7 @@ def test_what_autocast_has_no_rule_for_is_named(precision: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         step(by_hand=False)
     said = " ".join(caught.value.__notes__)
-    assert "autocast has no rule for nn.Bilinear" in said
+    assert "autocast does not support nn.Bilinear" in said
     assert 'precision="bf16-params"' in said
     step(by_hand=True)  # as it says
 
@@ -317,7 +317,7 @@ AROUND = r"def loss\(model, batch\):\n.*\n +return {}\(model\(inputs\), targets\
         (of_classes, (ROWS.double(), CLASSES), r"batch\[0\] is torch.float64. .*astype"),
         (of_classes, (ROWS.double().numpy(), CLASSES), r"batch\[0\] is torch.float64"),
         (of_classes, (ROWS.to(torch.uint8), CLASSES), r"torch.uint8. .* tensor.float\(\) / 255"),
-        (of_classes, (ROWS, CLASSES.float()), r"numbers of classes are torch.int64: .*\.long\(\)"),
+        (of_classes, (ROWS, CLASSES.float()), r"class numbers must be torch.int64: .*\.long\(\)"),
         (of_numbers, (ROWS, CLASSES), r"batch\[1\] is torch.int64. .*tensor.float\(\)"),
         (
             of_classes,
@@ -338,7 +338,9 @@ def test_texts_of_a_loader_are_named() -> None:
     data = [(row, "cat") for row in ROWS]
     with pytest.raises(TypeError) as found:
         trainer.step(next(iter(trainer.loader(data, batch_size=8))))
-    assert "batch[1][0] is the text 'cat', of which no tensor is made" in found.value.__notes__[-1]
+    assert (
+        "batch[1][0] is the text 'cat', which cannot become a tensor" in found.value.__notes__[-1]
+    )
 
 
 def test_errors_of_a_sound_loss_get_no_such_advice() -> None:
@@ -408,4 +410,7 @@ def test_a_loss_that_gathers_may_differentiate_by_parameters(shards: int, device
     if shards > 1:
         with pytest.raises(RuntimeError) as found:
             trained(lambda model, batch: loss(model, batch, False))
-        assert "compute it under `if any(p.requires_grad for p in" in found.value.__notes__[-1]
+        assert (
+            "compute it in the second run only, under `if any(p.requires_grad for p in"
+            in found.value.__notes__[-1]
+        )

@@ -211,7 +211,7 @@ def test_what_compiled_code_hides_is_seen_by_running_the_loss_as_it_is_written(
         by_hand.step(batch_of(18))
     outside = nn.BatchNorm1d(8)
     trainer = trainer_of(lambda m, b: of_each(m, (outside(b[0]), b[1])))
-    with pytest.raises(StateError, match="a module of BatchNorm1d is called that is no part"):
+    with pytest.raises(StateError, match="a module of BatchNorm1d is not part of the model"):
         trainer.step(batch_of(8))
     drawn = np.random.default_rng(0)
     with caplog.at_level(logging.WARNING, "onefold"):
@@ -237,7 +237,7 @@ def test_what_is_missing_or_open_to_others_is_named_before_work_begins(
     from torch._dynamo import config as tracer
     from torch._inductor import config as generator
 
-    missing = pytest.raises(ValueError, match=r"no-such-.* apt install g\+\+ .*leave out compile")
+    missing = pytest.raises(ValueError, match=r"no-such-.* apt install g\+\+ .*omit compile")
     with generator.patch({"cpp.cxx": (None, "no-such-compiler")}), missing:
         trainer_of()
     with tracer.patch(disable=True), pytest.raises(ValueError, match="TORCH_COMPILE_DISABLE"):
@@ -262,7 +262,7 @@ def test_many_shapes_are_mentioned_and_too_many_refused(
     trainer = trainer_of(shards=1)
     with caplog.at_level(logging.WARNING, "onefold"):
         run(trainer, (2, 3, 4, 5))
-        with pytest.raises(LossError, match=r"made for as many shapes as it may be.* multiples"):
+        with pytest.raises(LossError, match=r"limit of shapes is reached.* multiples"):
             trainer.step(batch_of(6))
     (said,) = [r.getMessage() for r in caplog.records if "have had" in r.getMessage()]
     assert "shards have had 3 shapes so far" in said

@@ -207,10 +207,10 @@ UNLIKE = "step 1 does not gather the same in all .*shard"
         (other_shape, {}, rf"{UNLIKE} 0 .*float32 \(3, 8\), but shard 2 .*float32 \(2, 7\)"),
         (other_calls, {"devices": 2}, rf"{UNLIKE} 0 .*\(3, 8\), but shard 2 has finished"),
         (without_gradient, {"devices": 2}, rf"{UNLIKE}.* 2 .*float32 \(2, 8\), without a gradient"),
-        (of_own_rows, {"microbatch": 2}, "as microbatch has cut it: expected a whole shard"),
-        (of_own_rows, {"microbatch": 2, "shards": 1}, "as microbatch has cut it"),
-        (checkpointed, {}, r"inside of torch.utils.checkpoint"),
-        (partial(checkpointed, reentrant=True), {}, r"inside of torch.utils.checkpoint"),
+        (of_own_rows, {"microbatch": 2}, "was called in a microbatch, but requires a whole shard"),
+        (of_own_rows, {"microbatch": 2, "shards": 1}, "was called in a microbatch"),
+        (checkpointed, {}, r"inside torch.utils.checkpoint"),
+        (partial(checkpointed, reentrant=True), {}, r"inside torch.utils.checkpoint"),
     ],
 )
 def test_shards_that_cannot_gather_are_named(
@@ -430,5 +430,5 @@ def test_what_cannot_be_normalized_is_refused() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), onefold.SyncBatchNorm(5))
     with pytest.raises(ValueError, match="requires more than one value per channel in the whole"):
         norming(model).step(image_batches(1, samples=1)[0])
-    with pytest.raises(LossError, match="as microbatch has cut it"):
+    with pytest.raises(LossError, match="was called in a microbatch"):
         norming(model, microbatch=1).step(image_batches(1)[0])

@@ -620,7 +620,7 @@ def test_batches_of_the_scripts_own_are_resumed_without_a_warning(
     whole = runs.whole(script)
     assert runs.start(script, dies=6, every=2) is None
     assert runs.start(script, 2, every=2) == whole
-    assert "a run that goes on from it begins with" not in caplog.text
+    assert "a run resumed from it starts with" not in caplog.text
 
 
 class Relative(torch.optim.Optimizer):

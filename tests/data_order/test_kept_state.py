@@ -254,7 +254,7 @@ def test_a_count_is_rejected_on_the_device_that_reads_the_first_shard(
     data = {"data set": Data(Counter()), "in place": InPlace(), "stream": Streamed()}
     named = "collate" if kind in ("collate", "stream") else "the data set"
     loader = make_loader(data.get(kind, Data()), Shares((1, 1)), (0,), **choices)
-    with pytest.raises(SampleError, match=f"{named} returned other bytes the second time"):
+    with pytest.raises(SampleError, match=f"{named} returned different bytes when called twice"):
         list(loader)
 
 

@@ -212,7 +212,7 @@ def test_a_run_may_go_back_within_its_epochs() -> None:
                 saved = script.position.to_json()
             if script.position.step == 10 and len(seen) == 3:
                 script.position.go_to(saved, ())
-                with pytest.raises(ValueError, match=r"a pass .* begun before trainer.load"):
+                with pytest.raises(ValueError, match=r"a pass that started before trainer.load"):
                     script.step(batch)
                 break
     assert seen == [0, 1, 2, 1, 2]

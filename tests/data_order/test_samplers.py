@@ -161,7 +161,7 @@ def test_an_order_that_does_not_repeat_is_noticed_when_a_run_goes_on() -> None:
 
         list(begun(resumed(), 2))
         with pytest.raises(
-            CheckpointError, match=r"in pass 0 the sampler gave another order .* some pla"
+            CheckpointError, match=r"the sampler's order in pass 0 differs .* used a part"
         ):
             list(begun(resumed(), 5))
 

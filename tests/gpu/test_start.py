@@ -97,7 +97,7 @@ def test_a_script_needs_no_launcher_and_no_settings(tmp_path: Path) -> None:
 def test_a_script_that_was_on_the_card_before_works_or_is_told_why(tmp_path: Path) -> None:
     needs(ON_GPU, "a GPU")
     code, text = program(tmp_path, "SCRIPT", "early")
-    assert code == 0 or "make Trainer before anything is computed on a GPU" in text, text[-3000:]
+    assert code == 0 or "Create Trainer before any computation on a GPU" in text, text[-3000:]
 
 
 def test_a_card_takes_one_process(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_loss_of_a_model_is_that_of_the_batch(kind: str) -> None:
     wanted.backward()
     wanted = wanted.detach()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    with pytest.raises(LossError, match=r"as those of transformers do, return onefold.Mean\("):
+    with pytest.raises(LossError, match=r"as in transformers, return onefold.Mean\("):
         make_trainer(model_of(kind), as_it_is).step(batch)
     for loss in (advised, by_items):
         model = model_of(kind)
@@ -74,7 +74,9 @@ def test_the_loss_of_a_model_is_that_of_the_batch(kind: str) -> None:
         trainer = make_trainer(model, loss, optimizer=optimizer, devices=2)
         # Most models take the number and do not use it.
         if loss is by_items and kind != "gpt":
-            with pytest.raises(LossError, match="Models of transformers return one even if they"):
+            with pytest.raises(
+                LossError, match="Models of transformers return a mean even if they"
+            ):
                 trainer.step(batch)
             continue
         assert float(trainer.step(batch).loss) == pytest.approx(float(wanted), rel=1e-6)

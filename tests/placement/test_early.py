@@ -308,7 +308,7 @@ def test_small_models_have_partitions_all_the_same(
     assert published("replicate", monkeypatch) > 0
     assert "replicate:state" not in caplog.text
     assert published("replicate:state", monkeypatch) == published("replicate", monkeypatch)
-    assert caplog.text.count("replicate:state does as replicate with this model") == 1
+    assert caplog.text.count("replicate:state acts as replicate for this model") == 1
 
 
 def trained(first: int, last: int, folder: Path | None = None) -> str:

@@ -140,7 +140,7 @@ def test_a_load_of_the_script_refuses_it_too(tmp_path: Path) -> None:
 def test_a_function_that_wrongly_says_that_it_keeps_nothing_is_refused() -> None:
     for rule in (drawing(), Cursor()):
         loader = make_trainer(line()).batches(rule, per_epoch=4, stateless=True)
-        with pytest.raises(SampleError, match="batches from a function returned other bytes the"):
+        with pytest.raises(SampleError, match="batches from a function returned different bytes"):
             next(iter(loader))
 
 
@@ -235,7 +235,7 @@ def test_without_a_record_the_length_is_that_of_then_or_refused(runs: Runs, at_t
         if at_top or dies <= 5:
             found.append(str(again.start(script)).split()[0] == expected)
             continue
-        with pytest.raises(CheckpointError, match="expected the same growth"):
+        with pytest.raises(CheckpointError, match="bring the data set to its previous length"):
             again.start(script)
     assert set(found) == {True}
 

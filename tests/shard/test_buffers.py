@@ -114,7 +114,10 @@ def test_a_rule_may_be_chosen(devices: int, rule: str, expected: float) -> None:
     ("rules", "words"),
     [
         ({"value": "median"}, r"rule of buffers 'value' must be one of .*, but got 'median'"),
-        ({"values": "max"}, "a rule for 'values', which names no buffer of the model: it has val"),
+        (
+            {"values": "max"},
+            "a rule for 'values', which matches no buffer of the model: it has val",
+        ),
     ],
 )
 def test_rules_that_say_nothing_are_refused(rules: dict[str, str], words: str) -> None:
@@ -167,7 +170,7 @@ def test_buffers_that_nobody_changes_are_left_alone(devices: int) -> None:
         (torch.zeros(2), torch.zeros(4), r": expected torch.float32 \(2,\) .*, got .*32 \(4,\)"),
         (torch.zeros(2), torch.zeros(2).double(), ": expected .*, got torch.float64"),
         (torch.zeros(2), None, ": expected .*, got None"),
-        (None, torch.zeros(2), " was not there, or None, when Trainer"),
+        (None, torch.zeros(2), " did not exist, or was None, when Trainer"),
     ],
 )
 def test_a_buffer_that_changes_its_form_or_is_new_is_refused_by_name(

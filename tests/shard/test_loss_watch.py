@@ -178,13 +178,21 @@ def test_what_is_read_as_it_was_meant_is_not_blamed(values: Values) -> None:
     [
         ("sum", "mse", ("mse_loss with reduction='sum'", "6 samples", "onefold.Sum(total)")),
         ("sum", "nll", ("cross_entropy or nll_loss with reduction", "losses.cross_entropy(..., ")),
-        ("maybe-sum", "by hand", ("added up and not", "as many times too small", "onefold.Sum(")),
-        ("maybe-whole", "mse", ("divided by 24, and", "were 24 a count of", "return onefold.Sum(")),
+        ("maybe-sum", "by hand", ("summed but not", "too small by a factor", "onefold.Sum(")),
+        (
+            "maybe-whole",
+            "mse",
+            ("divided by 24; the", "if 24 is a count of", "return onefold.Sum("),
+        ),
         ("weights", "of classes", ("nll_loss with weight=", "onefold.losses.cross_entropy(...)")),
-        ("ignored", "targets", ("of which 2 are ignored", "onefold.losses.cross_entropy(...)")),
+        ("ignored", "targets", ("2 of which are ignored", "onefold.losses.cross_entropy(...)")),
         ("tokens", "chosen", ("a mean over 15 targets", "6 samples", "losses.cross_entropy(...)")),
         ("tokens", "sum over count", ("divided by 15,", "Return onefold.Mean(total, weight)")),
-        ("ignored-none", "a class", ("not by those that are not ignored", "losses.cross_entropy")),
+        (
+            "ignored-none",
+            "a class",
+            ("not by the number of targets that are not ignored", "losses.cross_entropy"),
+        ),
     ],
 )
 def test_a_finding_says_what_to_write(values: Values, kind: str, name: str, words: Any) -> None:
@@ -249,11 +257,7 @@ def test_a_step_is_that_of_the_plain_loop_or_the_loss_is_refused_or_mentioned(
         return
     misread = kind[0] == "e" and not alone
     assert (float(trainer.step(batch).loss) == pytest.approx(expected)) is not misread
-    words = (
-        "a sum divided by 4, and the batch has 4"
-        if "batch" in kind
-        else "a scalar that was added up"
-    )
+    words = "a sum divided by 4; the batch has 4" if "batch" in kind else "a scalar that is summed"
     said = [text for text in caplog.messages if words in text]
     assert len(said) == misread
 
@@ -301,7 +305,7 @@ def test_what_is_surely_wrong_is_refused(values: Values, kind: str, caplog: Any)
     assert watch.findings == [kind]
     (message,) = caplog.messages
     assert message.startswith("the loss of step 1, shard 0 is ")
-    assert message.endswith("To see whether it is what you mean: onefold verify")
+    assert message.endswith("To check whether this is intended, run onefold verify")
 
 
 @for_each(
@@ -326,7 +330,7 @@ def test_a_total_that_is_a_mean_is_refused(total: Loss, weight: Any, found: bool
         watch = LossWatch()
         given = {"samples": SAMPLES, "batch_samples": WHOLE, "where": "step 1, shard 0"}
         watch.inspect(loss, run_checks=False, **given)
-        words = r"shard 0 is onefold.Mean\(total, weight\) whose total is a mean already"
+        words = r"shard 0 is onefold.Mean\(total, weight\) whose total is already a mean"
         with pytest.raises(LossError, match=words) if found else nullcontext():
             watch.inspect(loss, run_checks=True, **given)
 

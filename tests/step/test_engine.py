@@ -126,7 +126,7 @@ def test_a_model_whose_update_broke_off_is_not_saved_until_it_is_loaded(tmp_path
 @for_each(
     ("error", "words"),
     [
-        (RuntimeError("set CUBLAS_WORKSPACE_CONFIG=:4096:8"), "make Trainer before anything is"),
+        (RuntimeError("set CUBLAS_WORKSPACE_CONFIG=:4096:8"), "Create Trainer before any"),
         (
             RuntimeError("torch.func.{grad} don't yet support saved tensor hooks"),
             "--placement replicate",
@@ -160,7 +160,9 @@ def test_a_lack_of_memory_names_step_and_shard_and_says_what_to_do(devices: int)
         trainer.step(batch)
     where, advice = raised.value.__notes__
     assert where == f"raised in step 2, shard 3, on device {devices - 1} (cpu)"
-    assert advice.startswith("a shard of 2 samples did not fit: run it in microbatches")
+    assert advice.startswith(
+        "a shard of 2 samples does not fit into memory. Run it in microbatches"
+    )
     assert "more than 4 shards" in advice
     assert trainer.fingerprint() == before
     fails[0] = False

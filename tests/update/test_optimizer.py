@@ -79,7 +79,7 @@ def in_use(model: nn.Module) -> torch.optim.Optimizer:
         (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS needs a closure that runs the model"),
         (
             lambda m: torch.optim.SparseAdam(m.parameters()),
-            "SparseAdam takes sparse gradients, .* Adam is not",
+            "SparseAdam takes sparse gradients, .* Adam differs",
         ),
         (with_a_strange_parameter, r"parameter 0 of group 1, of shape \(4, 2\), is not"),
         (lambda m: sgd(copy.deepcopy(m)), r"Make the optimizer from this model's parameters\(\)"),

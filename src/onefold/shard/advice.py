@@ -1,6 +1,6 @@
-"""What a user can do about errors of PyTorch, losses that are read otherwise, and other mistakes.
+"""Advice for errors raised by PyTorch, misread losses, and other mistakes of users.
 
-Loaded when there is something to say.
+Loaded only when a message is needed.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _log = logging.getLogger("onefold")
 
 
 _SHORTAGE = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")
-"""Words of errors that have no type of their own: PyTorch's on processors, and cuBLAS's."""
+"""Fragments of errors without a specific type: PyTorch's on CPUs, and cuBLAS's."""
 
 ONE_SAMPLE = (
-    "This shard has one sample, and what a loss computes among the samples of a batch (negatives, "
-    "a variance) is not there. onefold.gather(rows) gives the loss those of the whole batch; fewer "
-    "shards give it more, and another result"
+    "This shard has one sample, so a loss cannot compare the samples of a batch (negatives, a "
+    "variance). Use onefold.gather(rows) to get the rows of the whole batch; fewer shards also "
+    "give the loss more samples, but change the result"
 )
 
 
 _FROZEN = (
-    "A loss that calls onefold.gather runs twice in a step, and the first time without gradients "
-    "of parameters, which then cannot be differentiated by. What differentiates by parameters and "
-    "not through gathered rows (a penalty) is needed in the second run alone: compute it under "
-    "`if any(p.requires_grad for p in model.parameters()):`"
+    "A loss that calls onefold.gather runs twice per step. In the first run, parameters do not "
+    "require gradients, so the loss cannot differentiate with respect to them. If a term "
+    "differentiates with respect to parameters (a penalty), compute it in the second run only, "
+    "under `if any(p.requires_grad for p in model.parameters()):`"
 )
 _OUTPUTS = re.compile("out|pred|logit|y_?hat|input")
 _TARGETS = re.compile("target|label|true|y$")
@@ -69,7 +69,7 @@ _FUNCTIONS = {
     "bce_with_logits_loss": "binary_cross_entropy_with_logits",
     "cross_entropy_loss": "cross_entropy",
 }
-"""PyTorch's functions whose names are not those of their classes."""
+"""Loss classes whose functions have another name."""
 _NO_TENSOR = re.compile("not (tuple|list|str)|'(tuple|list|str)' object")
 _WHOLE = (torch.int64, torch.int32, torch.uint8)
 _NAMES = {
@@ -80,18 +80,18 @@ _NAMES = {
     torch.int32: "int|int32",
     torch.uint8: "byte|unsigned char|uint8",
 }
-"""What PyTorch's errors call a dtype."""
+"""Names of dtypes in PyTorch's errors."""
 
 
 DENSE = (
-    "SGD without momentum and Adagrad then update as they do with sparse gradients. Adam is not "
-    "SparseAdam: it moves all rows in every step, and SparseAdam those that the batch has used"
+    "SGD without momentum and Adagrad then update the same way as with sparse gradients. Adam "
+    "differs from SparseAdam: it updates all rows in every step, not only the rows in the batch"
 )
-"""What replaces optimizers of sparse gradients."""
+"""How optimizers behave with dense gradients instead of sparse ones."""
 
 
 def unknown_name(kind: type, name: str, *_: str) -> TypeError:
-    """The error for an argument that a class does not take."""
+    """Return the error for an unknown argument of a class."""
     known = [*inspect.signature(kind).parameters]
     near = difflib.get_close_matches(name, known, 1)
     meant = f"did you mean {near[0]!r}?" if near else f"expected some of {listed(known, 30)}"
@@ -99,24 +99,23 @@ def unknown_name(kind: type, name: str, *_: str) -> TypeError:
 
 
 def say_few(samples: int, shards: int) -> None:
-    """Warn that shards are empty from the first batch on."""
+    """Warn that the first batch has fewer samples than shards."""
     _log.warning(
-        "the first batch has %d samples for %d shards: the others are empty, and devices that have "
-        "no others wait. Expected a batch_size of at least %d, or fewer shards, which changes the "
-        "result",
+        "the first batch has %d samples for %d shards, so some shards are empty and their devices "
+        "may idle. Use a batch_size of at least %d, or fewer shards, which changes the result",
         *(samples, shards, shards),
     )
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that memory is used up."""
+    """Whether an error reports that memory is exhausted."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in message_of(error) for sign in _SHORTAGE)
 
 
 def is_about_hooks(error: BaseException) -> bool:
-    """Whether an error says that hooks of saved tensors, by which parameters come, are refused."""
+    """Whether an error rejects hooks of saved tensors, which gather parameters in backward."""
     return "support saved tensor hooks" in message_of(error)
 
 
@@ -129,127 +128,132 @@ def advice_on(
     module: torch.nn.Module | None = None,
     payload: object = None,
 ) -> str:
-    """Say what can be done about an error of a shard; empty where PyTorch has said all.
+    """Return advice on an error of a shard; empty if PyTorch's message suffices.
 
     Args:
-        error: what was raised.
+        error: the exception.
         samples: number of samples in the shard.
-        shards: how many shards every batch is cut into.
-        loss: the user's function.
+        shards: number of shards per batch.
+        loss: the user's loss function.
         module: the model.
-        payload: what the function was given of the batch.
+        payload: the shard's part of the batch, as passed to the loss.
     """
     text = message_of(error)
     parameters = [*module.parameters()] if module is not None else []
+    # The loss has no gradient although nothing is wrong with it: the first run of a gathering loss.
     if "does not require grad" in text and not any(p.requires_grad for p in parameters):
         return _FROZEN
     if advice := _on_arguments(error, text, loss, module) or _on_payload(
         error, text, payload, {p.dtype for p in parameters}
     ):
         return advice
+    # Memory, by type or text: cuBLAS and the CPU allocator raise plain RuntimeErrors.
     if is_shortage(error):
         return (
-            f"a shard of {samples} sample{'' if samples == 1 else 's'} did not fit: run it in "
-            'microbatches with Trainer(microbatch="auto") or a number of samples; or give Trainer '
+            f"a shard of {samples} sample{'' if samples == 1 else 's'} does not fit into memory. "
+            'Run it in microbatches with Trainer(microbatch="auto") or a number of samples; or use '
             f"more than {shards} shards, a smaller batch_size or a lower precision. Each of these "
-            f"changes the result. Or look for what else holds memory on this device"
+            f"changes the result. Or find out what else uses memory on this device"
         )
+    # cuBLAS reads the variable at its first use, so setting it later has no effect.
     if "CUBLAS_WORKSPACE_CONFIG" in text:
         return (
-            "onefold has set this variable, but cuBLAS was used before Trainer was made: make "
-            "Trainer before anything is computed on a GPU, or set it before the script starts"
+            "onefold sets this variable, but cuBLAS was used before Trainer was created. Create "
+            "Trainer before any computation on a GPU, or set the variable before the script starts"
         )
     if "does not have a deterministic implementation" in text:
         return (
-            "onefold uses kernels that repeat their bits and refuses others. "
-            "Trainer(deterministic=False) allows them: results then differ by rounding, from run "
-            "to run as well"
+            "onefold allows only kernels that repeat their bits. Trainer(deterministic=False) "
+            "allows the others: results then differ by rounding, even between two identical runs"
         )
+    # The error of nn.Bilinear under autocast names neither the layer nor autocast.
     if "got input1:" in text and "weight: float" in text:
         return (
-            "autocast has no rule for nn.Bilinear, which then gets activations of low precision "
-            "and a weight of float32. Compute it in float32, `with torch.autocast(x.device.type, "
-            "enabled=False): bilinear(x.float(), y.float())`, or in low precision throughout, with "
+            "autocast does not support nn.Bilinear, which then gets low-precision activations and "
+            "a float32 weight. Compute it in float32, `with torch.autocast(x.device.type, "
+            "enabled=False): bilinear(x.float(), y.float())`, or entirely in low precision, with "
             'precision="bf16-params"'
         )
     if samples == 1 and "more than 1 value per channel" in text:
-        return f"{ONE_SAMPLE}. For batch norm there is torch.nn.SyncBatchNorm"
+        return f"{ONE_SAMPLE}. Replace batch norm by onefold.SyncBatchNorm"
     if is_about_hooks(error):
         return (
-            "with --placement partition devices that share no memory bring parameters while "
-            "backward runs, by such hooks, which torch.func does not allow: use "
+            "--placement partition gathers parameters during backward by saved-tensor hooks if "
+            "devices share no memory, and torch.func does not allow these hooks. Use "
             "torch.autograd.grad in the loss, or --placement replicate"
         )
     return ""
 
 
 _BY_SAMPLES = (
-    ". onefold weighs a scalar by the samples of its shard and not by what it was divided by, so "
-    "that the loss is not that of the whole batch. Return onefold.losses.{function}(...) with the "
-    "same arguments, which hands over the total and what it is to be divided by"
+    ". onefold weights a scalar by the shard's number of samples, not by its denominator, so the "
+    "result is not the loss of the whole batch. Return onefold.losses.{function}(...) with the "
+    "same arguments, which returns the total and its denominator"
 )
 _OF_MODEL = (
-    ". If the model computes it, as those of transformers do, return onefold.Mean(model(**batch)"
-    ".loss * n, n), where n counts the targets: (batch['labels'] != -100).sum(), and of labels[:, "
-    "1:] where the model shifts them (causal language models)"
+    ". If the model computes the loss, as in transformers, return onefold.Mean(model(**batch)"
+    ".loss * n, n), where n counts the targets: (batch['labels'] != -100).sum(), with labels[:, "
+    "1:] if the model shifts them (causal language models)"
 )
 _BY_NUMBER = (
-    ", as reduction='mean' does. Return onefold.losses.{function}(...) with the same arguments and "
+    ", as reduction='mean' does. Return onefold.losses.{function}(...) with the same arguments but "
     "without reduction='none'; to divide by the number of samples, return "
     "onefold.Mean(losses.sum(), len(losses))"
 )
 FINDINGS: dict[str, str] = {
     "sum": (
         "a sum over the shard ({shown} with reduction='sum'). onefold reads a scalar as the mean "
-        "over the shard's {samples}, so that loss and gradient become as many times too small as "
-        "the batch has shards. Return onefold.losses.{function}(..., reduction='sum') or "
-        "onefold.Sum(total) for a sum over the batch, and the loss with reduction='none' for a mean"
+        "over the shard's {samples}, so loss and gradient would be too small by a factor of the "
+        "number of shards. Return onefold.losses.{function}(..., reduction='sum') or "
+        "onefold.Sum(total) for a sum over the batch, or use reduction='none' for a mean"
     ),
     "maybe-sum": (
-        "a scalar that was added up and not divided. onefold reads a scalar as the mean over the "
-        "shard's {samples}; were it a sum over them, loss and gradient would become as many times "
-        "too small as the batch has shards. Return onefold.Sum(total) if it is a sum over the "
-        "batch, onefold.Mean(total, weight) if it is to be divided, or one value a sample"
+        "a scalar that is summed but not divided. onefold reads a scalar as the mean over the "
+        "shard's {samples}; if this is a sum over them, loss and gradient are too small by a "
+        "factor of the number of shards. Return onefold.Sum(total) for a sum over the batch, "
+        "onefold.Mean(total, weight) for a mean, or one value per sample"
     ),
     "maybe-whole": (
-        "a sum divided by {divided}, and the batch has {batch} samples, of which {samples} are in "
-        "the shard. onefold reads a scalar as the mean over the shard; were {divided} a count of "
-        "the whole batch, loss and gradient would become as many times too small as the batch has "
-        "shards. Then return onefold.Sum(loss), or divide by the samples that the loss is given"
+        "a sum divided by {divided}; the batch has {batch} samples, and the shard {samples} of "
+        "them. onefold reads a scalar as the mean over the shard; if {divided} is a count of the "
+        "whole batch, loss and gradient are too small by a factor of the number of shards. In that "
+        "case return onefold.Sum(loss), or divide by the number of samples passed to the loss"
     ),
     "tokens": (
-        "{seen}, which is no multiple of the shard's {samples} samples. onefold weighs a scalar by "
-        "the samples of its shard, so that a value counts more the fewer there are in its shard. "
-        "Return {losses}onefold.Mean(total, weight), where the weight is what the total is to be "
-        "divided by over the whole batch"
+        "{seen}, which is not a multiple of the shard's {samples} samples. onefold weights a "
+        "scalar by the shard's number of samples, so a value counts more if its shard has fewer "
+        "values. Return {losses}onefold.Mean(total, weight); the denominator is the sum of all "
+        "weights in the batch"
     ),
     "weights": "a mean by class weights ({shown} with weight=)" + _BY_SAMPLES,
-    "ignored": "a mean over targets of which {ignored} are ignored ({shown})"
+    "ignored": "a mean over targets, {ignored} of which are ignored ({shown})"
     + _BY_SAMPLES
     + _OF_MODEL,
-    "mean-total": "onefold.Mean(total, weight) whose total is a mean already ({shown}), and is "
-    "divided by the weights once more. Models of transformers return one even if they are given "
-    "num_items_in_batch, which many of them ignore. Return onefold.Mean(mean * weight, weight), or "
-    "the total with reduction='sum'",
-    "weights-none": "one value a sample scaled by class weights ({shown} with weight=). onefold "
-    "divides the values by the number of samples and not by the sum of their weights" + _BY_NUMBER,
-    "ignored-none": "one value a sample with ignored targets among them ({shown}). onefold divides "
-    "the values by the number of samples and not by those that are not ignored" + _BY_NUMBER,
+    "mean-total": "onefold.Mean(total, weight) whose total is already a mean ({shown}), so it is "
+    "divided by the weights twice. Models of transformers return a mean even if they are given "
+    "num_items_in_batch, because many of them ignore it. Return onefold.Mean(mean * weight, "
+    "weight), or compute the total with reduction='sum'",
+    "weights-none": "one value per sample scaled by class weights ({shown} with weight=). onefold "
+    "divides the values by the number of samples, not by the sum of their weights" + _BY_NUMBER,
+    "ignored-none": "one value per sample with ignored targets among them ({shown}). onefold "
+    "divides the values by the number of samples, not by the number of targets that are not ignored"
+    + _BY_NUMBER,
 }
-"""For each kind of finding what the tensor is, as far as its graph shows, how onefold reads it, and
-what to write instead."""
+"""For each kind of finding: the tensor according to its graph, how onefold reads it, and what to
+return instead."""
 
 
 def _on_arguments(error: Exception, text: str, loss: Any, module: object) -> str:
-    """Advise on a loss that takes outputs and targets, and was given a model and a batch."""
+    """Advise on a loss with parameters (outputs, targets), called with the model and the batch."""
     kind = type(module).__name__
     if loss is None or not isinstance(error, TypeError | AttributeError):
         return ""
     names = [""]
     with suppress(ValueError):  # a function that has no signature
         names = [*inspect.signature(getattr(loss, "forward", loss)).parameters, ""]
-    # Of a function in between, the error is of no argument of the loss.
+    # Check the name of the function: an error of an inner call concerns other arguments.
     given = _ARGUMENTS.search(text) is not None and f"{_called(loss)}()" in text
+    # PyTorch's message names the type that it got instead of a tensor: here, the model's.
     usual = len(names) > 2 and _OUTPUTS.search(names[0]) and _TARGETS.search(names[1])
     is_model = _NOT_A_MODEL.search(text) and re.search(rf"\b{re.escape(kind)}\b", text)
     if not (given or is_model or (usual and _NOT_A_MODEL.search(text))):
@@ -258,7 +262,7 @@ def _on_arguments(error: Exception, text: str, loss: Any, module: object) -> str
     ours = f"onefold.losses.{function}" if hasattr(F, function) else _name_of(loss)
     return (
         f"the loss is called with the model and the batch, here as {_name_of(loss)}({kind}, "
-        f"batch). If it takes outputs and targets, give Trainer a function around it:\n"
+        f"batch). If it expects outputs and targets, wrap it in a function for Trainer:\n"
         f"    def loss(model, batch):\n"
         f"        inputs, targets = batch\n"
         f"        return {ours}(model(inputs), targets)"
@@ -275,7 +279,8 @@ def _name_of(loss: Any) -> str:
 
 
 def _function_of(loss: Any) -> str:
-    """The function of PyTorch's that a loss is, or the class of a loss calls."""
+    """Return the name of PyTorch's function that a loss is, or that a loss class calls."""
+    # CamelCase to snake_case: CrossEntropyLoss becomes cross_entropy_loss.
     words = re.sub("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", _name_of(loss)).lower()
     return _FUNCTIONS.get(words, words)
 
@@ -283,23 +288,23 @@ def _function_of(loss: Any) -> str:
 def _on_payload(
     error: Exception, text: str, payload: object, dtypes: Collection[torch.dtype]
 ) -> str:
-    """Advise on texts, and on numbers of another dtype than the model's, in a batch."""
+    """Advise on strings in a batch, and on numbers whose dtype differs from the model's."""
     if isinstance(error, TypeError | AttributeError) and _NO_TENSOR.search(text):
         for path, leaf in _leaves(payload, "batch"):
             if isinstance(leaf, str):
                 return (
-                    f"{path} is the text {leaf[:40]!r}, of which no tensor is made. Number labels "
-                    f"where the data set returns them, such as classes.index(label)"
+                    f"{path} is the text {leaf[:40]!r}, which cannot become a tensor. Return "
+                    f"numbers for labels from the data set, such as classes.index(label)"
                 )
     if not isinstance(error, RuntimeError) or "type" not in text:
         return ""
     if re.search("(?i)expected .*type.* long", text):
-        return "numbers of classes are torch.int64: convert them in the data set, tensor.long()"
+        return "class numbers must be torch.int64: convert them in the data set by tensor.long()"
     for path, leaf in _leaves(payload, "batch"):
         kind = leaf.dtype if isinstance(leaf, torch.Tensor) else None
         named = _NAMES.get(kind) if kind else None
         if named and kind not in dtypes and re.search(rf"(?i)\b({named})\b|mixed dtype", text):
-            way = "array.astype('float32'), as NumPy makes float64, or tensor.float()"
+            way = "array.astype('float32') if it comes from NumPy, or tensor.float()"
             if kind in _WHOLE:
                 way = "tensor.float(), for images tensor.float() / 255"
             return f"{path} is {kind}. Convert it in the data set: {way}"
@@ -315,7 +320,7 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 def inspect_totals(result: object) -> LossFinding | None:
-    """Report a total of a `Mean` that is a mean already, which would be divided twice.
+    """Report a `Mean` whose total is already a mean, which would be divided twice.
 
     >>> outputs = torch.zeros(4, 2, requires_grad=True)
     >>> loss = torch.nn.functional.mse_loss(outputs, torch.ones(4, 2))
@@ -324,6 +329,7 @@ def inspect_totals(result: object) -> LossFinding | None:
     >>> inspect_totals(Mean(loss * 4, 4))
     """
     for term in getattr(result, "terms", (result,)):
+        # Pass a huge number of samples: no factor in the graph can then be mistaken for a count.
         graph = term.total.grad_fn if isinstance(term, Mean) and term.weight > 1 else None
         places = list(places_in(graph, 1 << 30, scalar=True)) if graph is not None else []
         if len(places) == 1 and places[0].divisor is None and not places[0].enlarged:
@@ -334,113 +340,113 @@ def inspect_totals(result: object) -> LossFinding | None:
 
 
 def say_partitioned(nbytes: int, *, small: bool) -> None:
-    """Say that ``replicate:state`` does as ``replicate`` with a model, and why.
+    """Warn that ``replicate:state`` acts as ``replicate`` for this model, and why.
 
     Args:
-        nbytes: of its trained parameters.
-        small: whether it is too small.
+        nbytes: size of the trained parameters, in bytes.
+        small: whether the model is too small for ``replicate:state``.
     """
     _log.warning(
-        "replicate:state does as replicate with this model, and each device updates a part: %s",
-        f"its trained parameters have {nbytes / 2**20:.2g} MiB, and 4 are needed"
+        "replicate:state acts as replicate for this model, so each device updates a part: %s",
+        f"its trained parameters have {nbytes / 2**20:.2g} MiB, and at least 4 are required"
         if small
-        else "its optimizer may look at all parameters together, or updates float32 copies",
+        else "its optimizer may use all parameters together, or updates float32 copies",
     )
 
 
 _RETURN = (
-    "return it beside the loss (`return loss, {'accuracy': ...}`), so that Step.values has it for "
-    "the whole batch; or score by trainer.evaluate or trainer.predict"
+    "return it with the loss (`return loss, {'accuracy': ...}`), so that Step.values has its value "
+    "for the whole batch; or compute it with trainer.evaluate or trainer.predict"
 )
 _LEFT = {
-    "parameter": "A device has there what its own shards have left, such as the gradients of "
-    "single samples, so that an update by it would depend on the number of devices. onefold has "
-    "one gradient of all samples, in .grad, and cannot train with differential privacy (Opacus). "
-    "Compute in the loss what you need of each sample, and return it as a value",
-    "metric": "Nothing adds it up over the devices: it counts this device's shards alone, and a "
-    f"resumed run begins anew. Instead {_RETURN}",
+    "parameter": "Each device would have values of its own shards there, such as per-sample "
+    "gradients, so an update based on them would depend on the number of devices. onefold has "
+    "one gradient for all samples, in .grad, and does not support differential privacy (Opacus). "
+    "Compute per-sample results in the loss, and return them as values",
+    "metric": "It is not combined over devices: it covers only this device's shards, and a "
+    f"resumed run starts from scratch. Instead {_RETURN}",
 }
 _LEFT["module"] = _LEFT["metric"]
 LEFT_READ = (
-    "is read in `with trainer.modifying():`, and is what the last shard of this device left there: "
-    "every device has another. Use .grad, which is of the whole batch; for anything else of the "
-    f"forward pass, {_RETURN}"
+    "is read in `with trainer.modifying():`, but holds the state left by this device's last shard, "
+    "which differs between devices. Use .grad, which covers the whole batch; for anything else "
+    f"from the forward pass, {_RETURN}"
 )
-"""The end of a sentence that begins with the place of a tensor."""
+"""The end of a sentence that begins with the name of a tensor."""
 
 
 def words_of_left(where: str, place: str, kind: str) -> str:
-    """Say what is wrong with state that shards leave on an object.
+    """Explain why state that shards leave on an object is refused.
 
     Args:
         where: step or batch.
-        place: the attribute, and what it is of.
-        kind: of the object, as in `onefold.shard.left_state`.
+        place: the attribute and its object.
+        kind: kind of the object, as in `onefold.shard.left_state`.
     """
-    return f"{where}: the shards have changed {place}. {_LEFT[kind]}"
+    return f"{where}: the shards changed {place}. {_LEFT[kind]}"
 
 
 _LOW = {torch.bfloat16, torch.float16}
 
 
 def check_lists(optimizer: torch.optim.SGD) -> None:
-    """Refuse kernels for lists of low-precision parameters on a processor."""
-    # They round otherwise than those for single tensors, which SGD takes as long as a parameter of
-    # a call of step has no momentum yet: and that is any of the segments of its device.
+    """Refuse foreach kernels for low-precision parameters on a CPU."""
+    # foreach kernels round differently from single-tensor ones. SGD uses the latter while any
+    # parameter of the step() call lacks momentum, which depends on the segments of its device.
     for number, group in enumerate(optimizer.param_groups):
         low = {p.dtype for p in group["params"] if p.device.type == "cpu"} & _LOW
         if group["foreach"] and group["momentum"] and low:
             raise ValueError(
                 f"SGD: group {number} has foreach=True, momentum and parameters of "
-                f"{', '.join(sorted(map(str, low)))} on a processor, where PyTorch rounds lists of "
-                f"them in another way than single ones, and chooses by what else a device updates. "
-                f"Leave foreach out, which costs nothing there"
+                f"{', '.join(sorted(map(str, low)))} on a CPU, where PyTorch's foreach kernel "
+                f"rounds differently and its use depends on the partition. Omit foreach; it gives "
+                f"no speedup on a CPU"
             )
 
 
 def check_adafactor(optimizer: torch.optim.Adafactor) -> None:
-    """Refuse groups of mixed precision, whose default eps depends on the order of parameters."""
-    # PyTorch derives eps from the first parameter of a call of step, and uses it for all that
-    # follow. Which parameter is the first would depend on which partition a device has.
+    """Refuse groups with several dtypes and the default eps, which depends on parameter order."""
+    # PyTorch derives eps from the first parameter of a step() call and uses it for all others.
+    # Which parameter comes first depends on the device's partition.
     for number, group in enumerate(optimizer.param_groups):
         dtypes = {parameter.dtype for parameter in group["params"]}
         if group["eps"][0] is None and len(dtypes) > 1:
             listed = ", ".join(sorted(map(str, dtypes)))
             raise ValueError(
-                f"Adafactor: group {number} has parameters of {listed} and the default eps, which "
-                f"then depends on the parameter that is updated first, and so on the device. Give "
-                f"eps=(1e-7, 1e-3) or the like, or a group for each dtype"
+                f"Adafactor: group {number} mixes {listed} and uses the default eps, which depends "
+                f"on the first parameter updated and therefore on the device. Set eps, such as "
+                f"(1e-7, 1e-3), or use one group per dtype"
             )
 
 
 def refuse_per_sample(part: object) -> None:
-    """Refuse what keeps the gradient of each sample, by the names of Opacus.
+    """Refuse a module or optimizer of Opacus, which keeps per-sample gradients.
 
     Raises:
         TypeError: always.
     """
     raise TypeError(
-        f"{type(part).__name__} keeps the gradient of each sample, and a device has those of its "
-        f"own shards alone, so that noise and clipping would depend on the number of devices and "
-        f"the privacy accounting would not hold: expected a plain module and optimizer. onefold "
-        f"cannot train with differential privacy"
+        f"{type(part).__name__} keeps per-sample gradients, but each device has only those of its "
+        f"own shards, so noise and clipping would depend on the number of devices and the privacy "
+        f"accounting would be wrong. Pass a plain module and optimizer; onefold does not support "
+        f"differential privacy"
     )
 
 
 COUNTED = (
-    "the loss of %s is a scalar and counts as the mean of %d samples, and nothing in what "
-    "collate returned has so many rows. If collate leaves out samples, return one loss a "
-    "sample as onefold.Mean(losses.sum(), len(losses)); if rows are no samples there, all "
-    "is well"
+    "the loss of %s is a scalar and counts as the mean of %d samples, but nothing that collate "
+    "returned has that many rows. If collate leaves out samples, return one loss per sample as "
+    "onefold.Mean(losses.sum(), len(losses)); if rows are not samples in this batch, ignore this "
+    "warning"
 )
-"""A warning of step and shard, and of the number of samples."""
+"""Warning with two arguments: step and shard, and the number of samples."""
 
 
 def uneven(batch: Any, length: int, where: str) -> str:
-    """Say why a scalar is no mean of a batch whose parts are cut unevenly."""
+    """Explain why a scalar is not the mean of a batch whose parts are cut unevenly."""
     return (
-        f"the loss of {where} is a scalar, read as the mean of the shard, in a batch "
-        f"of {batch.samples} and {length} samples, of which {batch.shares.shards} "
-        "shards have no equal shares: expected onefold.Mean(total, weight) for each "
-        f"term, or sizes that are multiples of {batch.shares.shards}"
+        f"the loss of {where} is a scalar, read as the mean of the shard, but the batch has parts "
+        f"of {batch.samples} and {length} samples, which {batch.shares.shards} shards cannot share "
+        "in equal proportions. Return onefold.Mean(total, weight) for each term, or use sizes that "
+        f"are multiples of {batch.shares.shards}"
     )

@@ -1,36 +1,36 @@
-"""Carries the module's buffers (batch-norm statistics and the like) through the shards of a step.
+"""Updates the module's buffers (batch-norm statistics and the like) over the shards of a step.
 
-Every shard starts from the step's buffers. What they become afterwards is decided by a rule:
+Every shard starts from the step's buffers. A rule combines the values that the shards leave:
 
-- ``mean``, for floating point: the mean over the shards, weighted by their samples and added in the
-  fold's order in float64. A shard that left a buffer alone counts with the value it started from.
-- ``max``, for all others: the largest.
-- ``sum``: what each shard added to the value at the start, added up.
-- ``first``: the value of the first shard that changed it.
-- ``per_shard``: none; each shard goes on with what it left in the step before, see the last note.
+- ``mean``, the default for floating point: the mean over the shards, weighted by their samples and
+  summed in float64 in the order of the fold. A shard that does not change a buffer counts with the
+  initial value.
+- ``max``, the default for all other dtypes: the largest value.
+- ``sum``: the initial value plus each shard's change.
+- ``first``: the value of the first shard that changed the buffer.
+- ``per_shard``: no combination; each shard continues with its own value, see the last note.
 
 Note: three copies of a buffer
 ------------------------------
-``flat`` is what the module computes with: its buffers are views of it. ``_start`` is what the step
-began with, and belongs to this file alone. The table has one row a shard, into which a shard's
-values are copied when it is done. So a shard may write to ``flat`` as it likes; `restore` makes it
-equal to ``_start`` again before the next one, and `end_step` writes the outcome into it.
+The module computes with ``flat``: its buffers are views of it. ``_start`` holds the values at the
+start of the step, and only this file uses it. The table has one row per shard, into which a shard's
+values are copied at its end. A shard may therefore write to ``flat`` freely: `restore` copies
+``_start`` into it before the next shard, and `end_step` writes the combined values into it.
 
-Modules also replace buffers rather than write into them (``self.mean = 0.9 * self.mean + x``), and
-the new tensor would be left out of all this. `absorb` copies its values into ``flat`` and puts the
-old tensor back, so that other names of the same buffer stay right.
+Modules may also replace buffers instead of writing to them (``self.mean = 0.9 * self.mean + x``).
+The new tensor would not be a view of ``flat``. `absorb` copies its values into ``flat`` and puts
+the old tensor back, so that other names of the same buffer stay valid.
 
-Note: where the values of every shard are
------------------------------------------
-A recurrent model that reads one long text in every row of its batches begins each batch with the
-hidden state in which the one before ended. With the rule ``"per_shard"`` such a state is a buffer
-of the model, as large as a shard, of which every shard has values of its own.
+Note: where per-shard values are stored
+---------------------------------------
+A recurrent model that reads one long text per row of its batches starts each batch with the hidden
+state at the end of the previous batch. With the rule ``"per_shard"`` this state is a buffer of the
+model, with the size of a shard, and every shard has its own values.
 
-What shards leave in buffers travels to all devices in any case (see
-`onefold.exchange.shard_table`). So every process keeps the values of all shards, and whichever
-device runs a shard next has them. The module itself keeps the value that it was made with: that is
-what each shard begins with, what evaluation sees, and what a script changes to have all shards
-begin anew.
+The values that shards leave in buffers are sent to all devices in any case (see
+`onefold.exchange.shard_table`). So every process keeps the values of all shards, and any device can
+run a shard next. The module itself keeps the buffer's initial value: shards start from it,
+evaluation sees it, and a script that changes it resets the state of all shards.
 """
 
 from __future__ import annotations
@@ -58,62 +58,62 @@ __all__ = ["BufferPlaces", "BufferSet", "Carried"]
 
 
 class BufferSet:
-    """The buffers of a module, laid out flat on one device.
+    """A module's buffers, in flat memory on one device.
 
-    The module's buffers keep their identity. Where a process drives several devices, each has a set
-    and one of them is attached at a time: the module's buffers are then views of its memory.
+    The module's buffers keep their identity. If a process drives several devices, each has its own
+    set, and one set is attached at a time: the module's buffers are then views of its memory.
 
     Args:
-        places: where the module keeps its buffers.
-        device: where these values live.
+        places: the locations of the buffers in the module.
+        device: the device of these values.
     """
 
     def __init__(self, places: BufferPlaces, device: torch.device) -> None:
         self.places = places
         self.layout: Layout = places.layout
         self.flat = FlatTensors(self.layout, device=device)
-        """The values of this device now."""
+        """Current values on this device."""
         self.flat.write(places.tensors)
         self._pointers = [view.data_ptr() for view in self.flat.views]
         self._start = FlatTensors(self.layout, device=device)
         self.carried = Carried(places.rules)
-        """The buffers that each shard has for itself."""
+        """Buffers with separate values for each shard."""
 
     def attach(self) -> None:
-        """Have the module compute with the values of this device."""
+        """Point the module's buffers to this device's values."""
         for tensor, view in zip(self.places.tensors, self.flat.views, strict=True):
             tensor.data = view
 
     def begin_step(self) -> None:
-        """Remember what every shard of this step starts from."""
+        """Store the values from which every shard of this step starts."""
         self.places.check()
         if self.places.tensors:
             self.absorb()
             self.note_changes()
 
     def note_changes(self) -> None:
-        """Have all shards begin anew in buffers of their own that a script has changed."""
+        """Reset per-shard buffers whose value the script has changed."""
         for index, left in self.carried.values.items() if not self.carried.is_paused else ():
             if left and not same_bits(self.flat.views[index], self._start.views[index]):
                 left.clear()
         self._start.copy_(self.flat)
 
     def begin_as(self, first: BufferSet) -> None:
-        """Start the step from the values of the first device of this process."""
-        # No absorb: only the first device's set is attached between steps.
+        """Start the step from the values of the process's first device."""
+        # Do not absorb: between steps only the first device's set is attached.
         self.flat.copy_(first.flat)
         self._start.copy_(first.flat)
         self.carried = first.carried
 
     def note_loaded(self) -> None:
-        """Note that a checkpoint was put into the buffers, which is no change of a script's."""
+        """Accept the values of a loaded checkpoint, which do not count as a script's change."""
         self._start.copy_(self.flat)
 
     def changed(self, *, exactly: bool = False) -> ChangedBuffers | None:
-        """Find the buffers that a shard has changed since `restore`, and copy their values.
+        """Find the buffers that a shard changed after `restore`, and copy their values.
 
         Args:
-            exactly: whether a GPU is waited for, to leave out those that have not changed.
+            exactly: whether to block on the GPU in order to leave out unchanged buffers.
         """
         self.places.check()
         if not self.places.tensors:
@@ -122,14 +122,14 @@ class BufferSet:
         indices = self._changed(exactly=exactly)
         if not indices:
             return None
-        # A copy of all: `restore` overwrites this memory before the next shard, and one kernel is
-        # quicker than one per buffer.
+        # Copy all buffers: `restore` overwrites this memory before the next shard, and one kernel
+        # is faster than one per buffer.
         return ChangedBuffers(indices, self.flat.clone())
 
     def replace(
         self, buffers: Iterable[torch.Tensor], make: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Put something else in the place of some buffers, wherever the module has them."""
+        """Replace some buffers by other objects in all modules that hold them."""
         wanted = set(map(id, buffers))
         for tensor, homes in zip(self.places.tensors, self.places.homes, strict=True):
             if id(tensor) in wanted:
@@ -138,31 +138,31 @@ class BufferSet:
                     buffers_of(owner)[name] = made
 
     def discard(self, kind: type[torch.Tensor]) -> None:
-        """Drop tensors of a class that the module has put in the place of its buffers, unseen."""
+        """Drop tensors of a class that replaced buffers; their values are ignored."""
         for tensor, homes in zip(self.places.tensors, self.places.homes, strict=True):
             for owner, name in homes:
                 if isinstance(buffers_of(owner).get(name), kind):
                     buffers_of(owner)[name] = tensor
 
     def changed_numbers(self) -> list[int]:
-        """Number the buffers that a shard has changed since `restore`; waits for a GPU."""
+        """Number the buffers that a shard changed after `restore`; blocks on a GPU."""
         if not self.places.tensors:
             return []
         self.absorb()
         return self._changed(exactly=True)
 
     def end_step(self, table: ShardTable, batch: ShardedBatch, *, run_checks: bool = True) -> None:
-        """Give every changed buffer its value after the step; the others have been restored.
+        """Set every changed buffer to its value after the step; `restore` resets the others.
 
-        Every device computes this for itself, from the same rows, and so gets the same bits.
+        Every device computes this from the same rows, and therefore gets the same bits.
 
         Args:
-            table: with the rows of all shards.
-            batch: knows how many samples each shard has.
-            run_checks: whether to make checks for which a GPU must be waited for.
+            table: the rows of all shards.
+            batch: the step's batch, with the size of each shard.
+            run_checks: whether to run checks that block on a GPU.
 
         Raises:
-            StateError: shards have changed parts of a buffer, which a mean would destroy.
+            StateError: shards changed only some rows of a buffer, which a mean would blend.
         """
         if not self.places.tensors:
             return
@@ -174,7 +174,7 @@ class BufferSet:
         for run in _runs(self.layout, table.changed.astype(bool).T.tolist(), self.places.rules):
             if run.rule == "per_shard":
                 continue
-            # The row of a shard that changed nothing still holds what an earlier step put there.
+            # Use `_start` for a shard that changed nothing: its row holds an earlier step's values.
             values = [
                 _run_of(table.buffer_rows[shard] if by_shard else self._start, run)
                 for shard, by_shard in enumerate(run.changed_by)
@@ -186,10 +186,10 @@ class BufferSet:
             target.copy_(_combine(values, start, sizes, run))
 
     def restore(self, shard: int | None = None) -> None:
-        """Put back what `begin_step` remembered, and what a shard of the step goes on with."""
+        """Restore the values of `begin_step`, and a shard's own values of its per-shard buffers."""
         if self.places.tensors:
-            # First the tensors, then their values: a tensor that took a buffer's place would
-            # otherwise stay there and keep the shard's values.
+            # Absorb first: a tensor that replaced a buffer would otherwise stay in its place and
+            # keep the previous shard's values.
             self.absorb()
             self.flat.copy_(self._start)
             for index, left in self.carried.values.items() if shard is not None else ():
@@ -197,59 +197,60 @@ class BufferSet:
                     self.flat.views[index].copy_(left[shard])
 
     def absorb(self) -> None:
-        """Copy into our memory what the module has put in the place of its buffers.
+        """Copy replaced buffers into this set's memory, and put the original tensors back.
 
         Raises:
-            StateError: the replacement has another shape or dtype than the buffer.
+            StateError: the replacement has a different shape or dtype.
         """
         tensors, pointers = self.places.tensors, self._pointers
         for index, (tensor, homes) in enumerate(zip(tensors, self.places.homes, strict=True)):
-            # By assignment: another object in the module's table. A buffer may have several homes.
+            # An assignment put another object into the module's table. A buffer may have several
+            # homes.
             for owner, name in homes:
                 value = buffers_of(owner).get(name)
                 if value is not tensor:
                     self.flat.views[index].copy_(self.places.checked(index, value))
                     buffers_of(owner)[name] = tensor
                     tensor.data = self.flat.views[index]
-            # By .data = ..., resize_() or another Trainer: the same object with other memory.
+            # .data = ..., resize_() or another Trainer gave the same object other memory.
             if tensor.data_ptr() != pointers[index]:
                 self.flat.views[index].copy_(self.places.checked(index, tensor))
                 tensor.data = self.flat.views[index]
 
     def check_shapes(self) -> None:
-        """Refuse a buffer that the module has begun to resize, which its memory does not allow.
+        """Refuse a buffer that the module tried to resize, which its memory does not allow.
 
-        PyTorch then raises, and leaves the tensor with a shape that it has no memory for.
+        PyTorch raises in that case, but leaves the tensor with the new shape and too little memory.
 
         Raises:
-            StateError: a buffer has another shape than its memory; it gets its memory back first.
+            StateError: a buffer's shape differs from its memory; the buffer gets its memory back.
         """
         for index, (tensor, view) in enumerate(
             zip(self.places.tensors, self.flat.views, strict=True)
         ):
             if tensor.shape != view.shape:
-                # On the meta device, for the message alone: the tensor itself cannot be read.
+                # Use the meta device, for the message only: the tensor itself cannot be read.
                 came = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                 tensor.data = view
                 self.places.checked(index, came)
 
     def _changed(self, *, exactly: bool) -> list[int]:
-        """List the buffers that do not have the bits they started with; on a GPU, mostly all.
+        """List the buffers whose bits differ from the start; on a GPU list all, unless ``exactly``.
 
-        Version counters will not do: batch-norm kernels change their statistics without counting.
-        To look at a GPU's values the host would have to wait for it, so there all of them travel.
+        Version counters are not enough: batch-norm kernels change statistics without counting.
+        Comparing values on a GPU would block on it, so there all buffers are sent.
         """
         if self.flat.device.type != "cpu" and not exactly:
             return list(range(len(self.places.tensors)))
         sections = zip(self.flat.sections, self._start.sections, strict=True)
-        # Whole sections first: mostly nothing has changed, and that takes one comparison. By bits:
-        # NaN would otherwise always count as changed, and -0 in the place of 0 never.
+        # Compare whole sections first: usually nothing changed, and one comparison shows it.
+        # Compare bits: by value, NaN would always count as a change, and 0 to -0 never.
         same = [same_bits(now, start) for now, start in sections]
         pairs = zip(self.layout.entries, self.flat.views, self._start.views, strict=True)
         return [
             index
             for index, (entry, now, start) in enumerate(pairs)
-            # What a shard has for itself is kept in any case: nothing else says that it is new.
+            # Always keep a per-shard buffer: `end_step` stores it only for shards that changed it.
             if self.places.rules[index] == "per_shard"
             or (not same[entry.section] and not same_bits(now, start))
         ]
@@ -261,30 +262,30 @@ class BufferSet:
         start: torch.Tensor,
         sizes: Sequence[int],
     ) -> None:
-        """Refuse a mean over a queue, in which some rows are new and all others as they were."""
+        """Refuse a mean over a queue, in which shards wrote some rows and left the others."""
         filled = [value for value, size in zip(values, sizes, strict=True) if size]
         entries = [self.layout.entries[index] for index in run.entries]
-        # Statistics are vectors, and may well have elements that stay as they are.
+        # Skip vectors: statistics are vectors, and some of their elements may well stay unchanged.
         wide = [e for e in entries if sum(size > 1 for size in e.shape) > 1 and e.numel]
         if len(filled) < 2 or not wide or not start.is_floating_point():
             return
         differs = torch.stack([as_words(value) != as_words(start) for value in filled]).any(dim=0)
         for entry in wide:
-            # A run covers several buffers, and its elements are counted from its own start.
+            # A run covers several buffers: `place` is relative to the start of the run.
             place = entry.offset - run.start
             touched = differs[place : place + entry.numel].as_strided(entry.shape, entry.stride)
             if _touched_in_rows(touched):
                 raise StateError(
-                    f"buffer {entry.name}: each shard has put other values into some of its rows "
-                    f"and left the rest alone, as a queue or a memory bank does; the mean over the "
-                    f"shards, onefold's rule for buffers, would blend old rows with new ones. Say "
-                    f'which rule is meant: Trainer(buffers={{"{entry.name}": "first"}}) keeps the '
-                    f'rows of the first shard; "mean", "max" and "sum" are the others'
+                    f"buffer {entry.name}: each shard wrote some rows and left the others "
+                    f"unchanged, as in a queue or a memory bank. Averaging over the shards, the "
+                    f"default, would blend old and new rows. Choose a rule: "
+                    f'Trainer(buffers={{"{entry.name}": "first"}}) keeps the rows of the first '
+                    f'shard; the other rules are "mean", "max" and "sum"'
                 )
 
 
 def _touched_in_rows(touched: torch.Tensor) -> bool:
-    """Whether along some dimension some rows were changed as a whole and the others not at all."""
+    """Whether, along some dimension, some rows changed entirely and all others not at all."""
     for dim in range(touched.dim()):
         others = [d for d in range(touched.dim()) if d != dim]
         some, whole = touched.amax(dim=others), touched.amin(dim=others)
@@ -294,23 +295,23 @@ def _touched_in_rows(touched: torch.Tensor) -> bool:
 
 
 class _BufferRun(NamedTuple):
-    """Neighboring buffers that the same shards changed and that have the same rule."""
+    """Adjacent buffers with the same rule that the same shards changed."""
 
     section: int
     start: int
     stop: int
     changed_by: tuple[bool, ...]
-    """(V,) whether each shard changed them."""
+    """Whether each shard changed them, (V,)."""
     rule: BufferRule | None
-    """None for the rule of the buffer's type."""
+    """None for the default rule of the dtype."""
     entries: tuple[int, ...]
 
 
 def _runs(
     layout: Layout, changed_by: Sequence[Sequence[bool]], rules: Sequence[BufferRule | None]
 ) -> list[_BufferRun]:
-    """Join the changed buffers into as few stretches as possible, so that few kernels do it all."""
-    # A stable sort: within a section entries keep the order of their offsets.
+    """Join the changed buffers into as few runs as possible, to launch few kernels."""
+    # The sort is stable: within a section, entries keep the order of their offsets.
     ordered = sorted(range(len(layout.entries)), key=lambda i: layout.entries[i].section)
 
     def kind(index: int) -> tuple[int, tuple[bool, ...], BufferRule | None]:
@@ -331,7 +332,7 @@ def _run_of(flat: FlatTensors, run: _BufferRun) -> torch.Tensor:
 
 
 def _sizes_left(sizes: Sequence[int], table: ShardTable) -> list[int]:
-    """How many samples each shard has, without those that ``collate`` has left out."""
+    """Return the number of samples of each shard, without samples that ``collate`` left out."""
     left = [n - out for n, out in zip(sizes, table.left_out.tolist(), strict=True)]
     return left if any(left) else list(sizes)
 
@@ -339,11 +340,11 @@ def _sizes_left(sizes: Sequence[int], table: ShardTable) -> list[int]:
 def _combine(
     values: Sequence[torch.Tensor], start: torch.Tensor, sizes: Sequence[int], run: _BufferRun
 ) -> torch.Tensor:
-    """Apply a run's rule to the shards' values: (stop - start,) of the section's dtype."""
+    """Apply a run's rule to the shards' values; return (stop - start,) of the section's dtype."""
     whole = not (start.is_floating_point() or start.is_complex())
     rule = run.rule or ("max" if whole else "mean")
     filled = [value for value, size in zip(values, sizes, strict=True) if size]
-    # One shard's values as they are, to the bit: going through a mean would round them.
+    # Return a single shard's values as they are: a mean would round them.
     if len(filled) == 1:
         return filled[0]
     if rule == "first":
@@ -351,11 +352,11 @@ def _combine(
             value for value, by_shard in zip(values, run.changed_by, strict=True) if by_shard
         )
     if rule == "max":
-        # PyTorch has no maximum of 8-bit floats, nor of unsigned numbers of more than eight bits;
-        # these two dtypes have one.
+        # Convert to a dtype that has amax: PyTorch has none for 8-bit floats, nor for unsigned
+        # integers of more than 8 bits.
         known = torch.float64 if start.is_floating_point() else torch.int64
         return torch.stack([value.to(known) for value in filled]).amax(0).to(start.dtype)
-    # Rounded to the buffer's own dtype once, at the end: small increments would be lost on the way.
+    # Round to the buffer's dtype only at the end: otherwise small increments would be lost.
     wide = torch.int64 if whole else torch.complex128 if start.is_complex() else torch.float64
     if rule == "sum":
         base = start.to(wide)
@@ -366,18 +367,18 @@ def _combine(
 def _mean(
     values: Sequence[torch.Tensor], start: torch.Tensor, sizes: Sequence[int], wide: torch.dtype
 ) -> torch.Tensor:
-    # All shards at once: on a GPU, launches of kernels for each would take longer than kernels.
+    # Stack all shards: on a GPU, launching kernels per shard would take longer than the kernels.
     given = [as_words(value) for value, size in zip(values, sizes, strict=True) if size]
     words = torch.stack(given)  # PyTorch lacks kernels for some numbers of 8 bits
     filled = words.view(start.dtype)
-    # (a * n + a * m) / (n + m) is not always a. An element that no shard changed (a mask, a table
-    # of positions) must not drift from step to step.
+    # (a * n + a * m) / (n + m) is not always a. Detect elements that no shard changed (a mask, a
+    # table of positions): they must not drift from step to step.
     alike = words == as_words(start) if start.element_size() == 1 else filled == start
     left_alone = alike.all(dim=0)
     rows = filled.to(wide)
     multiply_each(list(rows.unbind()), [float(size) for size in sizes if size])
     if len(rows) < len(sizes):
-        # Zeros and not 0 times the value of an empty shard: 0 times infinity is not a number.
+        # Insert zeros for empty shards, not 0 times their values: 0 times infinity is NaN.
         coming, zeros = iter(rows), torch.zeros_like(start, dtype=wide)
         rows = torch.stack([next(coming) if size else zeros for size in sizes])
     mean = (fold_rows(rows) / sum(sizes)).to(start.dtype)
@@ -385,42 +386,42 @@ def _mean(
 
 
 class Carried:
-    """The buffers that each shard has for itself.
+    """Buffers with separate values for each shard.
 
     Args:
-        rules: of all buffers of the module.
+        rules: the rules of all buffers of the module.
     """
 
     def __init__(self, rules: Sequence[str | None]) -> None:
         self.indices = [index for index, rule in enumerate(rules) if rule == "per_shard"]
-        """Numbers of these buffers among all."""
+        """Numbers of the per-shard buffers among all buffers."""
         self.is_paused = False
-        """Whether the module shows averages, which are no change of a script's."""
+        """Whether the module shows averages (EMA, SWA), which do not count as a script's change."""
         self.values: dict[int, dict[int, torch.Tensor]] = {index: {} for index in self.indices}
-        """For each of them what a shard left, by the shard's number; without those that have left
-        nothing since the beginning."""
+        """For each such buffer, the value that each shard left, by shard number; shards that have
+        not changed it yet are missing."""
 
     def left(self, names: Sequence[str]) -> Iterable[tuple[str, int, torch.Tensor]]:
-        """Yield what shards have left: name of the buffer, number of the shard, value.
+        """Yield the values that shards left: name of the buffer, shard number, value.
 
         Args:
-            names: of all buffers of the module.
+            names: the names of all buffers of the module.
         """
         for index, by_shard in self.values.items():
             for shard, value in sorted(by_shard.items()):
                 yield names[index], shard, value
 
     def go_on(self, left: Mapping[int, Mapping[int, torch.Tensor]]) -> None:
-        """Go on with what shards have left in a run that was saved; by buffer and shard."""
+        """Continue with the values of a saved run, by buffer and shard."""
         self.values = {index: dict(left.get(index, {})) for index in self.indices}
 
 
 class BufferPlaces:
-    """Where a module keeps its buffers, and what becomes of each.
+    """Locations and rules of a module's buffers.
 
     Args:
-        module: the model, made by the user.
-        rules: the rules of buffers, by name or pattern.
+        module: the user's model.
+        rules: rules by name or pattern of buffers.
 
     Raises:
         ValueError: a rule is unknown, or its pattern matches no buffer.
@@ -437,43 +438,44 @@ class BufferPlaces:
         self.names = list(named)
         self.tensors = list(named.values())
         self.homes = [homes[id(tensor)] for tensor in self.tensors]
-        """For each buffer every module that holds it, with the name it has there."""
+        """For each buffer, every module that holds it and the buffer's name there."""
         self.layout = lay_out(named)
         self.rules = _rules_of(self.names, rules or {})
         self._known = [
             (prefix, buffers_of(owner), {n for n, b in buffers_of(owner).items() if b is not None})
             for prefix, owner in module.named_modules()
         ]
-        # The modules' own tables: in most steps their lengths are all that is looked at.
+        # The modules' own tables: in most steps it suffices to check their lengths.
         self._held = [buffers for _, buffers, _ in self._known]
         self._number = sum(map(len, self._held))
         self._some_are_none = self._number != sum(len(known) for _, _, known in self._known)
 
     def check(self) -> None:
-        """Refuse buffers that were not there when Trainer was made.
+        """Refuse buffers added after Trainer was created.
 
         Raises:
-            StateError: a buffer was added, or one that was None got a value.
+            StateError: a buffer was added, or a buffer that was None got a value.
         """
-        # Where none was None at the start, a new one shows in their number.
+        # If no buffer was None at the start, a new one changes the number of buffers.
         if not self._some_are_none and sum(map(len, self._held)) == self._number:
             return
-        # One that is None takes no part as long as it is.
+        # Ignore buffers that are still None: they have no values to combine.
         for prefix, buffers, known in self._known:
             for name, value in buffers.items():
                 if value is not None and name not in known:
                     full = f"{prefix}.{name}" if prefix else name
                     raise StateError(
-                        f"buffer {full} was not there, or None, when Trainer was made: a shard "
-                        f"that makes it keeps it to itself, and devices would differ. Register it "
-                        f"with a value, or run one forward pass, before Trainer is made"
+                        f"buffer {full} did not exist, or was None, when Trainer was created. A "
+                        f"shard that creates it keeps it to itself, so devices would differ. "
+                        f"Register it with a value, or run one forward pass, before creating "
+                        f"Trainer"
                     )
 
     def checked(self, index: int, value: torch.Tensor | None) -> torch.Tensor:
-        """Return what has come in the place of a buffer, if it can take that place.
+        """Return a buffer's replacement if it fits.
 
         Raises:
-            StateError: the replacement has another shape or dtype.
+            StateError: the replacement has a different shape or dtype.
         """
         expected = self.layout.entries[index]
         dtype = self.layout.dtypes[expected.section]
@@ -481,9 +483,9 @@ class BufferPlaces:
             came = "None" if value is None else f"{value.dtype} {tuple(value.shape)}"
             raise StateError(
                 f"buffer {self.names[index]}: expected {dtype} {expected.shape} as when Trainer "
-                f"was made, got {came}. A buffer keeps its shape and type through a run: where the "
-                f"first forward pass gives it its shape (observers of quantization do), run one "
-                f"before Trainer is made"
+                f"was created, got {came}. A buffer must keep its shape and dtype during a run. If "
+                f"the first forward pass sets the shape (as quantization observers do), run one "
+                f"before creating Trainer"
             )
         return value
 
@@ -498,7 +500,7 @@ def _rules_of(
         matching = [index for index, name in enumerate(names) if fnmatchcase(name, pattern)]
         if not matching:
             raise ValueError(
-                f"buffers has a rule for {pattern!r}, which names no buffer of the model: it has "
+                f"buffers has a rule for {pattern!r}, which matches no buffer of the model: it has "
                 f"{', '.join(names) or 'none'}"
             )
         for index in matching:

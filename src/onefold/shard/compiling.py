@@ -2,21 +2,23 @@
 
 Note: the same code on any number of devices
 --------------------------------------------
-Code for a shard may depend on the shapes of that shard and on nothing that was computed before it.
-So shapes are fixed, each with code of its own, kernels are chosen without timing them, and no
-address is built in: parameters lie in other memory on each device of a process, which CUDA graphs
-would not see. `onefold.shard.kernels` holds the compiler to that while shards run.
+The code for a shard may depend on the shapes of that shard, but not on earlier computations. Shapes
+are therefore static, with separate code for each, and kernels are chosen without timing them. The
+code contains no addresses either: each device of a process has its parameters in other memory,
+which CUDA graphs would not notice. `onefold.shard.kernels` enforces these settings while shards
+run.
 
 Note: random numbers
 --------------------
-The compiler would draw dropout in another way than PyTorch's own kernels do. It is asked not to:
-then a compiled run draws the same numbers as one that is not compiled, the two differ by rounding
-alone, and one loss can be compared with the other, see `EagerComparison`.
+By default the compiler generates dropout masks differently from PyTorch's own kernels. Option
+``fallback_random`` makes it use theirs: compiled and eager runs then draw the same numbers and
+differ only by rounding, so that `EagerComparison` can compare their losses.
 
-Note: a rehearsal
------------------
-Code does not say what a loss was divided by, nor which modules it called. So in the steps in which
-costly checks are due the first shard of each device runs forward once more, as it is written.
+Note: rehearsal
+---------------
+Compiled code does not show what a loss was divided by or which modules it called. In steps with
+costly checks, the first shard of each device therefore runs forward once more, without compiled
+code.
 """
 
 from __future__ import annotations
@@ -44,37 +46,38 @@ __all__ = ["CompiledLoss", "EagerComparison", "check_compiler", "check_layers"]
 
 _log = logging.getLogger("onefold")
 _MANY_SHAPES = 16
-"""More shapes than a data set has that was made for it: two sizes of shards, and two of a last
-batch."""
+"""Number of shapes above which to warn. A fitting data set has at most four: two sizes of shards,
+and two in the last batch."""
 _ADVICE = (
-    "Give batches few shapes: have collate pad texts to multiples of 64, say, and sort samples by "
-    "length with trainer.loader(lengths=...). Or leave out compile=True"
+    "Reduce the number of shapes: pad texts in collate, for example to multiples of 64, and sort "
+    "samples by length with trainer.loader(lengths=...). Or omit compile=True"
 )
 _OPTIONS = {
+    # The same dropout masks as eager kernels: see the note on random numbers.
     "deterministic": True,
     "fallback_random": True,
-    # These choose by timing, also where the environment asks for them.
+    # These options choose kernels by timing; disable them even if the environment enables them.
     "max_autotune": False,
     "max_autotune_gemm": False,
     "max_autotune_pointwise": False,
     "coordinate_descent_tuning": False,
     "benchmark_fusion": False,
-    # These build in addresses or values of parameters.
+    # These options embed addresses or values of parameters in the code.
     "freezing": False,
     "triton.cudagraphs": False,
 }
-"""What is asked of the code generator."""
+"""Options of the code generator."""
 _ROUNDING = 1e-3
-"""How far, relatively, a loss may differ in compiled code."""
+"""Maximum relative difference between the losses of compiled and eager code."""
 _ROUNDING_LOW = 0.05
-"""The same where it is computed in 16 bits."""
+"""Maximum relative difference if the loss is computed in 16 bits."""
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuse to compile for a device where what is needed for it is missing.
+    """Refuse a device for which PyTorch has no working compiler.
 
     Raises:
-        ValueError: there is no working compiler; the message says which is missing.
+        ValueError: there is no working compiler; the message names the missing part.
     """
     try:
         code_compiler(device)
@@ -86,8 +89,8 @@ def check_compiler(device: torch.device) -> None:
                 "python3-dev; CXX may name another compiler)"
             )
         raise ValueError(
-            f"compile=True: nothing can be compiled for {device}: {error}. Expected {needed}. "
-            f"Install what is missing, or leave out compile=True"
+            f"compile=True: cannot compile for {device}: {error}. This requires {needed}. Install "
+            f"it, or omit compile=True"
         ) from error
 
 
@@ -95,27 +98,27 @@ def check_layers(module: torch.nn.Module) -> None:
     """Refuse layers that cannot be compiled.
 
     Raises:
-        ValueError: there is one; the message names it.
+        ValueError: the model has such a layer; the message names it.
     """
     for name, part in module.named_modules():
         if isinstance(part, SyncBatchNorm):
             raise ValueError(
                 f"compile=True: {name or 'the model'} is an onefold.SyncBatchNorm, which waits for "
-                f"other shards in the middle of the code. Use torch.nn.BatchNorm or a group norm "
-                f"there, or leave out compile=True"
+                f"other shards in the middle of its code. Replace it by torch.nn.BatchNorm or a "
+                f"group norm, or omit compile=True"
             )
 
 
 class CompiledLoss:
-    """The user's model and loss, compiled together for each shape that a shard has.
+    """The user's model and loss, compiled together for each shape of a shard.
 
     Args:
-        loss: the loss function, made by the user.
-        deterministic: whether kernels that do not repeat their bits are refused.
+        loss: the user's loss function.
+        deterministic: whether to refuse kernels that do not repeat their bits.
     """
 
     def __init__(self, loss: LossFunction, *, deterministic: bool) -> None:
-        # A loss may be any callable; the compiler begins with a function.
+        # Wrap the loss in a function, from which the compiler can start: it may be any callable.
         def loss_of_shard(model: torch.nn.Module, payload: object) -> object:
             return with_values_detached(loss(model, payload))
 
@@ -125,24 +128,24 @@ class CompiledLoss:
         self._warned = False
 
     def __call__(self, model: torch.nn.Module, payload: object) -> object:
-        """Compute the loss of one shard; compile it first where its shape is new.
+        """Compute the loss of one shard; compile it first if its shape is new.
 
         Raises:
-            LossError: code was made for more shapes than anybody can have meant.
+            LossError: the compiler's limit of shapes is exceeded.
         """
         if not self._warned:
             self._count(payload)
         try:
             return self._run(model, payload)
         except Exception as error:
-            # By name, as the compiler's exceptions are private.
+            # Compare by name, because the compiler's exceptions are private.
             if type(error).__name__ == "FailOnRecompileLimitHit":
                 raise LossError(
-                    f"compile=True: code was made for as many shapes as it may be, and this shard "
-                    f"has another one. {_ADVICE}"
+                    f"compile=True: the compiler's limit of shapes is reached, and this shard has "
+                    f"another shape. {_ADVICE}"
                 ) from error
             if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                error.add_note("leave out compile=True to run the loss as it is written")
+                error.add_note("omit compile=True to run the loss without compiling it")
             raise
 
     def _count(self, payload: object) -> None:
@@ -150,20 +153,21 @@ class CompiledLoss:
         if len(self._shapes) > _MANY_SHAPES:
             self._warned = True
             _log.warning(
-                "compile=True: shards have had %d shapes so far, and code is made for each, which "
-                "takes seconds to minutes. %s",
+                "compile=True: shards have had %d shapes so far. Compiling the code for each takes "
+                "seconds to minutes. %s",
                 len(self._shapes),
                 _ADVICE,
             )
 
 
 class EagerComparison:
-    """Runs a shard as it is written, now and then, before compiled code does.
+    """Runs a shard in eager mode before its compiled code, in steps with costly checks.
 
     Args:
-        settings: the settings of the run.
-        external: modules that the loss uses beside the model.
-        notes: whether to look for them; a module that the script has compiled warns of that.
+        settings: the run's settings.
+        external: modules that the loss uses in addition to the model.
+        notes: whether to detect changes of such modules by hooks, about which a module that the
+            script compiled would warn.
     """
 
     def __init__(self, settings: Settings, external: ExternalModules, *, notes: bool) -> None:
@@ -175,13 +179,13 @@ class EagerComparison:
     def before(
         self, replica: Replica, task: ShardTask, table: ShardTable
     ) -> AbstractContextManager[None]:
-        """Surround a device's shards: its first one is rehearsed, if a check is due.
+        """Return the context of a device's shards, which rehearses the first if a check is due.
 
         Raises:
-            LossError: the loss is certainly not the one that the script means.
-            StateError: the loss changes a module that is no part of the model.
+            LossError: the loss is certainly not the loss that the script intends.
+            StateError: the loss changes a module that is not part of the model.
         """
-        # What sees the whole batch may do what a plain loop may.
+        # A pass over the whole batch may do anything that a plain loop may do.
         if not task.run_checks or task.is_plain:
             return nullcontext()
         own = task.batch.shares.shards_of(replica.number)
@@ -203,34 +207,35 @@ class EagerComparison:
             self._compare(part, float(table.totals[shard]), samples, where)
 
     def check_gathering(self, *, gathers: bool) -> None:
-        """Refuse a compiled loss that turns out to gather.
+        """Refuse a compiled loss that gathers.
 
         Raises:
-            LossError: it gathers.
+            LossError: the loss gathers.
         """
-        # What is gathered is first computed without gradients, and suspended in the middle: there
-        # the compiler fails in ways of its own, by what else is in the model.
+        # A gathering loss first runs without gradients and is suspended in the middle. There the
+        # compiler would fail with various errors, depending on the model.
         if gathers:
             raise LossError(
-                "compile=True: the loss calls onefold.gather, and a loss that waits for other "
-                "shards cannot be compiled. Leave out compile=True; parts of the model that a "
-                "script compiles itself may stay so"
+                "compile=True: the loss calls onefold.gather, which waits for other shards and "
+                "cannot be compiled. Omit compile=True; the script may still compile parts of the "
+                "model itself"
             )
 
     def _compare(self, part: Contribution, compiled: float, samples: int, where: str) -> None:
         """Warn once if two losses of the same shard differ by more than rounding."""
         written = float(part.total())
-        # Of losses of either sign a sum may be far smaller than what it was rounded by.
+        # Losses of both signs may cancel: compare with the sum of absolute values, not with the
+        # sum.
         size = max(float(part.root.detach().abs().double().sum()), abs(written), samples * 1e-3)
         difference = abs(written - compiled)
         if not math.isfinite(difference) or difference <= self._limit * size:
             return
         self._warned = True
         _log.warning(
-            "compile=True: the loss of %s adds up to %g, and to %g without compiling, on the same "
-            "samples with the same seeds. Random numbers of NumPy or of a generator of the "
-            "script's own may be drawn in another order; else it is an error of the compiler, and "
-            "compile=True is to be left out",
+            "compile=True: the loss of %s adds up to %g, but to %g without compiling, on the "
+            "same samples with the same seeds. If the loss uses random numbers of NumPy or of "
+            "the script's own generator, the order of draws may differ; otherwise the compiler "
+            "is wrong: omit compile=True",
             where,
             compiled,
             written,

@@ -1,18 +1,20 @@
-"""What `onefold.gather` does inside a shard, in each of the two runs of a step.
+"""Implements `onefold.gather` inside a shard, in both runs of a step.
 
-Note: what is put aside
------------------------
-A shard that stops in the middle shares the module and the generators with those that go on. What it
-finds afterwards must be what it left, whoever ran in between, or its bits would depend on the
-shares: gradients, buffers, modes and other attributes of the model's modules, frozen parameters,
-random numbers. Not covered is what a loss keeps elsewhere, in an object of its own.
+Note: state that a shard restores
+---------------------------------
+A shard that stops in the middle shares the module and the generators with the other shards. When it
+resumes, it must find the state that it left, whichever shard ran in between; otherwise its bits
+would depend on the shares. That state is: gradients, buffers, modes and other attributes of the
+modules, frozen parameters, and random numbers. State that a loss keeps in its own objects is not
+covered.
 
 Note: threads that take turns
 -----------------------------
-A loss stops inside a call of the user's function, and later inside autograd's backward, whose
-C++ frames only a thread can keep. Two threads never compute at the same time: whoever resumes one
-waits for its next stop. So the order of all computing is fixed, and nothing needs a lock. A thread
-ends before `end` returns: at its next stop an exception is raised in it, which unwinds its frames.
+A loss stops inside a call of the user's function, and later inside autograd's backward; only a
+thread can keep those C++ frames. Two threads never compute at the same time: the driver resumes one
+and waits for its next stop. The order of all computation is therefore fixed, and nothing needs a
+lock. A thread ends before `end` returns: its next stop raises an exception, which unwinds its
+frames.
 """
 
 from __future__ import annotations
@@ -42,54 +44,54 @@ __all__ = ["GatherCall", "GatherPosition", "GatherReplay", "JointShard"]
 
 
 _AGAIN = (
-    "onefold.gather (or onefold.SyncBatchNorm) was called while gradients are computed, as it is "
-    "inside of torch.utils.checkpoint, which runs a layer once more: expected calls in the forward "
-    "pass alone. Take it out of the checkpointed part; a loss that gathers keeps the memory of one "
-    "shard at a time anyway"
+    "onefold.gather (or onefold.SyncBatchNorm) was called during backward, as happens inside "
+    "torch.utils.checkpoint, which reruns layers. Call it in the forward pass only: move it out of "
+    "the checkpointed part; a loss that gathers keeps the memory of one shard at a time anyway"
 )
 _OTHERWISE = (
-    "a shard that ran a second time, for its gradients, does not call onefold.gather as it did the "
-    "first time: expected the same calls with tensors of the same shapes. A loss may depend on "
-    "the model, its samples and random numbers, and on nothing that it keeps from call to call"
+    "a shard's second run, for its gradients, called onefold.gather differently from its first. "
+    "Make the same calls, with tensors of the same shapes, in both runs. A loss may depend on the "
+    "model, its samples and random numbers, but not on state that it keeps from call to call"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPosition:
-    """Where a shard waits for the others."""
+    """The point at which a shard stops and waits for the others."""
 
     at: Literal["gather", "end", "backward", "over"]
-    """A call of `gather`; the end of the loss; backward through such a call; the end of it all."""
+    """Stopped in a call of `gather`, at the end of the loss, in backward through a call of
+    `gather`, or after backward."""
     call: int = 0
-    """Number of the call of `gather` in this shard."""
+    """Number of the `gather` call in this shard."""
     tensor: torch.Tensor | None = None
-    """What is gathered, (n, ...); in backward the gradient of what was returned, (N, ...)."""
+    """Gathered rows, (n, ...); in backward, the gradient of the call's result, (N, ...)."""
     differentiable: bool = False
-    """Whether a gradient may come back."""
+    """Whether the call may receive a gradient."""
     terms: tuple[tuple[str, float], ...] = ()
-    """At the end of the loss, kind and weight of each of its terms."""
+    """Kind and weight of each term of the loss, at the end of the loss."""
     result: ShardResult | None = None
-    """When it is over."""
+    """The shard's result, after backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherCall:
-    """One call of `gather` in one shard, once all is known of it."""
+    """A complete call of `gather` in one shard."""
 
     joined: GatheredRows
     gradient: torch.Tensor | None
-    """(n, ...) of the whole batch's loss in what this shard has gathered; None without one."""
+    """Gradient of the batch's loss in the shard's rows, (n, ...); None without one."""
 
 
 class JointShard(Gatherer):
-    """A shard that runs in turns with others: it stops wherever it needs them.
+    """A shard that takes turns with others and stops when it needs their values.
 
-    It has a thread of its own: see the note on threads at the head of this file.
+    It has its own thread: see the note on threads at the top of this file.
 
     Args:
-        replica: computes it.
-        shard: its number.
-        compute: the whole shard, forward and backward, with this gatherer.
+        replica: computes the shard.
+        shard: the shard's number.
+        compute: runs the whole shard, forward and backward, with this gatherer.
         alone: whether no other shard of this process runs in between.
     """
 
@@ -105,12 +107,12 @@ class JointShard(Gatherer):
         self._calls = 0
         self._forward_is_over = False
         self._outputs: list[torch.Tensor] = []
-        # So that what is gathered has a gradient also where parameters are frozen for the time.
+        # Gives gathered rows a gradient even if all parameters are frozen at the moment.
         self._anchor = torch.zeros((), requires_grad=True)
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._stops: SimpleQueue[GatherPosition | BaseException] = SimpleQueue()
         self._ended = False
-        # What a library keeps in context variables (the compiler does) holds in the thread as well.
+        # Copy context variables to the thread: libraries such as the compiler keep settings there.
         run, name = contextvars.copy_context().run, f"onefold shard {shard}"
         self._thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=True)
 
@@ -136,15 +138,15 @@ class JointShard(Gatherer):
 
     @property
     def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        # Without values: only so that backward comes to every call in every shard, also where the
-        # loss of this one does not depend on it. Autograd takes later calls first.
+        # Zero gradients make backward reach every call in every shard, even if this shard's loss
+        # does not depend on the call. Autograd reaches later calls first.
         return [(output, torch.zeros_like(output)) for output in self._outputs]
 
     def resume(self, answer: Any = None) -> GatherPosition:
-        """Start the shard, or go on with the answer to its last stop; return the next one.
+        """Start the shard, or resume it with the answer to its last stop; return the next stop.
 
         Raises:
-            BaseException: whatever the shard has raised.
+            BaseException: any exception that the shard raises.
         """
         if self._thread.ident is None:
             self._thread.start()
@@ -156,15 +158,15 @@ class JointShard(Gatherer):
         return stop
 
     def stop(self, stop: GatherPosition) -> Any:
-        """Let others run; return what the driver answers.
+        """Let other shards run; return the driver's answer.
 
         Raises:
-            ShardEnded: the shard is not to go on.
+            ShardEnded: the shard is to end.
         """
-        # Values of low precision that were made before are made anew, whoever ran in between.
+        # Drop autocast's cached low-precision values, so that a shard never uses another one's.
         torch.clear_autocast_cache()
         put_back = None if self._alone else put_aside(self.replica)
-        # Also where the loss has caught the exception and stops once more.
+        # Check here too: the loss may have caught the exception, and stops again.
         if self._ended:
             raise ShardEnded
         self._stops.put(stop)
@@ -177,7 +179,7 @@ class JointShard(Gatherer):
         return answer
 
     def end(self) -> None:
-        """End the shard at its next stop, if it has not come to its end, and wait for that."""
+        """End the shard at its next stop, unless it is over, and wait for its thread."""
         self._ended = True
         if self._thread.ident is not None:
             self._answers.put(None)
@@ -188,16 +190,16 @@ class JointShard(Gatherer):
         try:
             with self._settings():
                 stop = GatherPosition("over", result=self._compute())
-        except BaseException as error:  # raised again by whoever waits in `resume`
+        except BaseException as error:  # `resume` raises it again
             stop = error
-        # They hold the graph that they are of, which holds this shard and its samples: a circle
-        # through PyTorch, which nobody else would break.
+        # The outputs hold their graph, which holds this shard and its samples: a reference cycle
+        # through PyTorch's C++ objects, which the garbage collector cannot break.
         self._outputs.clear()
         self._stops.put(stop)
 
 
 class _Join(torch.autograd.Function):
-    """What was gathered, as a function of what this shard has put in."""
+    """The gathered rows, as a differentiable function of this shard's rows."""
 
     @staticmethod
     def forward(
@@ -209,7 +211,7 @@ class _Join(torch.autograd.Function):
         call: int,
     ) -> torch.Tensor:
         ctx.turn, ctx.call = turn, call
-        # A copy: what one shard writes into it, no other may see.
+        # Return a copy: a shard may write to it, and no other shard may see that.
         return whole.clone()
 
     @staticmethod
@@ -220,10 +222,10 @@ class _Join(torch.autograd.Function):
 
 
 class GatherReplay(Gatherer):
-    """A shard that runs a second time: all that it gathers is known, and so are the gradients.
+    """A shard's second run, in which all gathered rows and their gradients are known.
 
     Args:
-        calls: in the order in which the shard makes them.
+        calls: the calls of `gather`, in the order of the shard.
     """
 
     def __init__(self, calls: Sequence[GatherCall]) -> None:
@@ -255,9 +257,9 @@ class GatherReplay(Gatherer):
 
 
 class _Pull(torch.autograd.Function):
-    """Nothing, from which backward brings a known gradient to a tensor as it is now."""
+    """A scalar 0 whose backward adds a known gradient to a tensor in its present state."""
 
-    # Not the tensor itself as a root: the loss may still write into it.
+    # Do not use the tensor itself as a root: the loss may still write to it in place.
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -271,27 +273,28 @@ class _Pull(torch.autograd.Function):
 
 
 def put_aside(replica: Replica) -> Callable[[], None]:
-    """Take away what a shard has made so far; the result puts it back.
+    """Set aside the state that a shard has produced so far; the returned function restores it.
 
     Args:
-        replica: computes the shard; attached now, and again when it is put back.
+        replica: computes the shard; attached now, and again when the state is restored.
     """
     parameters, buffers = list(replica.parts.named.values()), replica.buffers
     gradients = gradients_of(parameters)
     put_gradients(parameters, [None] * len(gradients))
-    # Before `absorb`, which writes what has come in place of a buffer into its memory: the graph
-    # of this shard may hold that memory, and what was there must be there again for backward.
+    # Clone before `absorb`, which copies replaced buffers into this memory: the shard's graph may
+    # hold this memory, and backward needs the values that are in it now.
     before = buffers.flat.clone()
     homes = [(buffers_of(o), name) for each in buffers.places.homes for o, name in each]
     held = [table.get(name) for table, name in homes]
     buffers.absorb()
-    # Shallow: the tables in which a module holds its parameters and parts stay the same objects.
+    # Copy shallowly: a module's tables of parameters and submodules must stay the same objects.
     modules = [(part, dict(part.__dict__)) for part in replica.module.modules()]
     trainable = replica.parts.trainable()
     generators, own = GeneratorStates(replica.device), replica.own_generators
     states = own.states()
 
     def put_back() -> None:
+        # Compare first: nearly no module changes its attributes between two stops.
         for part, attributes in modules:
             if not _same(part.__dict__, attributes):
                 part.__dict__.clear()
@@ -309,26 +312,26 @@ def put_aside(replica: Replica) -> Callable[[], None]:
 
 
 def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether two tables hold the very same objects."""
-    # Not by ==, which compares tensors element by element.
+    """Whether two tables hold identical objects in the same order."""
+    # Compare by identity: == would compare tensors element by element.
     return list(now) == list(before) and all(map(operator.is_, now.values(), before.values()))
 
 
 class ShardEnded(BaseException):
-    """Raised inside a thread that is no longer needed; never reaches a script."""
+    """Raised inside a thread that is no longer needed; it never reaches a script."""
 
-    # Not an Exception: a loss may well catch those.
+    # A BaseException, because a loss may catch Exception.
 
 
 def thread_settings(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Read those of PyTorch's settings of the current thread that decide what a model computes.
+    """Read the thread-local settings of PyTorch that affect a model's results.
 
     Args:
-        device: where a thread will compute.
+        device: the device on which a thread will compute.
 
     Returns:
-        A context that gives the thread that enters it the same settings. Backward computes in that
-        thread as well, and not in one that PyTorch has for each GPU: it could not stop there.
+        A context that applies the settings to the thread that enters it. Backward then runs in that
+        thread too, not in PyTorch's own thread for a GPU, in which it could not stop.
     """
     grad, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
     autocast = [

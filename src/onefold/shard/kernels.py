@@ -1,17 +1,17 @@
-"""Chooses kernels that repeat their bits, whatever this process has computed before.
+"""Selects kernels that give the same bits whatever this process has computed before.
 
 Note: compilers
 ---------------
-What a compiler makes of a model may depend on the shapes that it has met: after the second shape,
-``torch.compile`` makes code for shapes that vary, and TorchScript's executor specializes on what it
-sees. Which shapes a process meets depends on the number of devices and on where a run was stopped.
-So inside a call shapes are taken as fixed, each with code of its own, and TorchScript runs as it is
-written. A model that was compiled with ``dynamic=True`` asks for the opposite and is refused.
+Compiled code may depend on the shapes seen before: after the second shape ``torch.compile``
+generates code for dynamic shapes, and TorchScript's executor specializes on its inputs. The shapes
+that a process sees depend on the number of devices and on where a run was interrupted. During a
+call shapes are therefore static, with separate code for each, and TorchScript runs without
+optimization. A model compiled with ``dynamic=True`` requests the opposite and is refused.
 
 Note: settings of the whole process
 -----------------------------------
-All of these settings are global. They are set for the length of a call and put back afterwards, so
-that what the script computes between two steps is computed as the script chose.
+All of these settings are global. They are set for the duration of a call and then restored, so that
+the script's own computations between steps use the script's settings.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ __all__ = ["Compilers", "calls_compiled", "computing_in", "repeatable_kernels"]
 _NOTHING = nullcontext()
 
 _SHAPES = 1024
-"""Shapes for which code may be made: there are two sizes of shards, and those of a last batch."""
+"""Limit of compiled shapes: shards have two sizes, and those of the last batch differ."""
 
 
 class Compilers:
-    """Knows whether a model is compiled, and the settings under which it then repeats its bits.
+    """Detects whether a model is compiled, and makes compiled code repeat its bits.
 
     Args:
-        module: the model, made by the user.
-        functions: its losses.
-        compiles: whether the Trainer compiles both.
+        module: the user's model.
+        functions: its loss functions.
+        compiles: whether Trainer compiles both.
 
     Raises:
-        ValueError: a part of either is compiled for shapes that vary.
+        ValueError: the model or a loss is compiled for dynamic shapes.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class Compilers:
         for name, part in compiled:
             if is_compiled(part, dynamic=True):
                 raise ValueError(
-                    f"{name} is compiled with dynamic=True: its bits would depend on the shapes "
-                    f"that a device has met, and so on the number of devices. Compile it without, "
-                    f"or with dynamic=False"
+                    f"{name} is compiled with dynamic=True, so its bits depend on the shapes that "
+                    f"a device has seen, and therefore on the number of devices. Compile it with "
+                    f"dynamic=False, or omit dynamic"
                 )
         self.by_user = bool(compiled)
-        """Whether the script itself has compiled a part of the model or its loss."""
+        """Whether the script itself compiled a part of the model or its loss."""
         self.compiled = compiles or self.by_user
-        """Whether ``torch.compile`` has a part in the model or its loss."""
+        """Whether ``torch.compile`` compiled any part of the model or its loss."""
         self._scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
 
     def settled(self) -> AbstractContextManager[None]:
-        """Have compilers treat shapes as fixed inside this context."""
+        """Make compilers treat shapes as static inside this context."""
         return self._settled() if self.compiled or self._scripted else _NOTHING
 
     @contextmanager
@@ -83,17 +83,17 @@ class Compilers:
             if self._scripted:
                 stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
             if self.compiled:
-                # Past its limit the compiler would go back to eager kernels, whose bits differ, and
-                # say so in a log at most: an error is better.
+                # Beyond its limit the compiler would fall back to eager kernels, whose bits differ,
+                # with a log line at most. Raise instead.
                 settings: dict[str, Any] = {
                     "automatic_dynamic_shapes": False,
                     "assume_static_by_default": True,
                     "recompile_limit": _SHAPES,
                     "accumulated_recompile_limit": _SHAPES,
                     "fail_on_recompile_limit_hit": True,
-                    # The same for what cannot be compiled by an error of the compiler.
+                    # The compiler's own errors would cause the same fallback.
                     "suppress_errors": False,
-                    # Hooks may come and go between steps, and would not be noticed.
+                    # Without these guards, hooks added or removed between steps have no effect.
                     "skip_nnmodule_hook_guards": False,
                 }
                 stack.enter_context(load_compiler().patch(**settings))
@@ -102,18 +102,18 @@ class Compilers:
 
 @contextmanager
 def repeatable_kernels(*, deterministic: bool, may_compile: bool = True) -> Iterator[None]:
-    """Have PyTorch choose kernels that repeat their bits; restore the caller's settings afterwards.
+    """Make PyTorch choose kernels that repeat their bits; restore the settings afterwards.
 
     Args:
-        deterministic: whether to; if not, nothing is changed.
-        may_compile: whether something may be compiled in here for the first time in this process.
+        deterministic: whether to do so; if False, this context changes nothing.
+        may_compile: whether this block may compile something for the first time in this process.
     """
     if not deterministic:
         yield
         return
     before = KernelSettings()
-    # The compiler has a switch of its own. It is touched only where the compiler is loaded, or may
-    # be: loading takes a second or two.
+    # The compiler has its own switch. Do not load the compiler for it, which takes a second or two,
+    # unless something may be compiled.
     compiler = compiler_config(may_load=may_compile)
     compiled_before = compiler is not None and compiler.deterministic
     before.repeat_bits()
@@ -128,16 +128,16 @@ def repeatable_kernels(*, deterministic: bool, may_compile: bool = True) -> Iter
 
 
 def calls_compiled(module: torch.nn.Module, *functions: object) -> bool:
-    """Whether something of a module, or of what functions call, went through ``torch.compile``."""
+    """Whether any part of a module, or of its functions, was compiled by ``torch.compile``."""
     return any(True for _ in _compiled_parts(module, functions))
 
 
 def _compiled_parts(
     module: torch.nn.Module, functions: Sequence[object]
 ) -> Iterator[tuple[str, Any]]:
-    """List what of the model or its loss went through ``torch.compile``, with a name for each."""
-    # There are three ways: module.compile() keeps the compiled call in the module, torch.compile
-    # wraps a module, or marks a function, which may be a method that the script has replaced.
+    """Yield the compiled parts of the model and its loss, with a name for each."""
+    # There are three cases: module.compile() keeps the compiled call in the module; torch.compile
+    # wraps a module, or marks a function, which may be a method that the script replaced.
     for name, part in module.named_modules():
         called = compiled_call_of(part)
         if called is not None:
@@ -154,7 +154,7 @@ def _compiled_parts(
 
 
 def _has_mark(value: object) -> bool:
-    # Compiled modules are found as modules; here a wrapped one would be listed twice.
+    # Compiled modules are found above; a wrapped module would be listed twice here.
     return not isinstance(value, torch.nn.Module) and is_compiled(value)
 
 
@@ -166,22 +166,22 @@ _NO_KERNEL = (
     "to have the same dtype",
     "expected scalar type",
 )
-"""Words of the errors of kernels that a device lacks in a dtype, or that refuse several dtypes."""
+"""Fragments of the errors that kernels raise if a dtype is unsupported or dtypes are mixed."""
 
 
 @contextmanager
 def computing_in(
     dtype: torch.dtype, device: torch.device, module: torch.nn.Module
 ) -> Iterator[None]:
-    """Have autocast compute in a lower precision, and say what a device cannot compute in it.
+    """Run autocast in a lower precision, and explain the error if the device lacks a kernel.
 
     Args:
-        dtype: what autocast casts to.
-        device: computes.
-        module: the model, whose layers an error names.
+        dtype: the dtype of autocast.
+        device: the device that computes.
+        module: the model, whose layers the error names.
 
     Raises:
-        PrecisionError: an operation has no kernel for this dtype there.
+        PrecisionError: an operation has no kernel for this dtype on the device.
     """
     try:
         with torch.autocast(device.type, dtype=dtype):
@@ -195,15 +195,16 @@ def computing_in(
         said = str(error).strip().splitlines()[0].rstrip(".")
         raise PrecisionError(
             f'{layer} cannot be computed in {name} on {_processor(device)}: PyTorch says "{said}". '
-            f'Use Trainer(precision="fp32"), or compute this layer in float32: call it in a block '
-            f'of torch.autocast("{device.type}", enabled=False), with inputs that are .float(). '
-            f'With precision="{short}-params", first choose "{short}": its weights are in float32'
+            f'Use Trainer(precision="fp32"), or compute this layer in float32: call it inside '
+            f'torch.autocast("{device.type}", enabled=False), with inputs converted by .float(). '
+            f'With precision="{short}-params", first try "{short}", which keeps weights in float32'
         ) from error
 
 
 def _layer_of(traceback: TracebackType | None, module: torch.nn.Module) -> str:
-    """Name the innermost layer of a model whose method is in a traceback."""
+    """Name the innermost layer of the model whose method is in a traceback."""
     names = {id(layer): name for name, layer in module.named_modules()}
+    # Traceback entries go from the outermost to the innermost frame, so the last match wins.
     found = "an operation of the loss function"
     while traceback is not None:
         layer = traceback.tb_frame.f_locals.get("self")

@@ -1,18 +1,19 @@
-"""Finds out from the graph of a loss what it is, where onefold would read it as something else.
+"""Detects losses that onefold would misread, from their autograd graphs.
 
-`LossWatch` looks at the losses of a run, and refuses or warns once.
+`LossWatch` inspects the losses of a run. It raises if it is certain, and otherwise warns once.
 
-A tensor does not say what it was divided by. A scalar is read as the mean over the shard's samples,
-and (n,) values are divided by n; a sum, or a mean by class weights or by targets that are not
-ignored, gives the same bits on any number of devices and a loss that nobody intended. The node of
-autograd that made the tensor often knows: `inspect_loss` looks at it, and reports only what it is
-sure of. Sums that were written out by hand can only be guessed at (``maybe-sum``).
+A tensor does not record its denominator. onefold reads a scalar as the mean over the shard's
+samples, and divides (n,) values by n. If the loss is a sum, or a mean by class weights or by
+targets that are not ignored, the bits are the same on any number of devices, but the loss is not
+the intended one. The autograd node that made the tensor often tells: `inspect_loss` reads it, and
+reports only certain findings. For sums that the script computes by hand it can only guess
+(``maybe-sum``).
 
-One sample is its own sum and its own mean. A division by 1 leaves a node all the same, so a sum
-over one sample that nothing divides is still known for what it is over two.
+The sum and the mean of one sample have the same value. But a division by 1 also leaves a node, so a
+sum over one sample without any division is detected as for two samples.
 
-The attributes of nodes that begin with ``_saved_`` are not promised by PyTorch. Where one is
-missing, nothing is found, and ``tests/shard/test_loss_watch.py`` fails.
+PyTorch does not guarantee the nodes' ``_saved_`` attributes. If one is missing, nothing is found,
+and ``tests/shard/test_loss_watch.py`` fails.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ FindingKind = Literal[
 ]
 
 _NODES_LOOKED_AT = 48
-"""A loss that adds up more terms than so many is not searched to its end."""
+"""Maximum number of nodes visited; a loss with more terms is not searched completely."""
 _MEAN, _SUM = 1, 2
-"""PyTorch's numbers for reductions; 0 is none."""
+"""PyTorch's codes of reductions; 0 is none."""
 
 LOSSES = {
     "BinaryCrossEntropyBackward0": "binary_cross_entropy",
@@ -69,7 +70,7 @@ LOSSES = {
 _OF_CLASSES = {"NllLossBackward0", "NllLoss2DBackward0"}
 _SUMS = {"SumBackward0", "SumBackward1"}
 _SCALES = (10.0, 100.0)
-"""Inverse factors that are more often a scale (0.1, 0.01) than a count."""
+"""Reciprocals of factors that are more often a scale (0.1, 0.01) than one over a count."""
 _ADDING = ("AddBackward", "SubBackward", "StackBackward")
 _REDUCED = {*_SUMS, "MeanBackward0"}
 _SAME_VALUES = {
@@ -89,38 +90,38 @@ _SAME_VALUES = {
 
 @dataclass(frozen=True, slots=True)
 class LossFinding:
-    """A loss that is not what onefold would read it as."""
+    """A loss that onefold would misread."""
 
     kind: FindingKind
     text: str
-    """The whole finding, as the end of a sentence that begins with the loss and a verb."""
+    """The end of a sentence that begins with the loss and a verb."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A node of the graph, and what lies between it and the result."""
+    """A node of the graph, with the operations between it and the result."""
 
     node: Any
     whole: bool = True
-    """Whether it is the result itself, and not one of several terms that are added up."""
+    """Whether the node is the whole result, not one of several added terms."""
     divisor: float | None = None
-    """What it was divided by, if it was; NaN where only a GPU knows, infinity where a factor may
-    be a scale as well as one over a count."""
+    """Denominator between node and result; None without division, NaN if only a GPU knows it,
+    infinity if a factor may be either a scale or one over a count."""
     divisions: int = 0
-    """How many counts it was divided by."""
+    """Number of divisions by a count."""
     enlarged: bool = False
-    """Whether it was multiplied by more than 1."""
+    """Whether a factor is larger than 1."""
 
 
 def inspect_loss(result: object, samples: int, batch_samples: int = 0) -> LossFinding | None:
-    """Report what a loss is, where it is not what onefold would read it as.
+    """Report how a loss differs from what onefold would read it as.
 
-    Where the loss has targets of classes, one number is read from its device.
+    For losses with class targets, this reads one number from the loss's device.
 
     Args:
-        result: what a loss returned for a shard; nothing is found in what is not a tensor.
+        result: return value of a loss for a shard; nothing is found unless it is a tensor.
         samples: number of samples in the shard.
-        batch_samples: number of samples in the batch that it is a shard of; 0 if not known.
+        batch_samples: number of samples in the whole batch; 0 if not known.
 
     Returns:
         The first finding, or None.
@@ -134,12 +135,13 @@ def inspect_loss(result: object, samples: int, batch_samples: int = 0) -> LossFi
     if not isinstance(result, torch.Tensor) or result.grad_fn is None or samples < 1:
         return None
     scalar = result.dim() == 0
-    # All at once, as what is found in one depends on whether there is a mean among the others.
+    # List all places first: a finding at one depends on whether another is a mean.
     places = list(places_in(result.grad_fn, samples, scalar=scalar))
     for place in places:
         found = _inspect_scalar(place, samples) if scalar else _inspect_each(place)
         if found is not None and found.kind == "sum" and any(map(_is_mean, places)):
-            return _maybe_sum(samples)  # beside a mean, it may be a penalty on the parameters
+            # Next to a mean, a sum may be a penalty on the parameters.
+            return _maybe_sum(samples)
         if found is not None:
             return found
     for place in places:
@@ -155,7 +157,7 @@ def _is_mean(place: _Place) -> bool:
 
 
 def places_in(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
-    """Walk to the nodes whose values make up the result, but for signs, factors and shapes."""
+    """Yield the nodes whose values make up the result, apart from signs, factors and shapes."""
     waiting = [_Place(node)]
     for _ in range(_NODES_LOOKED_AT):
         if not waiting:
@@ -169,7 +171,7 @@ def places_in(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
             waiting += [replace(place, node=child, whole=False) for child in reversed(inner)]
         elif name.startswith(("MulBackward", "DivBackward")):
             number = _number_beside(place.node)
-            # With a graph on both sides it is a product of two results, and no mere factor.
+            # A graph on both sides means a product of two results, not a scaled one.
             if number is not None and len(inner) == 1:
                 by = number if name.startswith("Div") else _inverse(number, samples)
                 divisor = _times(place, by, samples)
@@ -187,36 +189,37 @@ def places_in(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
 
 
 def _keeps_values(node: Any, samples: int, *, scalar: bool) -> bool:
-    """Whether a node only changes signs or shapes, or averages each sample's own values."""
+    """Whether a node only changes signs or shapes, or averages within each sample."""
     name = node.name()
     if not scalar:
         return name in _SAME_VALUES or name == "MeanBackward1"
     if name in _REDUCED and _numel_of(node) == 1:
-        # What reduces a single sample reduces the batch of a plain loop; a scalar stays a scalar.
+        # With one sample, reducing one value may be the plain loop's reduction of its batch. If the
+        # input is a scalar, it is not.
         return samples > 1 or not saved(node, "self_sym_sizes")
     return name in _SAME_VALUES
 
 
 def _adds_losses(node: Any, samples: int) -> bool:
-    """Whether a node adds up or averages several losses that are stacked, and not the samples."""
+    """Whether a node adds up or averages stacked losses, not samples."""
     inner = node.next_functions[0][0] if node.name() in _REDUCED else None
     if inner is None or inner.name() != "StackBackward0":
         return False
-    # As many as there are samples may well be one loss a sample, stacked in a Python loop.
+        # A stack as long as the batch may hold one loss per sample, from a Python loop.
     return len(inner.next_functions) == _numel_of(node) != samples
 
 
 def _times(place: _Place, divisor: float, samples: int) -> float | None:
-    # A divisor of less than 1 scales; it cannot be a count, and 1 is that of a single sample.
+    # A divisor below 1 is a scale: a count is at least 1, and it is 1 only for a single sample.
     if abs(divisor) < 1.0 or (abs(divisor) == 1.0 and samples > 1):
         return place.divisor
     return divisor if place.divisor is None else divisor * place.divisor
 
 
 def _inverse(factor: float, samples: int) -> float:
-    """Return what a factor divides by; infinity where it may be a scale as well as a count."""
+    """Return the divisor equal to a factor; 0 if it is a scale, infinity if it may be either."""
     divisor = 1 / abs(factor) if factor else math.nan
-    # Of one sample every whole number is a multiple.
+    # With one sample, every integer is a multiple, so the test below would prove nothing.
     if math.isnan(divisor) or (samples > 1 and _is_multiple(divisor, samples)):
         return divisor
     is_scale = divisor <= 2.0 or divisor in _SCALES
@@ -233,7 +236,7 @@ def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
         return _quotient(place.divisor, samples, function)
     if reduction == _MEAN and name in _OF_CLASSES:
         return _inspect_classes(place.node, samples, mean=True)
-    # A sum or mean beside other terms is most likely a penalty on the parameters, which is the same
+    # A sum or mean among other terms is most likely a penalty on the parameters, which is the same
     # in every shard.
     if not place.whole:
         return None
@@ -248,14 +251,14 @@ def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
 
 
 def _inspect_each(place: _Place) -> LossFinding | None:
-    """Inspect a loss of one value per sample, (n,)."""
+    """Inspect a loss with one value per sample, (n,)."""
     node = place.node
     of_classes = node.name() in _OF_CLASSES and saved(node, "reduction") == 0
     return _inspect_classes(node, 0, mean=False) if of_classes else None
 
 
 def _inspect_classes(node: Any, samples: int, *, mean: bool) -> LossFinding | None:
-    """Inspect a loss of classes: a mean, or one value per sample."""
+    """Inspect a classification loss: a mean, or one value per sample."""
     function = LOSSES[node.name()]
     if saved(node, "weight") is not None:
         return finding_of("weights" if mean else "weights-none", function)
@@ -270,8 +273,8 @@ def _inspect_classes(node: Any, samples: int, *, mean: bool) -> LossFinding | No
 
 
 def _ignored(targets: torch.Tensor, index: int, kept: torch.Tensor | None) -> int:
-    """Count the targets that are ignored, where those that are not have been counted already."""
-    # The count is in the loss's dtype, and 16 bits round it, as 32 do from 2**24 on.
+    """Count the ignored targets; ``kept``, if given, is PyTorch's count of the others."""
+    # ``kept`` has the loss's dtype: 16 bits round it, and so do 32 bits from 2**24 on.
     if kept is None or kept.itemsize < 4 or targets.numel() > 2**24:
         return int((targets == index).sum())
     return targets.numel() - int(kept)
@@ -279,7 +282,7 @@ def _ignored(targets: torch.Tensor, index: int, kept: torch.Tensor | None) -> in
 
 def _ignored_index(node: Any) -> int | None:
     index = saved(node, "ignore_index")
-    # PyTorch hands it over as an unsigned number: -100 comes as 2**64 - 100.
+    # PyTorch returns the index as an unsigned number: -100 becomes 2**64 - 100.
     return None if index is None else index - 2**64 if index >= 2**63 else index
 
 
@@ -294,16 +297,17 @@ def _quotient(
 
 
 def _may_be_of_batch(place: _Place, samples: int, batch_samples: int) -> bool:
-    """Whether a sum was divided by a count of the whole batch, of samples or of their values."""
+    """Whether a sum was divided by a count of the whole batch: of its samples or their values."""
     if batch_samples <= samples or place.divisions != 1 or place.enlarged:
         return False
     of_function = saved(place.node, "reduction") == _SUM
-    # Beside other terms, a sum is most likely a penalty on the parameters.
+    # Among other terms, a sum is most likely a penalty on the parameters.
     if not of_function and (place.node.name() not in _SUMS or not place.whole):
         return False
     values = saved(place.node, "target")
     values = saved(place.node, "self") if values is None else values
     sizes = saved(place.node, "self_sym_sizes") if values is None else values.shape
+    # The shard's own counts; `count` is scaled to the size of the shard before the comparison.
     counts = [samples, *accumulate(sizes or (), mul)]
 
     def is_of_shard(number: float) -> bool:
@@ -314,8 +318,8 @@ def _may_be_of_batch(place: _Place, samples: int, batch_samples: int) -> bool:
 
 
 def _is_multiple(count: float, samples: int) -> bool:
-    """Whether each sample may have the same share in a count: one value, or a fixed number."""
-    # With a tolerance, as divisors may have been float32 tensors.
+    """Whether a count is a multiple of the samples, that is, a fixed number of values each."""
+    # Use a tolerance, because divisors may be float32 tensors.
     share = count / samples
     return share > 0.5 and math.isclose(share, round(share), rel_tol=1e-5)
 
@@ -344,10 +348,11 @@ def finding_of(kind: FindingKind, function: str | None = None, **names: object) 
 
 
 def _number_beside(node: Any) -> float | None:
-    """Return the number by which a product or a quotient scales what comes from the model.
+    """Return the number by which a product or quotient scales the model's output.
 
-    None where there is no such number; NaN where reading it would wait for a GPU.
+    Returns None if there is none, and NaN if reading it would block on a GPU.
     """
+    # A node saves only the operands that its backward needs: a constant factor is saved alone.
     # A node keeps only the operands that its backward needs: of a constant factor, that alone.
     kept = [saved(node, "other"), saved(node, "self")]
     numbers = [value for value in kept if value is not None]
@@ -362,55 +367,55 @@ def _number_beside(node: Any) -> float | None:
 
 
 def _numel_of(node: Any) -> int:
-    """Return how many values a sum or a mean reduces; 0 where the node does not say."""
+    """Return the number of values that a sum or mean reduces; 0 if the node does not save it."""
     sizes = saved(node, "self_sym_sizes")
     return math.prod(sizes) if sizes is not None else 0
 
 
 def saved(node: Any, name: str) -> Any:
-    """Return what a node keeps for backward; None where it does not, or has freed it."""
+    """Return an attribute that a node saves for backward; None if it is missing or freed."""
     try:
         return getattr(node, f"_saved_{name}", None)
     except RuntimeError:
-        # The script has run backward already, which frees saved tensors.
+        # The script already ran backward, which frees saved tensors.
         return None
 
 
 _CERTAIN: tuple[FindingKind, ...] = ("sum", "weights", "ignored", "mean-total")
-"""Certainly read wrongly where there are several shards; the others may be intended."""
+"""Kinds that are certainly misread with several shards; the other kinds may be intended."""
 
 
 class LossWatch:
-    """Watches the losses of a run.
+    """Inspects the losses of a run.
 
-    Scalars are inspected in every step, as a target may be ignored in any of them; values of
-    samples in the first few steps, and then now and then.
+    Inspects scalars in every step, because any step may have an ignored target, and values per
+    sample only in the steps of `CheckInterval`.
     """
 
     def __init__(self) -> None:
         self.refuses = True
-        """Whether a loss that is certainly read wrongly is an error."""
+        """Whether a loss that is certainly misread raises."""
         self.findings: list[FindingKind] = []
-        """The kinds that were found, each warned of once."""
+        """Kinds found so far; each is reported once."""
         self._doubted = False
 
     def inspect(
         self, result: object, *, samples: int, batch_samples: int, run_checks: bool, where: str
     ) -> None:
-        """Inspect the loss of one shard of several; with one, nothing could be read wrongly.
+        """Inspect the loss of one of several shards. A single shard's loss cannot be misread.
 
         Args:
             result: what the loss returned.
             samples: number of samples in the shard.
             batch_samples: number of samples in the batch.
-            run_checks: whether to make the checks that cost more.
+            run_checks: whether to run the costly checks.
             where: step and shard, for errors.
 
         Raises:
-            LossError: it is certain that the loss is not the one that the script means.
+            LossError: the loss is certainly not the loss that the script intends.
         """
         device = result.device if isinstance(result, torch.Tensor) and not result.dim() else None
-        # On a GPU, looking waits for the work that is under way.
+        # Inspecting a GPU's loss blocks on its queued work.
         if not run_checks and (device is None or device.type != "cpu"):
             return
         finding = inspect_loss(result, samples, batch_samples) or (
@@ -422,21 +427,21 @@ class LossWatch:
             return
         if self.refuses and finding.kind in _CERTAIN:
             raise LossError(f"the loss of {where} is {finding.text}")
-        # Once for each kind: the same loss would be reported in every step.
+        # Report each kind once: the same loss would be found in every step.
         if finding.kind not in self.findings:
             self.findings.append(finding.kind)
             _log.warning(
-                "the loss of %s is %s. To see whether it is what you mean: onefold verify",
+                "the loss of %s is %s. To check whether this is intended, run onefold verify",
                 where,
                 finding.text,
             )
 
     def look_at_count(self, result: object, count: Count, where: str) -> None:
-        """Say once that a scalar counts all samples of a shard, where some may be left out.
+        """Warn once if a scalar is read as the mean of all samples, but some may be left out.
 
         Args:
-            result: what the loss returned.
-            count: how many samples the shard's payload holds.
+            result: return value of the loss.
+            count: number of samples in the shard's payload.
             where: step and shard.
         """
         is_scalar = isinstance(result, torch.Tensor) and not result.dim()
@@ -447,12 +452,12 @@ class LossWatch:
 
 
 def refuse_uneven(batch: ShardedBatch, found: Iterable[object], where: str) -> None:
-    """Refuse means of shards that are not means of the batch, as its parts are cut unevenly.
+    """Refuse scalars if the batch's parts are cut unevenly: they are not means of the batch.
 
     Raises:
-        LossError: a loss, or a value beside it, is a scalar.
+            LossError: a loss, or a value returned with it, is a scalar.
     """
-    # Asked in every step: nearly all batches have no such parts.
+    # Test `others` first: this runs in every step, and nearly all batches have no such parts.
     if batch.others and (length := batch.uneven) is not None:
         for value in found:
             if isinstance(value, torch.Tensor) and not value.dim():

@@ -1,10 +1,10 @@
 """The parts of the user's model, their modes, and modules used in addition to it.
 
-`ModelParts` has the parts as they were when Trainer was made, and finds out whether they still are.
+`ModelParts` stores the parts as of the creation of Trainer, and detects changes.
 
-`ExternalModules` finds modules that the loss uses beside the model: nothing folds or saves their
-state. Modules show themselves when they are called: in some steps every call of a module is noted,
-and what such a module had before its first call is compared with what it has after the last.
+`ExternalModules` finds modules that the loss uses in addition to the model; their state is neither
+combined over shards nor saved. In some steps a hook records every call of a module. For outside
+modules, the state before the first call is compared with the state after the last one.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class ModelParts:
-    """The user's module, with its parameters sorted into trained and other; tied ones count once.
+    """The user's module and its trained and other parameters. Tied parameters count once.
 
     Args:
-        module: the model, made by the user.
+        module: the user's model.
         trained_names: names of the parameters that the optimizer updates.
     """
 
@@ -62,24 +62,25 @@ class ModelParts:
         self.trained = {name: self.named[name] for name in trained_names}
         self.other = {name: p for name, p in self.named.items() if name not in self.trained}
         self.frozen: dict[str, torch.nn.Parameter] = {}
-        """Those of the rest that `partition_frozen` has set apart."""
+        """Untrained parameters that `partition_frozen` set apart."""
         self._tensors = self._ids()
 
     def partition_frozen(self, modules: StageModules) -> None:
-        """Set those frozen parameters apart of which each device is to keep a part.
+        """Set apart the frozen parameters that are partitioned among devices.
 
-        They are brought with the stage that they lie in.
+        They are gathered with their stage.
         """
-        # What has a gradient, which nobody takes, is read by hooks perhaps, whenever they like.
+        # Keep other parameters here if they require a gradient: hooks may read that gradient at any
+        # time.
         frozen = {name: p for name, p in self.other.items() if not p.requires_grad}
         names = [name for name, p in frozen.items() if modules.stage_of(p) != ROOT]
         self.frozen = {name: self.other.pop(name) for name in names}
 
     def check_held(self) -> None:
-        """Refuse a model that holds other parts than when Trainer was made.
+        """Refuse a model that has other parts than at the creation of Trainer.
 
-        Quick where no module holds others than at the last call. Modules without parameters and
-        buffers, such as a dropout, may come and go.
+        Fast if no module's tables changed since the last call. Modules without parameters and
+        buffers, such as dropout, may be added or removed.
 
         Raises:
             StateError: a parameter or buffer was added, removed or replaced.
@@ -92,12 +93,12 @@ class ModelParts:
         self._list_tables()
 
     def _list_tables(self) -> None:
-        """Note which parameters and modules the modules hold, and the names of their buffers."""
-        # The tables themselves are kept: `check_held` runs in every step, and walking the module
-        # tree or asking for attributes would cost more than a small layer.
+        """Note the modules' parameters, submodules and buffer names."""
+        # Keep the tables themselves: `check_held` runs in every step, and walking the module tree
+        # or reading attributes would cost more than a small layer.
         parts = list(self.module.modules())
         tables = [*map(parameters_of, parts), *map(children_of, parts)]
-        # Of a scripted module they are made anew when asked.
+        # Scripted modules create new tables on every access, so theirs cannot be kept.
         self._tables = [table for table in tables if isinstance(table, dict)]
         self._buffers = [table for table in map(buffers_of, parts) if isinstance(table, dict)]
         self._held = self._in_tables()
@@ -107,17 +108,17 @@ class ModelParts:
         return [*held, *chain.from_iterable(self._buffers)]
 
     def trainable(self) -> list[bool]:
-        """Whether each parameter requires a gradient, in the order of `named`."""
+        """Return whether each parameter requires a gradient, in the order of `named`."""
         return list(map(_requires_grad, self._parameters))
 
     def restore_frozen(self, trainable: Sequence[bool]) -> None:
-        """Have each parameter require a gradient exactly where `trainable` found that it does."""
+        """Set every parameter's ``requires_grad`` to the values of `trainable`."""
         if self.trainable() != trainable:
             for parameter, required in zip(self.named.values(), trainable, strict=True):
                 parameter.requires_grad_(required)
 
     def check_parts(self) -> None:
-        """Refuse a model whose parts have changed since Trainer was made.
+        """Refuse a model whose parts changed after Trainer was created.
 
         Raises:
             StateError: a parameter or buffer was added, removed or replaced.
@@ -126,33 +127,33 @@ class ModelParts:
         for name in {**now, **self._tensors}:
             if now.get(name) != self._tensors.get(name):
                 raise StateError(
-                    f"{name} of the model was put in, taken out or replaced since Trainer was "
-                    f"made: nobody would train or fold it. Change values in place "
+                    f"{name} of the model was added, removed or replaced after Trainer was "
+                    f"created, so it would not be trained. Change values in place "
                     f"(parameter.copy_(...) in trainer.modifying()); or change the model first, "
-                    f"make its optimizer, and then Trainer"
+                    f"then create its optimizer and Trainer"
                 )
 
     def _ids(self) -> dict[str, int]:
-        """The identity of every parameter, by name, and the name of every buffer."""
+        """Return the identity of every parameter and the name of every buffer, by name."""
         parameters = self.module.named_parameters(remove_duplicate=False)
         buffers = self.module.named_buffers(remove_duplicate=False)
         return {
             **{f"parameter {name}": id(tensor) for name, tensor in parameters},
-            # A forward pass may well put a new tensor in a buffer's place: `BufferSet.absorb`
-            # copies its values, so that only the name counts here.
+            # Compare buffers by name only: a forward pass may replace a buffer by a new tensor,
+            # whose values `BufferSet.absorb` copies.
             **{f"buffer {name}": 0 for name, _ in buffers},
         }
 
 
 _NUMBERS = ("p", "momentum", "eps", "dropout")
-"""Settings of PyTorch's layers that schedules of a script change between steps."""
+"""Settings of PyTorch's layers that a script may schedule between steps."""
 
 
 class Modes:
-    """Reads the modes of a module's parts, and puts them back.
+    """Reads and restores the modes of a module's parts.
 
     Args:
-        module: made by the user; its parts are listed once, and again at `refresh`.
+        module: the user's model; its parts are listed now and at each `refresh`.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -162,11 +163,11 @@ class Modes:
         self.refresh()
 
     def refresh(self) -> None:
-        """List the parts anew."""
-        # Walking the module tree takes longer than all that is done with the list in a step.
+        """List the parts again."""
+        # Keep the list: walking the module tree takes longer than all use of the list in a step.
         self._parts = list(self._module.modules())
         # Only PyTorch's own layers: in a user's module a number of such a name may mean anything,
-        # and change with every call.
+        # and may change in every call.
         self._numbers = [
             (part.__dict__, name)
             for part in self._parts
@@ -178,7 +179,7 @@ class Modes:
     def numbers_checksum(self) -> int:
         """Compute a checksum of the layers' settings, such as the ``p`` of dropout.
 
-        Quick where they have not changed since the last time.
+        Fast if they are the same as at the last call.
         """
         now = [held.get(name) for held, name in self._numbers]
         if now != self._last:
@@ -187,60 +188,60 @@ class Modes:
         return self._checksum
 
     def read(self) -> bytes:
-        """Return one byte per part: 1 for training mode."""
+        """Return one byte per part: 1 in training mode."""
         return bytes([part.training for part in self._parts])
 
     def restore(self, modes: bytes) -> None:
-        """Give every part the mode that `read` found."""
+        """Set every part to its mode in `read`."""
         if self.read() != modes:
             for part, mode in zip(self._parts, modes, strict=True):
-                # The flag itself: train() would go on to the children, which have their own bytes.
+                # Set the flag directly: train() would also set the children, which have own flags.
                 part.training = bool(mode)
 
 
 @contextmanager
 def in_mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Put a module into one mode; afterwards each part has its own mode again."""
-    # Listed here and not taken from `Modes`: parts may have been added since, and all must return.
+    """Set a module's mode inside this context; restore each part's mode afterwards."""
+    # List all parts now instead of using `Modes`: parts may have been added since.
     parts = list(module.modules())
     before = [part.training for part in parts]
-    # A part with a train() of its own may do more than set the flag (merge weights, for instance),
-    # so it is called even where all flags are right already.
+    # A part that overrides train() may do more than set the flag (merge weights, for instance), so
+    # call it even if all flags are already right.
     if not all(part.training is training and _is_plain(part) for part in parts):
         module.train() if training else module.eval()
     try:
         yield
     finally:
-        # What such a part did in eval() it undoes in a train() of its own (weights that were merged
-        # are taken apart again). It goes on to its children, which come later in the list.
+        # First the parts that override train(), which undoes their eval() (unmerges the weights).
+        # train() also sets the children; they come later in the list.
         for part, mode in zip(parts, before, strict=True):
             if part.training is not mode and not _is_plain(part):
                 part.train(mode)
-        # Flag by flag: module.train() would reach parts that the user keeps in evaluation mode.
+        # Then set single flags: module.train() would reach parts that the user keeps in eval mode.
         for part, mode in zip(parts, before, strict=True):
             if part.training is not mode:
                 part.training = mode
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
-    """Whether setting a module's mode sets the flag and nothing else."""
+    """Whether setting a module's mode only sets the flag."""
     return type(module).train is torch.nn.Module.train and "train" not in module.__dict__
 
 
 _LOOKED_AT = 16
-"""Values of each tensor of an outside module that are compared between devices."""
+"""Values per tensor of an outside module that are compared between devices."""
 
 
 class ExternalModules:
-    """Modules that the loss uses beside the model.
+    """Modules that the loss uses in addition to the model.
 
-    Those that are made inside the loss and end with it keep no state and are left alone; so only
-    weak references are held.
+    Modules created inside the loss disappear with it and keep no state. Only weak references are
+    held, so that they can disappear.
 
     Args:
         module: the model.
         functions: its losses, which may close over other modules.
-        context: says how many shards there are, and whether anything is compiled.
+        context: provides the number of shards, and whether anything is compiled.
     """
 
     def __init__(self, module: torch.nn.Module, *functions: object, context: Any) -> None:
@@ -248,43 +249,44 @@ class ExternalModules:
         self._functions = functions
         self._context = context
         self.left: Any = None
-        """What shards have left on modules: `onefold.shard.left_state`, once there may be any."""
+        """`onefold.shard.left_state.LeftState`, created when shards may leave state on modules."""
 
     def watched(
         self, where: str, *, wanted: bool, function: object = None
     ) -> AbstractContextManager[object]:
-        """Refuse changes that shards make to outside modules, and state that they leave on any.
+        """Refuse changes of outside modules by shards, and state that shards leave on any module.
 
         Args:
             where: step or batch, for errors.
-            wanted: whether to look.
-            function: what is computed, if it is not a loss.
+            wanted: whether to check.
+            function: the function that is computed, if it is not a loss.
         """
         looking = ExitStack()
         if wanted and self._context.settings.shards > 1:
             looking.enter_context(self.refusing_left(where, function))
-        # Hooks would make it compile anew.
+        # Hooks would recompile a compiled model.
         if wanted and not self._context.compilers.compiled:
             looking.enter_context(self.refusing_changes(where))
         return looking
 
     @contextmanager
     def refusing_left(self, where: str, function: object = None) -> Iterator[None]:
-        """Refuse state that shards leave on the model, or on what a function can reach.
+        """Refuse state that shards leave on the model or on objects reachable from a function.
 
         Args:
             where: step or batch, for errors.
             function: the function, if it is not a loss.
 
         Raises:
-            StateError: they have left some that each device would have of its own.
+            StateError: shards left state that would differ between devices.
         """
         functions = self._functions if function is None else (function,)
         values = [value for each in functions for value in _values_of(each)]
         models = [self._module, *(m for each in functions for m in modules_of(each))]
         parts = [part for model in models for part in model.modules()]
         named = list(self._module.named_parameters())
-        # PyTorch's own layers keep nothing, and many models are of these alone.
+        # Skip the check if it cannot find anything: PyTorch's own layers keep no such state, and
+        # many models consist of these only.
         if (
             any(not type(part).__module__.startswith("torch.nn.") for part in parts)
             or any(hasattr(type(value), "reset") for value in values)
@@ -301,7 +303,7 @@ class ExternalModules:
 
     @contextmanager
     def refusing_changes(self, where: str) -> Iterator[None]:
-        """Refuse that the shards change an outside module which is called inside this context.
+        """Refuse changes, by shards, of outside modules that are called inside this context.
 
         Args:
             where: step or batch, for errors.
@@ -312,14 +314,14 @@ class ExternalModules:
         known = {id(part) for part in self._module.modules()}
         found: list[_External] = []
 
-        # Before the first forward, and only then: what it had is copied while it still has it.
+        # Copy a module's state before its first forward, while the state is still unchanged.
         def note(module: torch.nn.Module, _: object) -> None:
             if id(module) not in known:
                 known.add(id(module))
                 found.append(_External(module))
 
-        # A hook of all modules of the process. It slows every call down, and would make compiled
-        # ones compile anew: so it is never left in place.
+        # This hook applies to all modules of the process. It slows down every call and recompiles
+        # compiled modules, so it is removed at the end.
         handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
         try:
             yield
@@ -329,21 +331,22 @@ class ExternalModules:
             name = external.changed()
             if name is not None:
                 raise StateError(
-                    f"{where}: a module of {external.kind} is called that is no part of the model, "
-                    f"and its {name} was changed by the shards: every device would have its own. "
-                    f"Put the module into the model (an attribute, or a ModuleDict of both), or "
-                    f"into evaluation mode with .eval() if it is not to learn there; what follows "
-                    f"the model, such as an average, is changed between steps"
+                    f"{where}: a module of {external.kind} is not part of the model, but the "
+                    f"shards changed its {name}, so it would differ between "
+                    f"devices. Add the module to the model (as an attribute, or in a ModuleDict "
+                    f"of both), or set it to evaluation mode with .eval() if it must not learn "
+                    f"there. Update a module that follows the model, such as an average, between "
+                    f"steps"
                 )
 
     def checksum(self, function: object = None) -> int:
-        """Compute a checksum of a few values of each module that a function can reach; 0 for none.
+        """Compute a checksum of sampled values of reachable outside modules; 0 if there are none.
 
         Args:
             function: the function, if it is not a loss.
         """
         own = {id(part) for part in self._module.modules()}
-        # What the model trains is compared elsewhere, and may not be on this device.
+        # Skip the model's parameters: they are compared elsewhere, and may not be resident.
         shared = {id(parameter) for parameter in self._module.parameters()}
         functions = self._functions if function is None else (function,)
         reached = [module for each in functions for module in modules_of(each)]
@@ -353,20 +356,20 @@ class ExternalModules:
 
 
 class _External:
-    """An outside module, as it was before its first call."""
+    """An outside module and its state before the first call."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
         self.kind = type(module).__name__
-        # Buffers by value, as batch-norm kernels change theirs without counting; parameters by
-        # PyTorch's count of changes, as they are large.
+        # Compare buffers by value, because batch-norm kernels change them without counting;
+        # compare parameters, which are large, by PyTorch's version counters.
         self._buffers = {n: b.clone() for n, b in buffers_of(module).items() if b is not None}
         self._versions = {
             n: version_of(p) for n, p in parameters_of(module).items() if p is not None
         }
 
     def changed(self) -> str | None:
-        """Name what was changed; None if nothing was, or if the module is gone."""
+        """Return the name of a changed tensor; None if nothing changed or the module is gone."""
         module = self._module()
         if module is None:
             return None
@@ -383,19 +386,19 @@ class _External:
 
 
 def _sampled(module: torch.nn.Module, but: Collection[int]) -> bytes:
-    """Return the bytes of a few values of each of a module's own tensors, but for those."""
+    """Return the bytes of sampled values of a module's own tensors, except the tensors ``but``."""
     parts = []
     for tensor in [*parameters_of(module).values(), *buffers_of(module).values()]:
         if tensor is None or id(tensor) in but or not tensor.numel():
             continue
-        # What another Trainer has partitioned just now is compared by that one.
+        # Skip parameters that another Trainer has partitioned: that Trainer compares them.
         with suppress(ResidentError):
             parts.append(tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _LOOKED_AT)])
     return b"".join(bits_of(part.cpu()).numpy().tobytes() for part in parts)
 
 
 def modules_of(function: Any) -> list[torch.nn.Module]:
-    """List the modules that a function can reach: it closes over, is bound to, or names them."""
+    """List the modules that a function closes over, is bound to, or names."""
     found: dict[int, torch.nn.Module] = {}
     for value in _values_of(function):
         held = value.values() if isinstance(value, dict) else value
@@ -406,7 +409,7 @@ def modules_of(function: Any) -> list[torch.nn.Module]:
 
 
 def _values_of(function: Any) -> Iterator[Any]:
-    """Yield what a function has at hand: arguments, owner, globals, defaults, closure."""
+    """Yield the objects reachable from a function: arguments, owner, globals, defaults, closure."""
     while isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values())
         function = function.func
@@ -426,17 +429,17 @@ def _values_of(function: Any) -> Iterator[Any]:
 
 
 def closed_over(function: object) -> Iterator[Any]:
-    """The values of variables that a function has from where it was made."""
+    """Yield the values of a function's closure."""
     for cell in getattr(function, "__closure__", None) or ():
-        # A cell is empty where its variable is assigned only after Trainer is made.
+        # A cell is empty until its variable is assigned, which may be after Trainer is created.
         with suppress(ValueError):
             yield cell.cell_contents
 
 
 def buffers_with_nan(module: torch.nn.Module) -> set[str]:
-    """Return the names of a module's buffers that hold a NaN."""
+    """Return the names of a module's buffers that contain a NaN."""
     return names_with_nan({own_name(name): buffer for name, buffer in module.named_buffers()})
 
 
 QUICK = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
-"""Modules for which PyTorch has quick paths; see `onefold.placement.parameters`."""
+"""Modules for which PyTorch has fast paths; see `onefold.placement.parameters`."""

@@ -1,10 +1,10 @@
-"""Watches what a shard computes, operation by operation, and finds the one where it goes wrong.
+"""Records the operations of a shard, and finds the one that first computes a wrong result.
 
-Note: what is watched
----------------------
-Operations are seen below autograd, so those of backward are seen as well. PyTorch numbers the nodes
-of its graph in the order of the forward pass. So an operation of backward is known by the operation
-of forward that it belongs to: it has the module and the line of that one.
+Note: forward and backward operations
+-------------------------------------
+The dispatch mode runs below autograd, so it also sees the operations of backward. PyTorch numbers
+the nodes of its graph in the order of the forward pass. A backward operation is therefore
+attributed to the module and the script line of the forward operation with the same number.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from onefold.system.words import script_line
 __all__ = ["OperationWatch", "ShardOperation", "bits_digest", "first_larger", "first_not_finite"]
 
 _WITHOUT_VALUES = {f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty")}
-"""Operations whose results are whatever was in memory."""
+"""Operations that return uninitialized memory, whose values mean nothing."""
 _FAR = 100.0
-"""How many times as large as elsewhere a result is that stands out."""
+"""Factor by which a result must exceed the results of other shards to stand out."""
 
 
 class ShardOperation(Struct, frozen=True):
     """One operation of a shard."""
 
     name: str
-    """As PyTorch calls it, such as ``aten.addmm``."""
+    """PyTorch's name, such as ``aten.addmm``."""
     phase: str
     """``forward`` or ``backward``."""
     module: str
-    """Name of the innermost module that was at work; empty outside of all of them."""
+    """Name of the innermost module that was running; empty outside of all modules."""
     line: str
-    """The line of the script, or of the library that it uses, that asked for it."""
+    """Line of the script, or else of a library, that called the operation."""
     largest: float | None
-    """The largest absolute value of its results; None where one is not finite."""
+    """Largest absolute value of the results; None if any value is not finite."""
     spoils: bool
-    """Whether a result is not finite, and everything that it was computed from is."""
+    """Whether a result is not finite although all inputs are finite."""
     digest: str
-    """Of its results; empty where none was asked for."""
+    """Digest of the results; empty if not requested."""
 
     def __str__(self) -> str:
         inside = f" in {self.module}" if self.module else ""
@@ -55,11 +55,11 @@ class ShardOperation(Struct, frozen=True):
 
 
 class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operation with floating-point results.
+    """Records each operation with floating-point results.
 
     Args:
         module: the model.
-        digests: whether results are digested.
+        digests: whether to compute digests of the results.
 
     >>> layer = torch.nn.Linear(2, 1)
     >>> watch = OperationWatch(layer)
@@ -73,22 +73,24 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, module: torch.nn.Module, *, digests: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[ShardOperation] = []
-        """In the order in which they were computed."""
+        """Recorded operations, in the order of computation."""
         self._module, self._digests = module, digests
         self._inside: list[str] = []
         self._of_node: dict[int, tuple[str, str]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch inside this block; all that the model computes is seen, compiled code is not."""
+        """Record all operations of the model inside this block. Compiled code runs eagerly."""
         hooks = []
         for name, part in self._module.named_modules():
             enter, leave = self._entering(name), self._leaving
             hooks += [
                 part.register_forward_pre_hook(enter, prepend=True),
+                # `always_call`: an exception in forward must not leave the name on the stack.
                 part.register_forward_hook(leave, always_call=True),
             ]
         try:
+            # Run eagerly: the dispatch mode does not see the operations of compiled code.
             with torch.compiler.set_stance("force_eager"), self:
                 yield
         finally:
@@ -108,10 +110,11 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # PyTorch may turn the tensor of `item()` into a Python number before the call reaches us.
         scalar = func is torch.ops.aten._local_scalar_dense.default
         if scalar and not isinstance(args[0], torch.Tensor):
-            return args[0]  # a Python number that was a tensor on its way here
-        # Before it runs, as it may write to what it is given.
+            return args[0]
+        # Check the inputs before the operation runs, because it may write to them.
         given = all(map(_is_finite, tree_leaves((args, kwargs))))
         result = func(*args, **(kwargs or {}))
         name = str(func._overloadpacket)
@@ -123,13 +126,14 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, name: str, found: Sequence[torch.Tensor], *, given: bool) -> None:
         node = torch._C._current_autograd_node()
         if node is None:
-            # The node of an operation is made before the operation runs.
+            # The graph node of a forward operation is created before the operation runs.
             place = self._inside[-1] if self._inside else "", script_line()
-            # One that makes no node comes after that of another operation.
+            # Keep the first place: an operation without a node would reuse the latest number.
             self._of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
         else:
             place = self._of_node.get(node._sequence_nr(), ("", ""))
         finite = all(map(_is_finite, found))
+        # Skip empty tensors: their `max` raises.
         largest = max((float(each.abs().max()) for each in found if each.numel()), default=0.0)
         self.operations.append(
             ShardOperation(
@@ -146,7 +150,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def first_not_finite(
     operations: Sequence[ShardOperation], sound: Sequence[Sequence[ShardOperation]]
 ) -> ShardOperation | None:
-    """The first operation that turns finite numbers into others, and does so in no sound shard."""
+    """Return the first operation that spoils finite inputs here but in no ``sound`` shard."""
+    # Some operations produce infinities by design, such as masks. Those do so in every shard.
     usual = {
         (place, each.name) for other in sound for place, each in enumerate(other) if each.spoils
     }
@@ -159,18 +164,20 @@ def first_not_finite(
 def first_larger(
     operations: Sequence[ShardOperation], others: Sequence[Sequence[ShardOperation]]
 ) -> tuple[ShardOperation, float] | None:
-    """The first operation whose results are far larger than those of the same one elsewhere.
+    """Return the first operation whose results far exceed those of the same operation elsewhere.
 
     Args:
-        operations: of the shard that stands out.
-        others: of other shards of the same step.
+        operations: operations of the suspect shard.
+        others: operations of other shards of the same step.
 
     Returns:
-        The operation, and how many times as large its result is as the median of the others.
+        The operation, and the ratio of its result to the median of the others.
     """
+    # Compare only shards that ran the same sequence: positions then mean the same operation.
     same = [each for each in others if [o.name for o in each] == [o.name for o in operations]]
     for place, operation in enumerate(operations if same else ()):
         known = [each[place].largest for each in same]
+        # `median` raises if the list is empty, that is, if no result elsewhere is finite.
         usual = median(each for each in known if each is not None) if any(known) else 0.0
         if usual and operation.largest is not None and operation.largest > _FAR * usual:
             return operation, operation.largest / usual
@@ -190,5 +197,5 @@ def _is_finite(value: object) -> bool:
 
 
 def bits_digest(tensors: Iterable[torch.Tensor]) -> str:
-    """A digest of dtypes, shapes and all bits of some tensors, as 16 hexadecimal digits."""
+    """Return a digest of the tensors' dtypes, shapes and bits, as 16 hexadecimal digits."""
     return fingerprint_of(tensor_digests({str(n): each for n, each in enumerate(tensors)}))

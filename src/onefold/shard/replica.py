@@ -1,21 +1,22 @@
-"""The model on one device: computes one shard at a time and hands over its gradients.
+"""The model on one device: computes one shard at a time and returns its gradients.
 
 Note: one module for all devices of a process
 ---------------------------------------------
-The user's module exists once. Where one process drives several devices, each has memory of its own
-for parameters and buffers, and the module's are pointed at it while that device's shards run. So
-hooks, attributes, modes and a loss that closes over the model are the same for every device: there
-is no copy that could fall out of date. Between calls the module points at the first device.
+The user's module exists once. If one process drives several devices, each device has its own memory
+for parameters and buffers, and the module's tensors point to that memory while the device runs its
+shards. Hooks, attributes, modes and a loss that closes over the model are therefore the same on
+every device: there is no copy that could become stale. Between calls the module points to the first
+device.
 
 Note: `compute` as a pure function
 ----------------------------------
-A shard's result may depend on parameters, samples, seed, step and shard, and on nothing that ran
-before it on the same device: other shares would have run something else. So every shard starts from
-the step's buffers, from its own seeds, without gradients, and in the modes and with the frozen
-parameters that the step began with. Buffers, gradients and seeds are reset before a shard. Modes
-and frozen parameters are reset after it, also when it fails, so that a script that catches the
-error goes on with the model as it was; with one shard they are not, and what the loss does to them
-lasts, as it would in a plain loop."""
+A shard's result may depend on parameters, samples, seed, step and shard, but not on earlier work on
+the same device: with other shares, the device would have run other shards. Every shard therefore
+starts from the step's buffers and its own seeds, without gradients, in the modes and with the
+frozen parameters of the start of the step. Buffers, gradients and seeds are reset before a shard.
+Modes and frozen parameters are reset after it, even if it fails, so that a script that catches the
+error keeps its model unchanged. With one shard, modes and frozen parameters are not reset: changes
+made by the loss persist, as in a plain loop."""
 
 from __future__ import annotations
 
@@ -69,21 +70,21 @@ Read = TypeVar("Read")
 _NOTHING = nullcontext()
 
 Weighed = Mapping[int, Sequence[tuple[str, float]]]
-"""For each shard, the kind and weight of each term of its loss."""
+"""Kind and weight of each term of the loss, by shard."""
 
 
 class Replica:
     """The model on one device.
 
     Args:
-        number: the device's number among all devices of the run.
-        device: where it computes.
+        number: the device's number in the run.
+        device: the device that computes.
         parts: the user's module, shared by all replicas of the process.
         trained: this device's memory of the trained parameters.
         other: this device's memory of all other parameters.
-        buffers: the module's buffers on this device.
-        precision: what is computed in which dtype.
-        stages: those of the model, if gradients are handed over stage by stage.
+        buffers: this device's memory of the module's buffers.
+        precision: the dtypes of parameters and of operations.
+        stages: the model's stages, if gradients are sent stage by stage.
     """
 
     def __init__(
@@ -104,13 +105,13 @@ class Replica:
         self.other = other
         self.buffers = buffers
         self.stages = stages
-        """Those of the model, if gradients are handed over stage by stage."""
+        """The model's stages, if gradients are sent stage by stage."""
         self.watch = Stopwatch(device)
         self.loss_watch = LossWatch()
         self.own_generators = OwnGenerators()
-        """Those that the loss and the model reach, which are seeded for each shard."""
+        """Generators reachable from the loss and the model; seeded for each shard."""
         self.note_shard: Callable[[int], None] = lambda shard: None
-        """Called with each shard that begins, and -1 after the last one of a step or batch."""
+        """Called with the number of each shard that starts, and with -1 after the last one."""
         self._names = list(parts.trained)
         self._parameters = list(parts.trained.values())
         layout = trained.layout
@@ -122,41 +123,41 @@ class Replica:
         self._compute_in = precision.compute
         self._rounds = precision.parameters is not None
         self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
-        # A tensor without elements may report any address, so it has no place to compare.
+        # Skip tensors without elements: they may report any address.
         placed = (*parts.trained, *parts.other, *parts.frozen)
         self._placed_names = [name for name in placed if parts.named[name].numel()]
         self._placed = [parts.named[name] for name in self._placed_names]
         views = [*trained.views, *other.views, *parts.frozen.values()]
-        # Where parameters come and go, `note_places` is called whenever they have.
+        # If placement frees and gathers parameters, it calls `note_places` after each change.
         self._places = [view.data_ptr() for view in views if view.numel()]
 
     @property
     def module(self) -> torch.nn.Module:
-        """The user's own, the same for all devices of this process."""
+        """The user's module, shared by all devices of this process."""
         return self.parts.module
 
     def attach(self) -> None:
-        """Have the module compute in this device's memory; parameters keep their identity."""
+        """Point the module to this device's memory; parameters keep their identity."""
         parts = self.parts
         for parameters, flat in ((parts.trained, self.trained), (parts.other, self.other)):
             views = flat.views if flat.is_there else ()
             for parameter, view in zip(parameters.values(), views, strict=flat.is_there):
-                # Through .data, so that the optimizer, hooks and other modules that hold this very
-                # Parameter follow. The memory stays ours: the parameter is only a window onto it.
+                # Assign .data, so that everything that holds this Parameter object (the optimizer,
+                # hooks, other modules) follows. onefold owns the memory; the parameter is a view.
                 parameter.data = view
-                # What is there was computed in the memory of the device before.
+                # Drop the gradient: the previous device computed it, in its own memory.
                 parameter.grad = None
         self.buffers.attach()
 
     def note_places(self) -> None:
-        """Take it that parameters lie where they ought to lie."""
+        """Accept the present addresses of the parameters as correct."""
         self._places = list(map(torch.Tensor.data_ptr, self._placed))
 
     def check_places(self) -> None:
-        """Refuse parameters that have been moved to other memory, or replaced.
+        """Refuse parameters that were replaced or moved to other memory.
 
         Raises:
-            ValueError: a parameter was replaced, or no longer lies in this device's memory.
+            ValueError: a parameter was replaced, or is not in this device's memory.
         """
         self.parts.check_held()
         places = list(map(torch.Tensor.data_ptr, self._placed))
@@ -164,35 +165,34 @@ class Replica:
             triples = zip(self._placed_names, places, self._places, strict=True)
             moved = next(name for name, now, before in triples if now != before)
             raise ValueError(
-                f"parameter {moved} has been given other memory since Trainer was made, by "
-                f"model.to(), .data = ... or a second Trainer. Change values in place, or make "
+                f"parameter {moved} was moved to other memory after Trainer was created, by "
+                f"model.to(), .data = ... or a second Trainer. Change values in place, or create "
                 f"Trainer afterwards"
             )
 
     def start_step(self, task: ShardTask) -> None:
         """Prepare for the first shard of a step."""
         drop_gradients(self._parameters)
-        # Those with hooks that may put a tensor of their own into ``.grad``. They may be registered
-        # between any two steps, so they are looked for anew.
+        # Parameters with hooks that may put their own tensor into ``.grad``. Search in every step:
+        # hooks may be registered between steps.
         several = task.shards > 1 or task.microbatch is not None
         self._may_be_kept = hooked(self._parameters) if several else []
 
     def end(self) -> None:
         """Clean up after the last shard of a step."""
         self.note_shard(-1)
-        # Those of trained parameters were taken shard by shard. These nobody takes: they would hold
-        # memory between steps, and parameters unfrozen since Trainer was made would go on adding.
+        # `taken` removed the gradients of trained parameters. Other gradients would hold memory
+        # between steps, and a parameter that is unfrozen later would add to its old gradient.
         drop_gradients([*self.parts.other.values(), *self.parts.frozen.values()])
 
     def compute(self, shard: int, task: ShardTask) -> ShardResult:
-        """Run one shard forward and backward; called between `start_step` and `end`.
+        """Run one shard forward and backward. Call it between `start_step` and `end`.
 
-        See the note on pure functions at the head of this file.
+        See the note on pure functions at the top of this file.
 
         Raises:
-            LossError: the loss function returned something that is not a loss.
-            GradientError: a gradient is sparse, or the loss left one behind by a backward of its
-                own.
+            LossError: the loss function returned an invalid loss.
+            GradientError: a gradient is sparse, or an inner backward of the loss left a gradient.
         """
         where = self.begin_shard(shard, task)
         samples = task.batch.count_of(shard).samples
@@ -211,11 +211,11 @@ class Replica:
             self.put_back(task)
             self.explain(error, shard, task, where)
             raise
-        # Only now: backward may change buffers as well, as checkpointed layers run forward again.
+        # Read buffers after backward, which may change them: checkpointed layers rerun forward.
         buffers = self.buffers.changed()
         self.put_back(task)
         assert result is not None  # a shard that runs has samples
-        # By hand: `replace` looks at every field by its name, in every shard.
+        # Build the result by hand: `replace` would look up every field by name in every shard.
         left_out, values = task.batch.size_of(shard) - samples, result.values
         return ShardResult(
             result.gradients,
@@ -229,7 +229,7 @@ class Replica:
         )
 
     def compute_microbatch(self, microbatch: Microbatch) -> ShardResult:
-        """Run a microbatch of a shard, mostly all of it, forward and backward."""
+        """Run a microbatch forward and backward; usually it is the whole shard."""
         payload, task, gatherer = self.on_device(microbatch), microbatch.task, microbatch.gatherer
         handing: GradientHooks | None = None
         if task.send is not None and self.stages is not None:  # else shards keep their gradients
@@ -260,22 +260,22 @@ class Replica:
             handing.finish()
         else:
             gradients = self.taken(self._all, microbatch)
-        # Without divisors backward has not run: the step is begun again once they are known.
+        # kind "means": backward did not run. The step starts over once the denominators are known.
         total = None if part.kind == "means" else part.total()
         given = handing.given if handing else ()
         weight = LATE if handing and handing.is_late else code_of(part)
         return ShardResult(gradients, total, weight, values=values, given=given)
 
     def taken(self, taken: ParameterSet, microbatch: Microbatch) -> Gradients:
-        """Take the gradients of some parameters, as they are added up, out of ``.grad``."""
+        """Take some parameters' gradients out of ``.grad``, in the dtype of their sum."""
         task = microbatch.task
         gradients = take_gradients(taken, microbatch.where, task.left_out)
         for notes in task.notes:
             notes.add(microbatch.shard, taken.numbers, gradients)
-        # The whole batch: nothing is added to it, and its bits are a plain loop's.
+        # Skip a whole batch: nothing is added to its gradients, and they keep a plain loop's bits.
         if self._narrow and (self._rounds or not task.is_plain):
             gradients = widened(gradients, taken.places_of(self._narrow))
-        # A hook that put a tensor of its own into .grad may write to it in the next shard, while
+        # Clone gradients that a hook may own: it may write to its tensor in the next shard while
         # the fold still adds to this one.
         for place in taken.places_of(self._may_be_kept):
             kept = gradients[place]
@@ -284,15 +284,15 @@ class Replica:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Compute in the run's precision inside this context."""
-        # For each shard anew: it keeps the weights that it has converted until it ends, and a
-        # shard must not depend on what another one has left.
+        # Open a new context for each shard: autocast caches converted weights until it ends, and a
+        # shard must not depend on values cached by another one.
         if self._compute_in is None:
             return nullcontext()
         return computing_in(self._compute_in, self.device, self.module)
 
     @property
     def nothing(self) -> Gradients:
-        """The gradients of a shard without samples: none for any parameter."""
+        """Gradients of a shard without samples: None for every parameter."""
         return [None] * len(self._parameters)
 
     def on_device(self, microbatch: Microbatch) -> Any:
@@ -310,12 +310,12 @@ class Replica:
     def loss_of(
         self, microbatch: Microbatch, payload: Any, gatherer: Gatherer | None
     ) -> tuple[Contribution, ShardValues | None]:
-        """Run the forward pass; read what its result adds to the batch's loss, and the rest."""
+        """Run forward; return the loss's part of the batch's loss, and the logged values."""
         task, where = microbatch.task, microbatch.where
         with seeing_whole_batch(task.is_plain):
             with self.autocast():
                 result = task.loss(self.module, payload)
-            # Now or never: once our backward has run, the two gradients are one sum.
+            # Check before our backward, which adds its gradients to those of an inner backward.
             self._refuse_leftovers(where)
             loss, values, outputs = split(result, f"the loss of {where}")
             refuse_uneven(task.batch, (loss, *values.values()), where)
@@ -330,17 +330,17 @@ class Replica:
             task = task if divisors is None else replace(task, divisors=divisors)
         if part.kind == "means":
             part = task.of_one_divisor(part)
-        # Before backward, which would keep waiting what only they have of the graph.
+        # Read values before backward: until they are read, they keep their part of the graph alive.
         if not values and not outputs:
             return part, None
         read = load("core.values").read_values
         return part, read(values, outputs, microbatch.samples, where)
 
     def weigh_shards(self, task: ShardTask) -> Weighed:
-        """Compute the kind and weight of each term of the loss, for each of this device's shards.
+        """Compute the kind and weight of each loss term, for each of this device's shards.
 
-        Forward alone: what it returns decides the divisors with which backward can begin. The same
-        shards run again afterwards, from the same buffers and seeds.
+        Runs forward only. The weights yield the denominators that backward needs. The same shards
+        run again afterwards, from the same buffers and seeds.
         """
         rows: dict[int, list[list[tuple[str, float | LateWeight]]]] = {}
         for shard in task.batch.shares.shards_of(self.number):
@@ -349,20 +349,21 @@ class Replica:
                 try:
                     rows[shard] = self._forward_alone(shard, task, read)
                 except GatherRequest:
-                    # The shards run next and find the same; of one term, no divisors are sought.
+                    # The loss gathers. The shards run next and find the same. One term of kind
+                    # "sum" requests no denominators.
                     rows[shard] = [[("sum", 1.0)]]
-        # An accelerator is waited for once, when all passes are queued.
+        # Read weights after all forward passes are queued: the first read blocks on the
+        # accelerator.
         return {
             shard: _added_weights(each, f"step {task.step}, shard {shard}")
             for shard, each in rows.items()
         }
 
     def rehearse(self, shard: int, task: ShardTask) -> Contribution | None:
-        """Run a shard, or its first microbatch, without compiled code; inspect what the loss
-        returns.
+        """Run a shard, or its first microbatch, without compiled code; inspect the loss.
 
-        The shard runs again afterwards, from the same buffers and seeds. Returns None where the
-        loss asks for other shards.
+        The shard runs again afterwards, from the same buffers and seeds. Returns None if the loss
+        gathers values from other shards.
         """
         with torch.compiler.set_stance("force_eager"), suppress(GatherRequest):
             read = Contribution.without_graph
@@ -377,14 +378,14 @@ class Replica:
         *,
         inspected: bool = False,
     ) -> list[Read]:
-        """Run a shard's microbatches forward, or only the first to inspect it; read the losses."""
+        """Run a shard's microbatches forward (only the first if ``inspected``); read the losses."""
         drop_gradients(self._parameters)
         where, samples = self.begin_shard(shard, task), task.batch.count_of(shard).samples
         microbatches, found = microbatch_bounds(samples, task.microbatch), []
         try:
             for start, stop in microbatches[:1] if inspected else microbatches:
                 microbatch = Microbatch(shard, start, stop, samples, task, where)
-                # Read at once: the next microbatch must not begin while this one's graph is there.
+                # Read now, to release this microbatch's graph before the next one starts.
                 found.append(read(self.run_forward(microbatch, inspected)))
                 drop_gradients(self._parameters)
         except Exception as error:
@@ -396,10 +397,10 @@ class Replica:
         return found
 
     def run_forward(self, microbatch: Microbatch, inspected: bool = False) -> Contribution:
-        """Run a microbatch forward alone; return what its loss adds, with its graph."""
+        """Run one microbatch forward; return its loss with the graph."""
         payload, what = self.on_device(microbatch), f"the loss of {microbatch.where}"
-        # Not under no_grad: a loss that differentiates something itself (a gradient penalty) needs
-        # a graph, and would fail here and not in the step proper.
+        # Keep grad enabled: a loss with a gradient penalty needs a graph, and would fail here
+        # instead of in the step itself.
         with gathering(microbatch.gatherer), self.autocast():
             result = microbatch.task.loss(self.module, payload)
         loss = split(result, what)[0]
@@ -412,16 +413,16 @@ class Replica:
         self.loss_watch.inspect(loss, **sizes, run_checks=run_checks, where=part.where)
 
     def begin_shard(self, shard: int, task: ShardTask) -> str:
-        """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
+        """Reset the state that a shard depends on; return the shard's name for errors."""
         self.note_shard(shard)
         for notes in task.notes:
             notes.begin(shard)
         self.buffers.restore(shard)
         if torch.is_autocast_enabled(self.device.type):
-            # One that the script has opened around its loop keeps the weights of earlier steps.
+            # An autocast context around the script's loop caches weights of earlier steps.
             torch.clear_autocast_cache()
-        # No optimizer updates these and nobody takes their gradients, but a hook or the loss may
-        # look at them, and would see those of whichever shard ran before on this device.
+        # Untrained parameters: the optimizer ignores these gradients and `taken` leaves them, but a
+        # hook or the loss may read them, and would see those of the device's previous shard.
         drop_gradients(self._watched)
         common = "step", (task.seed, task.step)
         seed = derive_seed("shard", task.seed, task.step, shard)
@@ -430,13 +431,13 @@ class Replica:
         return f"step {task.step}, shard {shard}"
 
     def put_back(self, task: ShardTask) -> None:
-        """Restore modes, and which parameters are frozen, where another shard may follow."""
+        """Restore modes and frozen parameters if the batch has several shards."""
         if task.shards > 1:
             self.parts.modes.restore(task.modes)
             self.parts.restore_frozen(task.trainable)
 
     def explain(self, error: Exception, shard: int, task: ShardTask, where: str) -> None:
-        """Note where an error was raised; raise its cause instead, if a buffer was resized."""
+        """Add the shard and advice to an error; raise `StateError` if a buffer was resized."""
         error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
         samples = task.batch.count_of(shard).samples
         parts = {"loss": task.loss, "module": self.module, "payload": task.batch.shards[shard]}
@@ -447,29 +448,29 @@ class Replica:
         self.buffers.check_shapes()
 
     def _refuse_leftovers(self, where: str) -> None:
-        """Refuse what an inner backward left: it would be added to the shard's gradient."""
+        """Refuse gradients of an inner backward, which would be added to the shard's gradient."""
         left = gradients_of(self._parameters)
         if left.count(None) == len(left):
             return
-        # zero_grad(set_to_none=False) leaves zeros, which add nothing. To tell zeros from others
-        # waits for a GPU, but only where the loss has gone backward itself.
+        # zero_grad(set_to_none=False) leaves zeros, which are harmless. Detecting zeros blocks on
+        # the GPU, but only if the loss called backward itself.
         for name, gradient in zip(self._names, left, strict=True):
             if gradient is not None and bool(gradient.count_nonzero()):
                 raise GradientError(
-                    f"{where}: the loss function has left a gradient in {name}.grad, by a backward "
-                    f"of its own; added to the shard's gradient, it would count another number of "
-                    f"times for every number of shards. Call model.zero_grad() before returning, "
-                    f"or use torch.autograd.grad"
+                    f"{where}: the loss function called backward and left a gradient in "
+                    f"{name}.grad. This gradient would be added once per shard, so the result "
+                    f"would depend on the number of shards. Call model.zero_grad() before "
+                    f"returning, or use torch.autograd.grad"
                 )
 
 
 def _added_weights(
     rows: Sequence[Sequence[tuple[str, float | LateWeight]]], where: str
 ) -> list[tuple[str, float]]:
-    """Add up the weight of each term of a shard's loss over the shard's microbatches."""
+    """Add up the weights of each loss term over a shard's microbatches."""
     if any([kind for kind, _ in row] != [kind for kind, _ in rows[0]] for row in rows):
         raise LossError(
-            f"the loss of {where} has other terms in some microbatches than in others: expected "
-            f"the same terms in each, with the weight 0 if there is nothing to count"
+            f"the loss of {where} has different terms in different microbatches. Return the same "
+            f"terms in each microbatch, with weight 0 for a term that has nothing to count"
         )
     return [(of[0][0], sum(known(weight) for _, weight in of)) for of in zip(*rows, strict=True)]

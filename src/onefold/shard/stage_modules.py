@@ -1,15 +1,15 @@
-"""The stages of a model: where it is cut, and how each is handed over while backward runs.
+"""The stages of a model: where it is cut, and when the gradients of each are sent during backward.
 
-`StageModules` has the modules at whose ends a model may be cut, and `frozen_of` shares frozen
-parameters out to the devices. `GradientHooks` hands over the gradients of one microbatch.
+`StageModules` lists the modules at which a model may be cut, `frozen_of` partitions frozen
+parameters among devices, and `GradientHooks` sends the gradients of one microbatch.
 
-Note: when a stage is done
---------------------------
-Nothing is put into the graph of autograd: a node between two stages would change the order in which
-it adds gradients where a model has skips, and so the bits. It is enough to be told when an output
-of a stage has its gradient: autograd works backward in the reverse order in which the forward pass
-made its nodes, so everything that was computed after this output is done then. Of a stage that is
-called several times the first call counts.
+Note: when a stage is complete
+------------------------------
+onefold adds no node to the autograd graph: in a model with skip connections, a node between two
+stages would change the order in which autograd adds gradients, and thereby the bits. A hook on a
+stage's output is enough. Autograd runs nodes in the reverse order of the forward pass, so once the
+output has its gradient, everything computed after the output is complete. A stage that is called
+several times is complete when everything from its first call on is.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
 class StageModules:
-    """The stages of a user's model.
+    """Stages of the user's model.
 
     Args:
         module: the model.
-        modules: the stages, in the order in which the model uses them; None to find them.
+        modules: the stages, in the order of use; None to find them.
         trained: the parameters that the optimizer updates, by name.
-        pipeline: how many devices compute the model one after the other, each some of its stages.
-        merged: whether small neighbors are one stage, as each stage that is sent by itself costs
+        pipeline: number of devices that compute the model one after the other, each with some of
+            the stages.
+        merged: whether to merge small neighboring stages, because each separate send costs kernel
             launches and messages.
 
     Raises:
-        TypeError: something that is no module was named as a stage.
-        ValueError: a stage is no part of the model, is named twice, or lies in another one; or
-            there are fewer stages than devices in the pipeline.
+        TypeError: a stage is not a module.
+        ValueError: a stage is not part of the model, is named twice, or is inside another stage; or
+            the pipeline has more devices than stages.
     """
 
     def __init__(
@@ -64,19 +65,18 @@ class StageModules:
         modules = cut_by_itself(module) if modules is None else modules
         _check(modules, names)
         self.modules = tuple(modules)
-        """The module of each stage but the root, from stage 1 on; merged stages have several."""
+        """The module of each stage except the root, from stage 1 on; merged stages have several."""
         self.last = {ROOT}
-        """Stages that are handed over after all of backward: something uses their parameters
-        before they run."""
+        """Stages sent only after backward, because their parameters are used before they run."""
         self._homes: dict[int, set[int]] = {}
         self._stages = list(range(ROOT + 1, len(self.modules) + ROOT + 1))
-        """The stage of each module."""
+        """Stage number of each module."""
         for stage, part in zip(self._stages, modules, strict=True):
             for parameter in part.parameters():
                 self._homes.setdefault(id(parameter), set()).add(stage)
         if merged:
             self._merge(self._sizes(trained.values()))
-        # The first module of merged ones gives its name.
+        # Merged stages are named after their first module: in reverse order, the first one wins.
         called = {
             s: names[id(part)] for s, part in zip(self._stages[::-1], modules[::-1], strict=True)
         }
@@ -87,52 +87,54 @@ class StageModules:
         )
 
     def _merge(self, sizes: Sequence[int]) -> None:
-        """Number the stages anew, where some of these sizes in bytes become one."""
+        """Renumber the stages after merging neighbors, given their sizes in bytes."""
         numbers = [ROOT, *(number + ROOT + 1 for number in merge(sizes[ROOT + 1 :]))]
         self._stages = [numbers[stage] for stage in self._stages]
         self._homes = {key: {numbers[s] for s in homes} for key, homes in self._homes.items()}
 
     def stage_of(self, parameter: torch.nn.Parameter) -> int:
-        """The number of the stage that a parameter of the model lies in."""
+        """Return the number of the stage that contains a parameter."""
         homes = self._homes.get(id(parameter), set())
-        # What several stages use is nobody's alone.
+        # Parameters shared by several stages belong to the root.
         return min(homes) if len(homes) == 1 else ROOT
 
     def _sizes(self, parameters: Iterable[torch.nn.Parameter]) -> list[int]:
-        """Bytes of some parameters in each stage."""
+        """Return the size of some parameters in each stage, in bytes."""
         sizes = [0] * (len(self.modules) + 1)
         for parameter in parameters:
             sizes[self.stage_of(parameter)] += parameter.numel() * parameter.element_size()
         return sizes
 
     def _places(self, module: torch.nn.Module, pipeline: int) -> tuple[int, ...]:
-        """The place in a pipeline of each stage, the root with the first device."""
+        """Return each stage's position in the pipeline; the root is on the first device."""
         return 0, *cut_pipeline(self._sizes(module.parameters())[ROOT + 1 :], pipeline)
 
     @contextmanager
     def watched(self, done: Callable[[Sequence[int]], None]) -> Iterator[Callable[[], None]]:
-        """Call ``done`` with the stages whose gradients are complete, while backward runs.
+        """Call ``done`` during backward with the stages whose gradients are complete.
 
         Yields:
-            What is to be called when the forward pass is over.
+            A function to call at the end of the forward pass.
         """
         calls: list[int] = []
         begun = False
 
         def after(stage: int, output: object) -> None:
-            # Layers that are computed once more in backward run forward again.
+            # Ignore calls during backward: checkpointed layers rerun forward.
             if begun or torch.compiler.is_compiling():
                 return
             calls.append(stage)
             number = len(calls)
             for tensor in tensors_of(output):
-                # A leaf is a parameter, perhaps, and would keep the hook.
+                # Skip leaves: a leaf may be a parameter, and would keep the hook.
                 if tensor.grad_fn is not None:
                     tensor.register_hook(lambda _: complete(number))  # type: ignore[no-untyped-call]
 
         def complete(number: int) -> None:
-            # A gradient that the loss itself asks for, in its forward pass, is not the shard's.
+            # Ignore gradients that the loss computes during its forward pass: they are not the
+            # shard's.
             if begun:
+                # A stage that was also called earlier is not complete yet.
                 later = set(calls[number:]) - set(calls[:number])
                 done(sorted(later, reverse=True))
 
@@ -143,7 +145,7 @@ class StageModules:
         handles = [
             part.register_forward_hook(lambda *call, stage=stage: after(stage, call[-1]))
             for stage, part in zip(self._stages, self.modules, strict=True)
-            # These take no hooks: a stage of none but these is handed over when backward is over.
+            # Scripted modules accept no hooks. A stage of scripted modules only is sent at the end.
             if not isinstance(part, torch.jit.ScriptModule)
         ]
         try:
@@ -154,9 +156,9 @@ class StageModules:
 
 
 def cut_by_itself(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Find where a model may be cut: at each item of its lists and sequences of modules.
+    """Find the stages of a model: the items of its lists and sequences of modules.
 
-    What holds such lists is gone through; what holds none is a stage as a whole.
+    A module that contains such lists is searched; a module without any is one stage.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
     >>> [part.out_features for part in cut_by_itself(model)]
@@ -170,6 +172,7 @@ def cut_by_itself(module: torch.nn.Module) -> list[torch.nn.Module]:
             for child in part.children():
                 visit(child, listed=True)
         elif listed or not any(isinstance(inner, _LISTS) for inner in part.modules()):
+            # Skip modules without parameters, and modules shared with an earlier stage.
             if next(part.parameters(), None) is not None and seen.isdisjoint(part.modules()):
                 found.append(part)
                 seen.update(part.modules())
@@ -190,14 +193,14 @@ def _check(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> None
             )
         if id(part) not in names:
             raise ValueError(
-                f"stage {place} ({type(part).__name__}) is no part of the model: expected modules "
+                f"stage {place} ({type(part).__name__}) is not part of the model: expected modules "
                 f"that model.modules() lists"
             )
         for inner in part.modules():
             if id(inner) in seen:
                 raise ValueError(
-                    f"stage {place} ({names[id(part)]}) and {seen[id(inner)]} both hold "
-                    f"{names[id(inner)]}: expected stages that have no module in common"
+                    f"stage {place} ({names[id(part)]}) and {seen[id(inner)]} both contain "
+                    f"{names[id(inner)]}: stages must not have modules in common"
                 )
         seen |= {id(inner): f"stage {place} ({names[id(part)]})" for inner in part.modules()}
 
@@ -205,29 +208,30 @@ def _check(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> None
 def frozen_of(
     parameters: Mapping[str, torch.nn.Parameter], modules: StageModules, devices: int
 ) -> Frozen | None:
-    """Share frozen parameters out to the devices; None if there are none.
+    """Partition frozen parameters among devices; return None if there are none.
 
     Args:
-        parameters: those that `ModelParts.partition_frozen` has set apart.
+        parameters: the parameters that `ModelParts.partition_frozen` selected.
         modules: the stages.
-        devices: how many there are.
+        devices: number of devices.
     """
     if not parameters:
         return None
     layout, stage_of = lay_out(parameters), tuple(map(modules.stage_of, parameters.values()))
+    # No optimizer updates frozen parameters, so they may be cut anywhere between elements.
     segments = cut_segments(layout, by_element=True)
     partitions = cut_partitions(segments, devices, replace(modules.stages, stage_of=stage_of))
     return Frozen(layout, stage_of, segments, partitions)
 
 
 class GradientHooks:
-    """What has been handed over of one microbatch, and what has not.
+    """Sends the gradients of one microbatch, stage by stage.
 
     Args:
         modules: the stages.
-        microbatch: of which shard.
+        microbatch: the microbatch.
         take: takes the gradients of a stage out of ``.grad``.
-        send: is given each stage.
+        send: sends the gradients of a stage.
     """
 
     def __init__(
@@ -244,23 +248,23 @@ class GradientHooks:
         self._give = send
         self._left, self._handed = list(reversed(range(len(self._entries)))), GradientHandover()
         self.given = [False] * len(modules.stages.stage_of)
-        """For each trained parameter, whether there was a gradient."""
+        """Whether each trained parameter got a gradient."""
         self.begin_backward: Callable[[], None]
-        """To be called between the two."""
+        """Call this between the forward pass and backward."""
         self.is_late = False
-        """Whether a gradient came after its stage had been handed over."""
+        """Whether a stage got a gradient after it was sent."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Surround a forward pass and its backward."""
+        """Context for a forward pass and its backward."""
         with self._modules.watched(self._hand_over_early) as self.begin_backward:
             yield
 
     def finish(self) -> None:
-        """Hand over all stages that are left, after backward.
+        """Send all remaining stages, after backward.
 
-        A gradient that came after its stage had been handed over is dropped, and the stage is
-        handed over last from now on: the step has to be computed once more.
+        If a stage got a gradient after it was sent, that gradient is dropped and the stage is sent
+        last from now on. The step must then be computed again.
         """
         for stage in range(len(self._entries)):
             if stage not in self._left and any(g is not None for g in self._take(stage)):
@@ -275,6 +279,8 @@ class GradientHooks:
         for stage in stages:
             self._left.remove(stage)
             numbers = self._entries[stage]
+            # Autograd may return views of one tensor for several stages, and the exchange adds to
+            # them in place.
             gradients = self._handed.apart(self._take(stage))
             for number, gradient in zip(numbers, gradients, strict=True):
                 self.given[number] = gradient is not None

@@ -1,7 +1,8 @@
-"""What all shards of a step have in common, and what the loss of each means for the step.
+"""The settings that all shards of a step share, and the loss of each shard.
 
-`ShardTask` also decides what a shard's loss means for the step: its divisors, its backward, and
-what it may gather. `Microbatch` has samples of a shard that run at once.
+`ShardTask` also turns a shard's loss into its part of the batch's loss: it chooses the
+denominators, runs backward, and selects what `onefold.gather` does. `Microbatch` describes samples
+of a shard that run in one forward pass.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ __all__ = [
 
 
 LossFunction = Callable[[torch.nn.Module, Any], object]
-"""Takes the model and one shard; see `onefold.core.mean.weigh` for what it may return."""
+"""Takes the model and one shard. `onefold.core.mean.weigh` lists the valid return values."""
 
 
 _OF_PIECES = (
-    "onefold.gather (or onefold.SyncBatchNorm) was called in a microbatch of a shard, as "
-    "microbatch has cut it: expected a whole shard, whose microbatches do not know each other. Use "
-    "more shards instead of microbatch: each is smaller, and gather joins them all"
+    "onefold.gather (or onefold.SyncBatchNorm) was called in a microbatch, but requires a whole "
+    "shard: microbatches run one after another and cannot exchange values. Use more shards instead "
+    "of microbatch: each shard is smaller, and gather joins all of them"
 )
 
 
@@ -52,62 +53,62 @@ _HALF = 1 << 63
 
 
 class GradientNotes(Protocol):
-    """Sees the gradients of shards as they are taken from ``.grad``.
+    """Observes the gradients of shards as they are taken from ``.grad``.
 
-    One object sees all shards that a process computes in a step. For each shard or microbatch:
-    `begin`, then `add` for each set of gradients, then `end`.
+    One object observes all shards that a process computes in a step. Per shard or microbatch, the
+    order of calls is `begin`, `add` for each set of gradients, `end`.
     """
 
     def begin(self, shard: int) -> None:
-        """Start a shard, again if an earlier attempt failed."""
+        """Start a shard, or restart it after a failed attempt."""
 
     def add(self, shard: int, numbers: Sequence[int], gradients: Gradients) -> None:
-        """See gradients of a shard, with the numbers of their parameters."""
+        """Observe gradients of a shard; ``numbers`` are the numbers of their parameters."""
 
     def end(self, shard: int, total: torch.Tensor | None) -> Digest | None:
-        """End a shard, given its part of the loss, () float64; return a digest for the step."""
+        """End a shard with its part of the loss, () float64; return a digest for the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardTask:
-    """What all shards of a step have in common."""
+    """Settings that all shards of a step share."""
 
     loss: LossFunction
     batch: ShardedBatch
-    """The batch of the step, with the shards of this process."""
+    """The step's batch, with the samples of this process's shards."""
     seed: int
     """The run's seed."""
     step: int
-    """The number of the step."""
+    """Step number."""
     modes: bytes
-    """The modes of the module's parts, put back after every shard where there are several."""
+    """Modes of the modules, restored after each of several shards."""
     trainable: Sequence[bool]
-    """Which parameters require a gradient; put back after every shard where there are several."""
+    """Whether each parameter requires a gradient; restored after each of several shards."""
     scale: float = 1.0
-    """What the loss is multiplied by before backward: a power of two."""
+    """Factor of the loss before backward: a power of two."""
     run_checks: bool = False
-    """Whether to make the checks that cost more."""
+    """Whether to run the costly checks."""
     divisors: Sequence[float] | None = None
-    """The divisor of each term of the loss, if it has several; None while they are not known."""
+    """Denominator of each term of the loss; None until known, or if the loss has a single term."""
     microbatch: int | None = None
-    """The most samples of a shard that run at once; None for all of them."""
+    """Maximum number of samples per forward pass; None for the whole shard."""
     left_out: Sequence[int] = ()
-    """Numbers of trained parameters whose gradients are dropped: the step is not theirs."""
+    """Numbers of trained parameters whose gradients are dropped because this step skips them."""
     notes: tuple[GradientNotes, ...] = ()
-    """See the gradients of each shard; added by hooks."""
+    """Observers of each shard's gradients, registered by hooks."""
     gatherers: Callable[[int], Gatherer] | None = None
-    """What `onefold.gather` does in each shard; None while no loss has been seen to call it."""
+    """Makes the `Gatherer` of a shard for `onefold.gather`; None until a loss calls it."""
 
     send: Callable[[GradientSend], None] | None = None
-    """Takes the gradients of a stage as soon as they are complete; None if shards keep them."""
+    """Sends the gradients of a stage as soon as they are complete; None if shards keep them."""
 
     gathered: Callable[[], AbstractContextManager[Callable[[], None]]] | None = None
-    """Surrounds a forward pass and its backward, and has parameters brought while they are needed;
-    what it yields is called between the two. None where they are at hand."""
+    """Context for a forward pass and its backward, which gathers parameters while they are needed.
+    The yielded function must be called between the two. None if all parameters are resident."""
 
     @property
     def shards(self) -> int:
-        """How many shards every batch is cut into."""
+        """Number of shards per batch."""
         return self.batch.shares.shards
 
     @property
@@ -117,54 +118,52 @@ class ShardTask:
         return self.shards == 1 and fits
 
     def of_one_divisor(self, part: Contribution) -> Contribution:
-        """Combine the terms of a loss into one, where the whole batch's weights are known."""
-        # Of the whole batch the own weights are already the divisors.
+        """Combine the terms of a loss into one if the denominators are known."""
+        # One forward pass over the whole batch: the terms' own weights are the denominators.
         divisors = self.divisors
         if self.is_plain:
             divisors = [each.known_weight for each in part.parts]
         if divisors is None:
             return part
         whole = part.combine(divisors)
-        # A combined loss counts as a sum, and a sum is never skipped. A batch in which no term has
-        # any weight must be: as a mean of weight 0 it leads to the verdict that there is nothing to
-        # count.
+        # Keep kind "mean" if all denominators are 0: a combined loss has kind "sum", which is never
+        # skipped, but a batch without any weight must lead to the verdict "nothing to count".
         return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
 
     def backward(
         self, part: Contribution, beside: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Run backward where it can begin and there is something to differentiate."""
-        # A loss that depends on no parameter is legal in one shard (one without positives, say);
-        # that none of the batch's shards gave a gradient is refused later, in
-        # `GradientRules.load_totals`.
+        """Run backward, unless denominators are missing or nothing requires a gradient."""
+        # The loss of one shard may depend on no parameter (a shard without positives, say).
+        # `GradientRules.load_totals` raises later if no shard of the batch gave a gradient.
         if part.kind == "means" or not part.root.requires_grad:
             if beside:
                 torch.autograd.backward([t for t, _ in beside], [g for _, g in beside])
             return
-        # Divided before backward and not after the fold: with one shard these are the bits of a
-        # plain loop, and gradients of low precision do not overflow on the way.
+        # Divide before backward, not after the fold: with one shard this gives the bits of a plain
+        # loop, and low-precision gradients do not overflow.
         weight, plain = part.weight, self.is_plain
         if plain and isinstance(weight, LateWeight) and part.kind != "sum":
-            # If it is 0, there is nothing to count, and nothing is updated.
+            # A weight of 0 means that there is nothing to count; the step then updates nothing.
             part.backward(weight.divisor(self.scale), beside)
             return
-        # Not read unless it divides: on an accelerator this would wait for it.
+        # Read the weight only if it divides: reading it blocks on the accelerator.
         own = part.known_weight if plain else math.nan
         divisor = 1.0 if part.kind == "sum" else self.divisor(own)
         if divisor:
             part.backward(divisor / self.scale, beside)
 
     def divisor(self, weight: float) -> float:
-        """What gradients are divided by in backward, before the whole batch's weight is known.
+        """Return the denominator for backward, before the weight of the whole batch is known.
 
-        That is the number of samples, the only divisor that every device knows before all forwards
-        are done. Where one forward pass sees the whole batch, its ``weight`` is that of the batch.
+        This is the number of samples, the only denominator that every device knows before all
+        forward passes end. If one forward pass sees the whole batch, its ``weight`` is the batch's.
         """
         return weight if self.is_plain else float(self.batch.samples)
 
 
 class Microbatch(NamedTuple):
-    """Samples of a shard that run at once: mostly all of them."""
+    """Samples of a shard that run in one forward pass: usually all of them."""
 
     shard: int
     start: int
@@ -181,12 +180,12 @@ class Microbatch(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing more of the shard follows."""
+        """Whether this is the last microbatch of the shard."""
         return self.stop == self.of
 
     @property
     def gatherer(self) -> Gatherer | None:
-        """What `onefold.gather` does in it; None if it sees the whole batch."""
+        """Implements `onefold.gather` in this microbatch; None if it sees the whole batch."""
         if self.task.is_plain:
             return None
         if self.samples < self.of:
@@ -213,9 +212,9 @@ def sum_of_digests(one: Digest | None, other: Digest | None) -> Digest | None:
 
 
 def add_microbatch(result: ShardResult, microbatch: ShardResult, step: int) -> ShardResult:
-    """Add the result of a shard's next microbatch; the memory of the first one takes the sum."""
+    """Add the result of a shard's next microbatch, in place, to the gradients of ``result``."""
     totals = [each.total for each in (result, microbatch) if each.total is not None]
-    # None of one microbatch is refused by the values of the other.
+    # If only one of the two has values, `plus` raises.
     values, others = (
         result.values or microbatch.values,
         microbatch.values if result.values else None,
@@ -242,5 +241,5 @@ def _weight_of_both(
 
 def _added(one: float, other: float, step: int) -> float:
     found = total_weight([one, other], [1, 1], step)
-    # Kinds are alike, or they would have been refused: a code stands for itself.
+    # Both have the same kind; `total_weight` refused others. A negative weight is the kind's code.
     return LATE if found.late else one if one < 0 else found.value
