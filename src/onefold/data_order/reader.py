@@ -1,28 +1,27 @@
 """Reads the shards of a batch, in a worker process or in this one, and digests a data set.
 
 `Reader` answers requests for batches. It also digests a data set from a few samples, so that
-processes notice when they read different ones: `digest_of` digests one sample, and `join_digests`
-combines them. Such a digest covers the length and at most three samples. So it detects data that
-were generated without a seed or lie in the wrong folder, and not a single picture in a thousand
-that differs. Equal data have equal digests in any process: nothing in a digest depends on
-addresses, on the order of a set or on the hash of a string.
+processes detect when they read different data: `digest_of` digests one sample, and `join_digests`
+combines the digests. The result covers the length and at most three samples. It detects data that
+are generated without a seed or stored in the wrong directory, but not one different image in a
+thousand. Equal data have equal digests in any process: no digest depends on addresses, on the order
+of a set or on the hash of a string.
 
 Note: a shard that is made twice
 --------------------------------
-A batch must depend on its samples, the seed and its place alone, because devices and workers divide
-the shards among them, and a resumed run makes none of those that are done. So every device makes
-the first shard of a loader's first pass before the batch is read, as a `FirstShard`, and its bytes
-are part of what devices compare. Whoever then reads this shard compares it with the one made
-before. Made twice, it shows what the search for generators does not: a counter in ``collate``,
-samples that are changed in place, generators of unknown kinds.
+A batch must depend only on its samples, the seed and its position, because devices and workers
+divide the shards among them, and a resumed run does not repeat completed shards. Every device
+therefore makes the first shard of a loader's first pass in advance, as a `FirstShard`, and its
+bytes are part of the data that devices compare. The device or worker that then reads this shard
+compares the two results. This detects state that the search for generators misses: a counter in
+``collate``, samples changed in place, generators of unknown types.
 
 Note: why not pickle
 --------------------
-The bytes of a pickle would be a shorter way to a digest, and a wrong one: equal objects may pickle
-differently, depending on which of their parts are the same object and on the order of sets, and a
-sample may hold an open file or a lock, which do not pickle at all. A sample is any object of the
-user's, so the walk must come to an end for every one: cycles, depth and size are limited, and what
-is beyond a limit counts by its type alone, in every process at the same place.
+Hashing a pickle would be shorter, but wrong: the pickles of equal objects may differ, depending on
+shared parts and on the order of sets, and a sample may hold an open file or a lock, which cannot be
+pickled. A sample may be any object, so the walk must always end: cycles, depth and size are
+limited, and objects beyond a limit count by their type alone, at the same point in every process.
 """
 
 from __future__ import annotations
@@ -80,14 +79,15 @@ _log = logging.getLogger("onefold")
 _Read = TypeVar("_Read")
 
 _ONCE = ("_io", "builtins", "itertools")
-"""Modules whose iterators can be gone through a single time."""
+"""Modules whose iterators have a single pass."""
 
 
 def is_stream(dataset: object) -> bool:
-    """Whether a data set is to be read as a stream.
+    """Whether a data set is read as a stream.
 
-    An `IterableDataset` may inherit or define both methods of a data set with an index. A set has
-    an order that differs between processes, and an iterator has no second pass.
+    An `IterableDataset` may also inherit or define the methods of a map-style data set. A set is
+    not a stream, because its order differs between processes; nor is an iterator, which has one
+    pass.
     """
     if isinstance(dataset, IterableDataset):
         return True
@@ -102,7 +102,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class SizedDataset(Protocol):
-    """What a loader can read: an object with a length, and an item for every index below it."""
+    """A map-style data set: an object with a length and an item for every index."""
 
     def __len__(self) -> int: ...
 
@@ -111,37 +111,37 @@ class SizedDataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One batch to read: which samples go into which of this process's shards."""
+    """A request for one batch: the samples of each of this process's shards."""
 
     loader: int
     epoch: int
     samples: int
     stop: int
-    """Number of samples of the pass up to the end of this batch."""
+    """Number of samples in the pass up to the end of this batch."""
     shares: Shares
     own: Sequence[int]
     """Numbers of this process's devices."""
     turn: int
-    """How often shares or devices had changed during the pass when this was requested."""
+    """Number of changes of shares or devices in the pass before this request."""
     digest: bytes | None
-    """Digest of the order, where the data set is digested; empty if it follows from the seed."""
+    """Digest of the order if the data set is digested; empty if the order follows from the seed."""
     shards: dict[int, list[int]]
-    """The indices of the samples of each of this process's shards, by shard number; empty if the
-    reader cuts."""
+    """Sample indices of each of this process's shards, by shard number; empty if the reader cuts
+    the batch."""
     starts: dict[int, int]
-    """For each shard the place of its first sample in the pass; empty if indices are unique."""
+    """Position of each shard's first sample in the pass; empty if indices are unique."""
     item: int
-    """The item of the data set that is the whole batch; -1 if the batch is made of samples."""
+    """Item of the data set that is the whole batch; -1 if the batch consists of samples."""
     check: tuple[list[int], int | None] | None = None
-    """The indices of the samples of the first shard, and the place of the first of them if indices
-    are not unique, where this shard is to be made twice; None where it is not."""
+    """For a first shard that is to be made twice: its sample indices, and the position of the first
+    sample if indices are not unique. Otherwise None."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample that could not be read, on its way to the process that will report it.
+    """Describes a sample that could not be read, for the process that will raise the error.
 
-    It holds text and not the exception: one of a class of the user's may not unpickle elsewhere.
+    It stores text, not the exception: an exception of a user's class may not unpickle elsewhere.
     """
 
     index: int
@@ -150,54 +150,54 @@ class BadSample:
     text: str
     traceback: str
     doing: str = "reading sample"
-    """What failed, before its number; empty if the samples are not those of the saved run."""
+    """The operation that failed; empty if the samples differ from the saved run's."""
 
     @classmethod
     def of_change(cls, request: Request, what: str) -> BadSample:
-        """Describe that something was not the same when it was made twice.
+        """Describe a result that differed when it was made twice.
 
         Args:
-            request: asked for it.
-            what: made it.
+            request: the request for the result.
+            what: the object that made it.
         """
         first = request.check[0][0] if request.check and request.check[0] else request.item
         text = (
-            f"made twice from the same samples and seeds, this was not the same: {what} returned "
-            f"other bytes the second time. Expected the same, because devices and workers divide "
-            f"the data among them, and a resumed run does not make again what is done. Something "
-            f"is kept between calls: a count, a value that is changed in place, or a random "
-            f"generator that onefold does not find. Draw from the generators of PyTorch, Python or "
-            f"NumPy, or from one kept as an attribute: all are seeded for each sample and shard. "
-            f"For a count, use the number of the sample or of the epoch"
+            f"{what} returned different bytes when called twice for the same samples and seeds. "
+            f"The result must be the same, because devices and workers divide the data, and a "
+            f"resumed run does not repeat completed batches. Some state is kept between calls: a "
+            f"counter, a value that is changed in place, or a random generator that onefold cannot "
+            f"find. Use the generators of PyTorch, Python or NumPy, or one that is stored as an "
+            f"attribute: all of these are seeded for each sample and shard. Instead of a counter, "
+            f"use the number of the sample or of the epoch"
         )
         return cls(first, request.epoch, "StateError", text, "", "making the batch of sample")
 
 
 class Answer(NamedTuple):
-    """What was read for a request."""
+    """The answer to a request."""
 
     request: Request
-    """As it was made; with other sizes if only reading has shown how large the batch is."""
+    """The request, with other sizes if only reading shows the size of the batch."""
     payloads: dict[int, Any] | BadSample
-    """Each shard's payload."""
+    """Payload of each shard."""
     digest: int = 0
-    """Digest of the data, and of their order; 0 if it was not requested."""
+    """Digest of the data and their order; 0 if not requested."""
     state: object = None
-    """Where a stream stands after this batch, if it keeps a state."""
+    """State of the stream after this batch, if it keeps one."""
     others: tuple[int, ...] = ()
     """See `ShardedBatch.others`."""
     over: bool = False
-    """Whether a stream has ended, so that there is no such batch."""
+    """Whether the stream has ended, so that the batch does not exist."""
 
 
 class HeldGenerators:
-    """The generators that some objects reach, found when a process first reads.
+    """The generators reachable from some objects, found when a process first reads.
 
-    Not before: a worker that is not forked has copies of them, and many an object makes its
-    generator in the process that uses it.
+    They are not searched earlier, because a spawned worker has copies of them, and many objects
+    create their generator only in the process that uses it.
 
     Args:
-        owners: the objects; none if they hold no generator for certain.
+        owners: the objects; none if they certainly hold no generator.
     """
 
     def __init__(self, *owners: object) -> None:
@@ -205,15 +205,15 @@ class HeldGenerators:
         self._found = None if owners else OwnGenerators()
 
     def seed(self, seed: int) -> None:
-        """Seed them all, each with a seed of its own."""
+        """Seed every generator with its own seed."""
         if self._found is not None:
             self._found.seed(seed, "held by a data set")
 
     def read(self, read: Callable[[], _Read]) -> _Read:
-        """Call a function that seeds and reads; put the generators back afterwards.
+        """Call a function that seeds and reads; restore the generators afterwards.
 
-        The script, or a sampler, may draw from the same generators. The function is called twice
-        if the objects make a generator in its first call, which is not seeded there.
+        The script or a sampler may draw from the same generators. The function is called twice if
+        its first call creates a generator in the objects, which is not seeded in that call.
         """
         if (known := self._found) is None:
             self._found = known = OwnGenerators(generators_in(*self._owners))
@@ -228,14 +228,14 @@ class HeldGenerators:
 
 
 class Reader(Dataset[Any]):
-    """Answers requests for batches; every worker process has one."""
+    """Answers requests for batches. Every worker process has one."""
 
     def __init__(self, dataset: SizedDataset, collate: Collate | None, seed: int) -> None:
         self._dataset = self.dataset = dataset
         self._collate = self.collate = collate
         self._seed = seed
-        # Rows of tensors: nothing random, and nothing that can fail. A subclass may override how
-        # items are read.
+        # Rows of tensors are neither random nor able to fail. Require the exact type, because a
+        # subclass may override how items are read.
         self._is_plain = type(dataset) is TensorDataset and collate is None
         self._held = HeldGenerators(*(() if self._is_plain else (dataset, collate)))
 
@@ -265,11 +265,11 @@ class Reader(Dataset[Any]):
     def _read_digest(self, epoch: int, order: bytes) -> int | BadSample:
         digests = []
         for index in digest_samples(len(self._dataset)):
-            # Without the epoch: the digest is that of the data, whenever a process computes it.
+            # Leave out the epoch: the digest of the data must be the same in every pass.
             common = "digest", (self._seed,)
             self._seed_all(derive_seed("digest", self._seed, index), common)
-            # Returned rather than raised, as in `_read_shard`: DataLoader would wrap the exception
-            # in one of its own, and the user would not learn which sample it was.
+            # Return the error, as in `_read_shard`: DataLoader would wrap a raised exception in its
+            # own, and hide which sample failed.
             try:
                 digests.append(digest_of(self._dataset[index]))
             except Exception as error:
@@ -278,7 +278,7 @@ class Reader(Dataset[Any]):
 
     def _read_shard(self, request: Request, shard: int, indices: list[int], first: Any) -> Any:
         if self._is_plain:
-            # All rows are gathered at once into the list that default_collate would make.
+            # Gather all rows at once, into the list that default_collate would make.
             tensors: Any = self._dataset
             return [tensor[indices] for tensor in tensors.tensors]
         place = request.starts.get(shard)
@@ -292,10 +292,9 @@ class Reader(Dataset[Any]):
         self, request: Request, indices: list[int], first: int | None
     ) -> list[Any] | BadSample:
         samples, seed, epoch, loader = [], self._seed, request.epoch, request.loader
-        # Each sample has a seed of its own, so that its augmentation depends neither on the worker
-        # that reads it nor on the samples that were read before it. But a sampler
-        # may yield a sample several times in a pass, each time augmented in another way: then the
-        # place in the pass takes the part of the index.
+        # Seed each sample, so that its augmentation depends neither on the worker that reads it nor
+        # on the samples read before it. A sampler may yield a sample several times in a pass, each
+        # time with another augmentation: then the position in the pass replaces the index.
         common = "batch", (seed, epoch, loader, request.stop)
         kind = "sample" if first is None else "place"
         numbers = indices if first is None else range(first, first + len(indices))
@@ -310,7 +309,7 @@ class Reader(Dataset[Any]):
     def _collated(
         self, request: Request, indices: list[int], first: int | None, samples: list[Any]
     ) -> Any:
-        # Collating may be random, too (mixup). The first number identifies the shard: within an
+        # Collating may be random too (mixup). The first number identifies the shard: within an
         # epoch no other shard has it.
         kind, number = ("collate", indices[0]) if first is None else ("collate at place", first)
         numbers = self._seed, request.epoch
@@ -324,10 +323,10 @@ class Reader(Dataset[Any]):
 
 
 def take_items(iterator: Iterator[Any], most: int) -> Iterator[Any]:
-    """Yield at most so many items of an iterator, without a new ``iter()`` of it.
+    """Yield up to ``most`` items of an iterator, without calling ``iter()`` on it.
 
-    Many an object is its own iterator and begins anew with each ``iter()``, which a ``for`` loop
-    and `itertools.islice` would call.
+    Some objects are their own iterator and restart in each ``iter()``, which a ``for`` loop and
+    `itertools.islice` would call.
     """
     for _ in range(most):
         try:
@@ -339,13 +338,13 @@ def take_items(iterator: Iterator[Any], most: int) -> Iterator[Any]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Read with one thread, as PyTorch's worker processes do.
+    """Use one thread inside this context, as PyTorch's worker processes do.
 
-    The bits of a sum depend on the number of threads, so samples that this process reads would
-    otherwise differ from those that workers read.
+    The bits of a sum depend on the number of threads, so samples read in this process would
+    otherwise differ from samples read by workers.
     """
     before = torch.get_num_threads()
-    # Setting the number of threads is not free, and each batch would set it twice.
+    # Setting the number of threads is not free, and would happen twice per batch.
     if before == 1:
         yield
         return
@@ -359,32 +358,32 @@ def one_thread() -> Iterator[None]:
 def bad_sample(
     index: int, epoch: int, error: Exception, doing: str = "reading sample"
 ) -> BadSample:
-    """Describe an exception that was raised in reading, to be reported elsewhere."""
+    """Describe an exception raised while reading, to be reported by another process."""
     trace = "".join(traceback.format_exception(error))
     return BadSample(index, epoch, type(error).__name__, message_of(error), trace, doing)
 
 
 def as_it_is(answer: Any) -> Any:
-    """Return what was given."""
-    # DataLoader's default would turn NumPy arrays into tensors. No lambda: a worker that is not
-    # forked gets it pickled.
+    """Return the argument unchanged."""
+    # DataLoader's default would convert NumPy arrays to tensors. This is not a lambda, because it
+    # must be picklable for spawned workers.
     return answer
 
 
 class FirstShard:
-    """The first shard of a batch, made before it is read.
+    """The first shard of a batch, made in advance for comparison.
 
     Args:
         samples: its samples.
-        collate: makes its payload; seeds what it draws from.
+        collate: makes its payload; seeds the generators that it draws from.
     """
 
     def __init__(self, samples: object, collate: Callable[[Any], object]) -> None:
         self._samples, self._payload = digest_of(samples), b""
         try:
-            # `collate` may change what it is given, which a data set may keep.
+            # Copy the samples: `collate` may change them, and a data set may keep them.
             self._payload = digest_of(collate(deepcopy(samples)))
-        except Exception as error:  # whoever reads this shard reports what `collate` raises
+        except Exception as error:  # the reader of this shard reports the errors of `collate`
             _log.debug("the first shard of a loader is not made twice: %s", error)
 
     @property
@@ -395,7 +394,7 @@ class FirstShard:
     def compared(
         self, request: Request, samples: object, collate: Callable[[Any], object]
     ) -> object:
-        """Make the payload, and return it; a `BadSample` if it is not the same as before."""
+        """Return the payload of this shard; a `BadSample` if it differs from the first time."""
         found = digest_of(samples)
         payload = collate(samples)
         if found != self._samples:
@@ -406,15 +405,15 @@ class FirstShard:
 
 
 _MOST_PARTS = 100_000
-"""The most parts of a sample that are read; any further ones count by their type alone."""
+"""Maximum number of parts read per sample; further parts count by their type alone."""
 _MOST_DEEP = 50
-"""The most containers nested in each other; what lies deeper counts by its type alone."""
+"""Maximum nesting depth of containers; deeper parts count by their type alone."""
 _BY_NAME = (type, BuiltinFunctionType, FunctionType, MethodType, ModuleType)
-"""Types whose ``__dict__`` is not data; they count by their name."""
+"""Types that count by their name, because their ``__dict__`` is not data."""
 
 
 def digest_samples(samples: int) -> list[int]:
-    """Choose the samples of a data set that are read for its digest: first, middle and last.
+    """Choose the samples that represent a data set in its digest: first, middle and last.
 
     >>> digest_samples(9), digest_samples(2)
     ([0, 4, 8], [0, 1])
@@ -423,11 +422,11 @@ def digest_samples(samples: int) -> list[int]:
 
 
 def join_digests(samples: int, digests: Iterable[bytes]) -> int:
-    """Combine the digests of samples into that of the data set: a signed 64-bit number, never 0.
+    """Combine the digests of samples to that of a data set: a signed 64-bit number, never 0.
 
     Args:
         samples: length of the data set.
-        digests: `digest_of` each of the samples that were read.
+        digests: results of `digest_of` for the chosen samples.
     """
     joined = hashlib.blake2b(struct.pack("<q", samples), digest_size=8)
     for digest in digests:
@@ -437,10 +436,10 @@ def join_digests(samples: int, digests: Iterable[bytes]) -> int:
 
 
 def digest_of(sample: object) -> bytes:
-    """Digest everything that a sample holds.
+    """Digest the whole content of a sample.
 
-    Tensors, arrays, pictures, numbers and text count by type and content; dicts, sets, tuples,
-    lists, dataclasses and other objects with fields by what they hold. Anything else counts by its
+    Tensors, arrays, images, numbers and text count by type and content; dicts, sets, tuples, lists,
+    dataclasses and other objects with fields by their members. All other objects count by their
     type alone.
     """
     return _Walk().digest(sample, ())
@@ -456,18 +455,18 @@ class _Walk:
         """Digest one part of the sample.
 
         Args:
-            part: the sample, or anything in it.
-            within: ids of the containers around it, any of which it may in turn contain.
+            part: the sample, or any part of it.
+            within: ids of the enclosing containers, to detect cycles.
         """
         self._left -= 1
         name = f"{type(part).__module__}.{type(part).__qualname__}"
         content: Iterable[bytes] = ()
-        # An id is only compared with those of containers that are alive around it: a table of all
-        # that was ever seen would mistake a new object for a dead one at the same address.
+        # Compare ids only with enclosing containers, which are alive: in a table of all ids seen so
+        # far, a new object could have the address of a deleted one.
         if self._left > 0 and len(within) < _MOST_DEEP and id(part) not in within:
             content = self._content(part, (*within, id(part)))
         joined = hashlib.blake2b(name.encode(), digest_size=16)
-        # With their lengths: "ab" and "c" must not digest like "a" and "bc".
+        # Include lengths: "ab" and "c" must not digest like "a" and "bc".
         for piece in content:
             joined.update(struct.pack("<q", len(piece)))
             joined.update(piece)
@@ -481,8 +480,8 @@ class _Walk:
             return leaf
         if isinstance(part, np.ndarray | np.generic):
             return _of_array(np.asanyarray(part), inner)
-        # Sorted by digest: equal dicts may have been filled in different orders, and the order of a
-        # set of strings differs from one process to the next.
+        # Sort by digest: equal dicts may be filled in different orders, and the order of a set of
+        # strings differs between processes.
         if isinstance(part, Mapping):
             return sorted(inner(key) + inner(value) for key, value in part.items())
         if isinstance(part, Set):
@@ -493,11 +492,11 @@ class _Walk:
 
 
 def _leaf(part: object) -> list[bytes] | None:
-    """The content of a part that holds no other parts; None if it may hold some."""
+    """Return the content of a part without inner parts; None if it may have some."""
     if part is None or isinstance(part, _BY_NAME):
         return [getattr(part, "__qualname__", "").encode()]
-    # By the base classes' own methods: a subclass may print itself in any way it likes. In hex, for
-    # Python refuses to print integers of thousands of digits in decimal.
+    # Use the base classes' methods, because a subclass may override its formatting. Use hex,
+    # because Python refuses to print integers of thousands of digits in decimal.
     if isinstance(part, int):
         return [int.__format__(part, "x").encode()]
     if isinstance(part, float):
@@ -520,7 +519,7 @@ def _of_tensor(tensor: torch.Tensor) -> list[bytes]:
     kind.append(str(tuple(tensor.shape)).encode())
     if tensor.is_meta or tensor.is_quantized:
         return kind
-    # As a plain tensor: a subclass may answer any of these calls in its own way.
+    # Convert to a plain tensor: a subclass may override any of these calls.
     return [*kind, bits_of(tensor.detach().as_subclass(torch.Tensor).cpu()).numpy().tobytes()]
 
 
@@ -528,19 +527,19 @@ def _of_array(array: np.ndarray[Any, Any], inner: Callable[[object], bytes]) -> 
     kind = [array.dtype.str.encode(), str(array.shape).encode()]
     if isinstance(array, np.ma.MaskedArray):
         return [*map(inner, (np.ma.getmaskarray(array), array.filled(0)))]
-    # Between the fields of a structured array there may be padding, which holds anything.
+    # Digest the fields separately: the padding between them is arbitrary memory.
     if array.dtype.names is not None:
         fields = [array[name] for name in array.dtype.names]
         return [*kind, *map(str.encode, array.dtype.names), *map(inner, fields)]
-    # The bytes of an array of objects are addresses, which differ in every process.
+    # Digest the objects: the array's bytes are addresses, which differ between processes.
     if array.dtype.hasobject:
         return [*kind, *map(inner, array.flat)]
     return [*kind, array.tobytes()]
 
 
 def _of_picture(part: object) -> list[bytes] | None:
-    """The content of a Pillow image; None for anything else."""
-    # Looked up and never imported: where there is such an image, somebody has loaded Pillow.
+    """Return the content of a Pillow image; None for anything else."""
+    # Look Pillow up instead of importing it: if the part is an image, Pillow is already loaded.
     pillow = sys.modules.get("PIL.Image")
     if pillow is None or not isinstance(part, pillow.Image):
         return None
@@ -549,7 +548,7 @@ def _of_picture(part: object) -> list[bytes] | None:
 
 
 def _fields(part: object) -> list[tuple[str, object]]:
-    """The attributes of an object, sorted by name."""
+    """Return the attributes of an object, sorted by name."""
     own: dict[str, object] = dict(getattr(part, "__dict__", {}))
     # A dataclass with slots has no `__dict__`.
     if dataclasses.is_dataclass(part):
