@@ -60,7 +60,7 @@ def test_a_fingerprint_of_the_lead_alone_is_named() -> None:
 def test_only_errors_of_files_that_somebody_else_may_have_made_are_explained() -> None:
     there = FileExistsError(17, "File exists", "run/log")
     moved = FileNotFoundError(2, "No such file", "log.part", None, "log")
-    assert "let the lead alone do it" in advice_on_one_file(there, 2)
+    assert "write it only on the lead" in advice_on_one_file(there, 2)
     assert "writes log.part" in advice_on_one_file(moved, 2)
     for error in (FileNotFoundError(2, "No such file", "log"), OSError("x"), KeyError("x")):
         assert advice_on_one_file(error, 2) == ""

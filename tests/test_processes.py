@@ -80,7 +80,7 @@ def test_a_fault_of_one_device_ends_the_run(run: Start, exchange: str, kind: str
     assert len([line for line in errors.splitlines() if line.startswith("onefold:")]) <= 2
 
 
-LEFT = "leave out init_process_group, DistributedDataParallel and DistributedSampler"
+LEFT = "remove init_process_group, DistributedDataParallel and DistributedSampler"
 
 
 @pytest.mark.parametrize(

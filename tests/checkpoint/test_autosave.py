@@ -77,8 +77,8 @@ def test_a_signal_saves_and_all_goes_on(runs: Runs, number: signal.Signals, exch
     assert 1 <= step < 40
     assert code == 75
     assert errors == (
-        f"onefold: stopped by {number.name} after step {step} and saved in {runs.directory}: the "
-        f"same command goes on from there\n"
+        f"onefold: stopped by {number.name} after step {step} and saved in {runs.directory}. Run "
+        f"the same command to resume\n"
     )
     second = runs.start("steps", "0", "40", devices=1, options=options)
     code, fingerprint, errors = second.finish()
@@ -122,9 +122,9 @@ def test_as_many_crashes_are_survived(runs: Runs, exchange: str, devices: int, m
     code, fingerprint, errors = runs.start(*arguments, devices=devices, options=options).finish()
     assert (code, fingerprint) == (0, whole)
     assert "was killed by SIGKILL" in errors
-    assert "onefold: starting again (1 of 2)" + (", with 2 devices" if more else "\n") in errors
+    assert "onefold: restarting (1 of 2)" + (", with 2 devices" if more else "\n") in errors
     # The second one does not count where a newer checkpoint had been written meanwhile.
-    assert errors.count("starting again") == 2
+    assert errors.count("onefold: restarting (") == 2
     # What was being written as the crash came may or may not be there.
     assert set(re.findall(r"resuming after step (\d+)", errors)) <= {"3", "6"}
     assert errors.count("resuming after step") == 2
@@ -134,7 +134,7 @@ def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
     (runs.folder / "crashes").mkdir()
     arguments = ["crash", str(runs.folder / "crashes"), "9", str(runs.directory)]
     code, _, errors = runs.start(*arguments, options="--save-every 6 --max-restarts 1").finish()
-    assert (code, errors.count("starting again")) == (137, 1)
+    assert (code, errors.count("onefold: restarting (")) == (137, 1)
     assert (runs.directory / "step-00000006").is_dir()
 
 
@@ -147,7 +147,7 @@ def test_a_directory_belongs_to_one_run_at_a_time(runs: Runs, tmp_path: Path) ->
     other.directory = runs.directory
     code, _, errors = other.start("steps", "0", "3", options="--grace-period 1").finish()
     assert code == 2
-    words = r"(?s).*: waiting\n.*: another process is at work in this folder .*; waited for 1 s\n"
+    words = r"(?s).*waiting for .*\n.*: another process is using this folder \(.*\); waited for 1 s\. .*\n"
     assert re.fullmatch(words, errors)
     first.process.send_signal(signal.SIGTERM)
     # Before that has saved itself, perhaps. A run of fewer steps cannot be answered by its record.

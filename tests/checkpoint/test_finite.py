@@ -115,8 +115,8 @@ def test_what_fails_again_goes_back_further(tmp_path: Path, devices: str, exchan
     assert done.stdout.splitlines()[-1].startswith("end 8 ")
     assert "StateError: parameter weight is not finite after step 6" in errors
     assert re.findall(r"resuming after step (\d+)", errors) == ["5", "4", "3"]
-    assert "starting again (1 of 3)\n" in errors
+    assert "restarting (1 of 3)\n" in errors
     back = "1 checkpoint further back than the newest: it failed in step 7 2 times in a row"
-    assert f"starting again (2 of 3), {back}" in errors
-    assert "starting again (3 of 3), 2 checkpoints further back than the newest" in errors
+    assert f"restarting (2 of 3), {back}" in errors
+    assert "restarting (3 of 3), 2 checkpoints further back than the newest" in errors
     assert steps_in(tmp_path / "kept") == [6, 7, 8]

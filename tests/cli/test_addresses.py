@@ -43,7 +43,7 @@ def test_commands_refuse_an_address(
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
-    assert "to be a local folder or file, got" in " ".join(capfd.readouterr().err.split())
+    assert "must be a local folder or file, but got" in " ".join(capfd.readouterr().err.split())
     assert [each.name for each in in_a_folder.iterdir()] == ["train.py"]
 
 
@@ -57,7 +57,7 @@ def test_commands_refuse_an_address(
 )
 def test_a_trainer_refuses_an_address(call: Callable[..., object], in_a_folder: Path) -> None:
     trainer = make_trainer()
-    with pytest.raises(ValueError, match="expected directory to be a local folder"):
+    with pytest.raises(ValueError, match="directory must be a local folder or file"):
         call(trainer)
     assert list(in_a_folder.iterdir()) == []
 
@@ -66,6 +66,6 @@ def test_a_trainer_refuses_an_address(call: Callable[..., object], in_a_folder: 
 def test_a_launch_refuses_an_address(option: str, in_a_folder: Path) -> None:
     name = option.replace("-", "_")
     options = RunOptions(**{name: ADDRESS})
-    with pytest.raises(LaunchError, match=f"expected {name} to be a local folder"):
+    with pytest.raises(LaunchError, match=f"{name} must be a local folder or file"):
         onefold.supervise(["train.py"], onefold.Selection(("cpu",)), options)
     assert list(in_a_folder.iterdir()) == []

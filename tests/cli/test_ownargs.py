@@ -60,7 +60,7 @@ def test_a_script_that_refuses_one_of_ours_is_explained(
     ("words", "text"),
     [
         ("run nowhere.py", "there is no script nowhere.py"),
-        ("run --devices 0 a-file", "expected at least one device"),
+        ("run --devices 0 a-file", "devices must be at least 1, but got 0"),
         ("run --exchange pigeon a-file", "the exchange must be one of"),
         ("run --timeout 1e12 a-file", "the timeout must be finite and at most 2073600 s"),
         ("verify --steps 0 a-file", "Invalid value for '--steps'"),
@@ -73,7 +73,7 @@ def test_a_script_that_refuses_one_of_ours_is_explained(
         ("run --offload-dir . a-file", "cannot be combined with placement replicate, because eve"),
         (
             "run --placement offload --offload-dir a-file a-file",
-            "expected --offload-dir or ONEFOLD_OFFLOAD_DIR to be a folder, on a disk",
+            "--offload-dir or ONEFOLD_OFFLOAD_DIR must be an existing folder, on a disk",
         ),
     ],
 )

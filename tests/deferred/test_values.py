@@ -100,7 +100,7 @@ def test_a_full_disk_is_told(parameter: nn.Parameter, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(
-            OSError, match=r"room for 8,192 more bytes of the model .*--offload-dir"
+            OSError, match=r"cannot get 8,192 more bytes for the model .*--offload-dir"
         ):
             parameter.sum()
     assert deferred_of(parameter) is not None

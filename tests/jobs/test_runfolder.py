@@ -79,7 +79,7 @@ def test_a_run_goes_on_through_no_link(tmp_path: Path, name: str, kind: str) -> 
     if kind == "link":
         elsewhere.mkdir()
     (run / name).symlink_to(elsewhere)
-    before, words = files(run), f"expected folders of its own, got the link {name}"
+    before, words = files(run), f"every part must be a folder, but {name} is a link"
     with pytest.raises(OSError, match=words):
         require_room(run)
     folder = RunFolder(run, is_lead=True)
@@ -104,7 +104,9 @@ def test_ones_own_process_is_named(tmp_path: Path) -> None:
         os._exit(0)
     os.waitpid(child, os.WUNTRACED)
     try:
-        with pytest.raises(LaunchError, match=rf"another process is at work .*process {child}\)"):
+        with pytest.raises(
+            LaunchError, match=rf"another process is using this folder \(process {child}\)"
+        ):
             require_room(tmp_path)
     finally:
         os.kill(child, 9)
@@ -122,11 +124,11 @@ def of_somebody_else(path: Path) -> None:
 
 
 LOCKS: list[tuple[Callable[[Path], object], str]] = [
-    (a_link, "expected a file, got a link. onefold needs a file of this user's own"),
+    (a_link, "expected a file, got a link. onefold needs a lock file that this user owns"),
     (os.mkfifo, r"\.lock: expected a file, got a FIFO or a device"),
 ]
 if os.geteuid() == 0:
-    LOCKS.append((of_somebody_else, f"expected a file of user 0, got one of user {NOBODY}"))
+    LOCKS.append((of_somebody_else, f"must belong to user 0, but belongs to user {NOBODY}"))
 
 
 @for_each(("make", "words"), LOCKS)

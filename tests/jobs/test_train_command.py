@@ -245,7 +245,7 @@ SHARED = "devices cannot share {} shards: a shard is never divided. Use --device
         ("classify --data x --devices 9", f"--devices 9: 9 {SHARED.format(8, 8)}"),
         ("segment --data x --devices cpu,cpu,cpu,cpu,cpu", SHARED.format(4, 4)),
         ("classify --data x --devices cpu:3 --shards 2", SHARED.format(2, 2)),
-        ("text --data x --devices cuda:0", "cuda:0 is not there: this machine has no GPU"),
+        ("text --data x --devices cuda:0", "cuda:0 does not exist: this machine has no GPU"),
         ("classify --data data.zip", "; this is a file"),
         ("classify --data data", "there is no such folder in "),
         ("classify --data data.csv", "expected a folder, a table, or digits, mnist"),

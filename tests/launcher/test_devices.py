@@ -147,7 +147,7 @@ def test_without_gpus_processes_compute(machine: Machine, choice: Any, number: i
     for first in (BROKEN, "raise NVMLError('GPU is lost')", "raise ImportError('no module')"):
         machine(*ROWS, first=first)
         assert free() == []
-    with pytest.raises(LaunchError, match=r"^cuda:0 is not there: this machine has no GPU"):
+    with pytest.raises(LaunchError, match=r"^cuda:0 does not exist: this machine has no GPU"):
         select_devices("cuda:0")
     assert select_devices(choice) == Selection(("cpu",) * number, may_leave=choice == "auto")
 
@@ -155,21 +155,21 @@ def test_without_gpus_processes_compute(machine: Machine, choice: Any, number: i
 @for_each(
     ("choice", "words"),
     [
-        ("", "devices '': expected a number, 'auto', 'cpu:N', or a list"),
-        ([], "devices '': expected a number"),
-        ([0, 1], "'0' is none of these"),
-        ("gpu", "'gpu' is none of these"),
-        ("cuda", "'cuda' is none of these"),
-        ("cuda:x", "'cuda:x' is none of these"),
-        ("cpu:", "'cpu:' is none of these"),
-        ("cpu:-1", "'cpu:-1' is none of these"),
-        ("-1", "'-1' is none of these"),
-        ("1.5", r"'1.5' is none of these"),
-        ("cpu:2,cpu:2", "'cpu:2' is none of these"),
-        ("cuda:0;cuda:1", "'cuda:0;cuda:1' is none of these"),
-        (0, "devices 0: expected at least one device"),
-        ("cpu:0", "devices cpu:0: expected at least one device"),
-        ("cuda:1,cuda:0,cuda:1", "cuda:1 is named twice"),
+        ("", "devices must be a number, 'auto', 'cpu:N', or a list"),
+        ([], "or a list such as 'cuda:1,cuda:3', but '' in '' is none of these"),
+        ([0, 1], "'0' in '0,1' is none of these"),
+        ("gpu", "but 'gpu' in 'gpu' is none of these"),
+        ("cuda", "but 'cuda' in 'cuda' is none of these"),
+        ("cuda:x", "but 'cuda:x' in 'cuda:x' is none of these"),
+        ("cpu:", "but 'cpu:' in 'cpu:' is none of these"),
+        ("cpu:-1", "but 'cpu:-1' in 'cpu:-1' is none of these"),
+        ("-1", "but '-1' in '-1' is none of these"),
+        ("1.5", r"but '1.5' in '1.5' is none of these"),
+        ("cpu:2,cpu:2", "but 'cpu:2' in 'cpu:2,cpu:2' is none of these"),
+        ("cuda:0;cuda:1", "but 'cuda:0;cuda:1' in 'cuda:0;cuda:1' is none of these"),
+        (0, "devices must be at least 1, but got 0"),
+        ("cpu:0", "devices must be at least 1, but got cpu:0"),
+        ("cuda:1,cuda:0,cuda:1", "cuda:1 is listed twice"),
     ],
 )
 def test_what_cannot_be_read_is_explained(machine: Machine, choice: Any, words: str) -> None:
@@ -217,11 +217,13 @@ def test_the_freest_gpus_are_taken(machine: Machine, number: int, indices: list[
 
 def test_more_gpus_than_there_are_are_refused(machine: Machine) -> None:
     machine(*ROWS)
-    words = r"^5 devices were asked for and the number of GPUs here is 4\. .* at most 4, or for cpu"
+    words = (
+        r"^requested 5 devices, but the number of GPUs here is 4\. Request at most 4, or cpu:5 f"
+    )
     with pytest.raises(LaunchError, match=words):
         select_devices(5)
     machine(*ROWS[:2])
-    words = r"^cuda:2 is not there: this machine has cuda:0, cuda:1 \(see: onefold devices\)"
+    words = r"^cuda:2 does not exist: this machine has cuda:0, cuda:1\. Run onefold devices to"
     with pytest.raises(LaunchError, match=words):
         select_devices("cuda:0,cuda:2")
 
@@ -303,7 +305,7 @@ def test_pytorch_is_asked_for_accelerators_of_other_kinds(
     assert chosen("auto") == devices
     if devices == ("xpu:0",):
         assert chosen("xpu:0") == devices
-        with pytest.raises(LaunchError, match=r"^cuda:0 is not there: this machine has xpu:0"):
+        with pytest.raises(LaunchError, match=r"^cuda:0 does not exist: this machine has xpu:0"):
             chosen("cuda:0")
 
 
@@ -342,7 +344,7 @@ def test_numbers_that_mean_other_gpus_elsewhere_are_told(
     monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
     caplog.clear()
     list_devices()
-    assert ("numbers the GPUs by the PCI bus" in caplog.text) == warns
+    assert ("onefold numbers the GPUs by PCI bus" in caplog.text) == warns
 
 
 LOADED = r"^NVIDIA's driver is loaded and "

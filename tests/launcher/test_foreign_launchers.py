@@ -64,15 +64,15 @@ def test_who_is_alone_among_others_must_not_train(name: str) -> None:
     context = read_context(environment)
     assert (context.size, context.launched) == (1, False)
     count = "4 processes" if name in PROCESSES else "3 nodes"
-    assert f"says that {name} has started " in context.others
+    assert f"means that {name} has started " in context.others
     assert context.others.endswith(count)
     for words in (
         context.others,
         "onefold run --devices 1 train.py",
-        "To make one run of all",
+        "To make all of them one run",
     ):
         assert words in context.refusal
-    with pytest.raises(LaunchError, match="each would train a model of its own"):
+    with pytest.raises(LaunchError, match="so each would train a separate model"):
         forming.choose_devices(context, None, shards=2, module=torch.nn.Linear(1, 1))
 
 
@@ -125,7 +125,7 @@ def test_who_is_alone_by_right_may_train(name: str, monkeypatch: pytest.MonkeyPa
         ({**POD, "PET_RDZV_ENDPOINT": "a:1"}, "on 3 nodes"),
         ({"WORLD_SIZE": "3"}, "WORLD_SIZE=3 says that a launcher has started 3 processes"),
         ({"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "a"}, "started 3 processes"),
-        ({**SRUN, **mpi("OMPI_COMM_WORLD")}, "OMPI_COMM_WORLD_SIZE=4 says that Open MPI"),
+        ({**SRUN, **mpi("OMPI_COMM_WORLD")}, "OMPI_COMM_WORLD_SIZE=4 means that Open MPI"),
     ],
 )
 def test_what_is_not_enough_to_join(environment: dict[str, str], words: str) -> None:
@@ -143,7 +143,7 @@ optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
 trainer = onefold.Trainer(m, optimizer, lambda m, x: m(x).square().mean(1), shards=2)
 print(trainer.step(torch.ones(4, 2)).number)
 """
-REFUSED = "LaunchError: OMPI_COMM_WORLD_SIZE=4 says that Open MPI has started 4 processes"
+REFUSED = "LaunchError: OMPI_COMM_WORLD_SIZE=4 means that Open MPI has started 4 processes"
 
 
 @pytest.mark.processes
@@ -151,7 +151,7 @@ REFUSED = "LaunchError: OMPI_COMM_WORLD_SIZE=4 says that Open MPI has started 4 
     ("command", "code", "words"),
     [
         ([], 1, REFUSED),
-        (["-m", "onefold", "run", "--devices", "cpu:1"], 0, "This is a run of its own, on this"),
+        (["-m", "onefold", "run", "--devices", "cpu:1"], 0, "onefold starts a separate run, on"),
     ],
 )
 def test_a_script_is_refused(tmp_path: Path, command: list[str], code: int, words: str) -> None:

@@ -212,7 +212,7 @@ def test_a_report_names_those_that_do_not_answer() -> None:
     lines = report_of([*late, reader, standing(4, 9, call=Call.SAVE)], 6).splitlines()
     assert lines == [
         "devices 1, 3 have waited for 31 s for devices 0, 2, 4, 5, in step 7",
-        "no answer from devices 0, 5: stopped, or on a host that cannot be reached",
+        "no answer from devices 0, 5: suspended, or on a host that cannot be reached",
         "device 2 (process 102 on b) waits for its loader in step 7:",
         "device 4 (process 104) is at trainer.save in step 7:",
         "    stack of 4",

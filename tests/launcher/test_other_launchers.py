@@ -126,4 +126,4 @@ def test_a_data_library_sees_a_single_process(tmp_path: Path) -> None:
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert alone.startswith("12 ")
     assert ended[0][1] == alone
-    assert "a data set was made before Trainer, and read WORLD_SIZE" in ended[0][2]
+    assert "a dataset was created before Trainer and read WORLD_SIZE" in ended[0][2]

@@ -15,7 +15,7 @@ from tests.tables import for_each
 @for_each(
     ("make", "text"),
     [
-        (threading.Lock, "cannot pickle '_thread.lock' object. It, or one of its arguments, refe"),
+        (threading.Lock, "cannot pickle '_thread.lock' object. It or one of its arguments refers"),
         (Path(__file__).open, "refers to an open file: open it inside the function"),
         (make_trainer, "refers to a Trainer, which belongs to this process: make it inside"),
     ],

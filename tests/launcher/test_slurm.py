@@ -107,19 +107,22 @@ def test_all_tasks_meet_in_one_place(changes: dict[str, str], place: str) -> Non
     ("environment", "words"),
     [
         *(
-            ({**SRUN, "SLURM_STEP_NODELIST": nodes}, "expected a list of nodes such as")
+            ({**SRUN, "SLURM_STEP_NODELIST": nodes}, "Slurm's node list must look like")
             for nodes in ("node[", "node[01", "node]", ",node", "node[]", "[[1]]")
         ),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2x3"}, "expected tasks of nodes such as"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2x3"}, "Slurm's task counts must look like"),
         *(
-            (without(name), f"task {task} of a step of srun, and {name}")
+            (without(name), f"task {task} of an srun step, but {name}")
             for name, task in (
                 ("SLURM_JOB_ID", "5"),
                 ("SLURM_PROCID", r"\?"),
                 ("SLURM_NODEID", "5"),
             )
         ),
-        ({**SRUN, "SLURM_NODEID": "2"}, "this is node 2 of the step, and lists 2 with tasks"),
+        (
+            {**SRUN, "SLURM_NODEID": "2"},
+            "Slurm reports node 2 for this task, but lists tasks for 2 nodes only",
+        ),
     ],
 )
 def test_a_place_that_cannot_be_read_is_refused(environment: dict[str, str], words: str) -> None:

@@ -86,7 +86,7 @@ def test_a_forked_child_of_a_device_is_not_the_device() -> None:
     for words in said:
         assert words.startswith("LaunchError: process ")
         assert f"was forked from process {parent}, which is device 0 of a run" in words
-        assert "only that one is part of the run" in words
+        assert "and is not part of the run itself" in words
     assert said_by_child(lambda: current_context().launched) == "False", "of no run"
 
 

@@ -37,7 +37,7 @@ def test_what_was_appended_is_read_and_gone_on_with(tmp_path: Path) -> None:
     assert writer.entries == len(BODIES)
     writer.append(b"five")
     assert bodies_in(path) == [*BODIES, b"five"]
-    with pytest.raises(LaunchError, match=r"at work in this folder \(this process itself\)"):
+    with pytest.raises(LaunchError, match=r"is using this folder \(this process itself\)"):
         FrameWriter(path)
     writer.close()
     FrameWriter(path).close()
@@ -56,7 +56,7 @@ def test_a_reader_neither_keeps_a_record_from_being_written_nor_frees_it(tmp_pat
     child = subprocess.run(
         [sys.executable, "-c", _WRITES, str(path)], capture_output=True, text=True, check=False
     )
-    assert "another process is at work" in child.stderr
+    assert "another process is using this folder" in child.stderr
     writer.close()
     assert list(tmp_path.iterdir()) == [path]
 

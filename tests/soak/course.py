@@ -25,8 +25,8 @@ LIMIT_S = 75.0
 """Of an attempt: all of it, the time for noticing what is silent, and that for saving."""
 TIMEOUT_S, GRACE_S = 15, 20
 NOTICES = re.compile(
-    r"onefold: (resuming after step|starting again|output of the other devices|timeline:"
-    r"|.* has logs already|stopping after|.* was removed, and the timeline with it"
+    r"onefold: (resuming after step|restarting|output of the other devices|timeline:"
+    r"|.* contains logs of an earlier run|stopping after|.* was removed, and the timeline with it"
     r"|the timeline could not be written)"
 )
 
@@ -230,7 +230,7 @@ def _judge(run: _Run, whole: Whole, told: Told, fault: Fault) -> None:
         told.kind = "ended by the signal itself, as nothing had begun"
     elif fault.must_end_well:
         told.wrong.append("this should have made no difference")
-    elif not fault.kills and len(run.errors) != 1 + run.said.count("onefold: starting again"):
+    elif not fault.kills and len(run.errors) != 1 + run.said.count("onefold: restarting"):
         told.wrong.append(f"expected one error of each attempt, got {len(run.errors)}")
     told.wrong += _left(run, fault)
 

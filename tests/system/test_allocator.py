@@ -110,7 +110,7 @@ def test_a_folder_of_no_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "file").write_text("")
     for name in ("absent", "file"):
         with pytest.raises(
-            OSError, match=r"expected a folder in which files can be made.*--offload-dir"
+            OSError, match=r"^\[Errno \d+\] cannot create a file in .*--offload-dir"
         ):
             MmapAllocator(tmp_path / name)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -125,7 +125,7 @@ def test_on_a_full_disk_nothing_is_lost(
     with monkeypatch.context() as patch:
         full = OSError(errno.ENOSPC, "No space left on device")
         patch.setattr(os, "posix_fallocate", mock.Mock(side_effect=full))
-        with pytest.raises(OSError, match=r"8,192 more bytes of the model in .*: No sp") as caught:
+        with pytest.raises(OSError, match=r"8,192 more bytes for the model in .*: No sp") as caught:
             allocator.empty(2 * PAGE)
         assert caught.value.errno == errno.ENOSPC
         with pytest.raises(OSError, match="No space"):
@@ -177,13 +177,13 @@ def test_it_takes_no_memory_and_holds_values_once_it_is_provided(tmp_path: Path)
 
 def test_each_limit_is_named() -> None:
     for number, words in (
-        (errno.ENOSPC, ".*--offload-dir or ONEFOLD_OFFLOAD_DIR; `onefold plan` shows how large"),
+        (errno.ENOSPC, ".*--offload-dir or ONEFOLD_OFFLOAD_DIR; `onefold plan` shows how much"),
         (errno.EDQUOT, ".*--offload-dir or ONEFOLD_OFFLOAD_DIR"),
         (errno.EFBIG, r".*\(ulimit -f\)$"),
         (errno.ENOMEM, r".*\(ulimit -v\)"),
         (errno.EIO, "$"),
     ):
-        text = rf"expected two pages, got: {os.strerror(number)}{words}"
+        text = rf"cannot get two pages: {os.strerror(number)}{words}"
         with pytest.raises(OSError, match=text) as caught, naming_limits("two pages"):
             raise OSError(number, os.strerror(number))
         assert caught.value.errno == number

@@ -72,5 +72,5 @@ def test_no_file_and_no_tensor_is_written_over(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="file could not be written"):
         write_tensors(tmp_path / "file", [])
     assert (tmp_path / "file").read_text() == "mine"
-    with pytest.raises(ValueError, match="two tensors of a file are called t"):
+    with pytest.raises(ValueError, match="two tensors of a file have the same name, t"):
         write_tensors(tmp_path / "f", [parts_of("t", torch.ones(1)), parts_of("t", torch.ones(2))])

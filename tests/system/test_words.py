@@ -18,7 +18,7 @@ class Silent(Exception):
 
 def test_a_message_can_always_be_shown() -> None:
     assert message_of(ValueError("one\ntwo")) == "one\ntwo"
-    assert message_of(Silent()) == "its message cannot be shown, as its own str() raised KeyError"
+    assert message_of(Silent()) == "its message cannot be shown, because str() raised KeyError"
     assert message_of(ValueError("\udcff")) == "\\udcff"
     assert len(message_of(ValueError("x" * 10**6))) == 4000
 

@@ -138,7 +138,7 @@ def test_where_the_store_is_silent_the_host_reports(
     hosts.pass_s(0, 6, 6, 5)
     assert waited(lambda: bool(caplog.messages))
     silent.set()
-    assert "no answer from device 0: stopped, or on a host" in caplog.messages[0]
+    assert "no answer from device 0: suspended, or on a host" in caplog.messages[0]
 
 
 SCRIPT = """

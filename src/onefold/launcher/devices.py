@@ -1,14 +1,12 @@
-"""Lists the devices of this machine, and reads which of them a user chose.
+"""Lists the devices of this machine, and reads which of them the user chose.
 
-NVIDIA's GPUs are found without PyTorch, through its management library (NVML, by pynvml), so that a
-launcher starts at once. PyTorch is asked where that fails although there is a driver, where
-programs see other devices than it lists (parts of GPUs), and for accelerators of other kinds. If
-the GPUs cannot be listed, that is an error: to take the machine for one without GPUs would silently
-run on the processor.
+NVIDIA GPUs are found through the management library (NVML, via pynvml) instead of PyTorch, so that
+the launcher starts at once. onefold queries PyTorch if NVML fails although a driver is loaded, if
+programs see other devices than NVML lists (MIG slices), and for other kinds of accelerators. It is
+an error if the GPUs cannot be listed: otherwise the run would silently use the CPU.
 
-Either is asked in a process of its own. A call into a driver that hangs cannot be interrupted from
-Python, but a process can be killed; and neither library, nor a context on a GPU, stays in the
-launcher.
+Each query runs in a separate process. A driver call that hangs cannot be interrupted from Python,
+but a process can be killed; and neither the libraries nor a GPU context stay in the launcher.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ _NUMBERS = re.compile(r"(^|,)\s*[0-9]")
 _DRIVER_LIMIT_S = 20
 _TORCH_LIMIT_S = 120
 _OTHERS = re.compile("[+]xpu|[+]rocm")
-"""Of the version of a PyTorch that was built for such GPUs."""
+"""Matches the version of a PyTorch build for these accelerators."""
 _ASK_TORCH = """
 import json, os
 os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -61,21 +59,21 @@ def row(index):
 gpus = [row(index) for index in range(torch.accelerator.device_count() if some else 0)]
 print(json.dumps({"cuda": torch.version.cuda, "kind": kind.type if some else "", "gpus": gpus}))
 """
-"""Lists GPUs as the workers number them; see `onefold.launcher.environment.worker_environment`."""
+"""Lists GPUs in the workers' numbering; see `onefold.launcher.environment.worker_environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """One GPU, or all cores of the processor; see `list_devices`."""
+    """One GPU, or all CPU cores; see `list_devices`."""
 
     index: int
     kind: str
-    """``cpu``, ``cuda``, or what PyTorch calls another kind of accelerator."""
+    """``cpu``, ``cuda``, or PyTorch's name of another accelerator type."""
     name: str
     total_bytes: int
     free_bytes: int
     count: int = 1
-    """Number of cores, for a processor."""
+    """Number of CPU cores; 1 for a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +82,14 @@ class Selection:
 
     devices: tuple[str, ...]
     may_leave: bool = False
-    """Whether devices may be left out, as the user did not ask for a number of them."""
+    """Whether devices may be left out, because the user did not request a number."""
 
 
 def list_devices() -> list[DeviceInfo]:
-    """List the GPUs in the order of the PCI bus, then the processor.
+    """List the GPUs in PCI bus order, followed by the CPU.
 
     Raises:
-        LaunchError: a driver for GPUs is loaded, but the GPUs cannot be listed.
+        LaunchError: a GPU driver is loaded, but the GPUs cannot be listed.
 
     >>> processor = list_devices()[-1]
     >>> processor.kind, processor.count >= 1, processor.free_bytes <= processor.total_bytes
@@ -101,15 +99,15 @@ def list_devices() -> list[DeviceInfo]:
 
 
 def select_devices(choice: int | str | Sequence[str]) -> Selection:
-    """Read what a user wrote after ``--devices``.
+    """Parse a value of ``--devices``.
 
     Args:
-        choice: a number N (the N GPUs with the most free memory where there are GPUs, else N CPU
-            processes), ``auto`` (all), ``cpu:N``, or a list such as ``cuda:1,cuda:3``.
+        choice: a number N (the N GPUs with the most free memory, or N CPU processes if there are
+            no GPUs), ``auto`` (all), ``cpu:N``, or a list such as ``cuda:1,cuda:3``.
 
     Raises:
-        LaunchError: a device does not exist here, or the GPUs cannot be listed.
-        ValueError: the choice is in none of these forms.
+        LaunchError: a device does not exist on this machine, or the GPUs cannot be listed.
+        ValueError: the choice has none of these forms.
 
     >>> select_devices("cpu:3").devices
     ('cpu', 'cpu', 'cpu')
@@ -123,7 +121,7 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
     kind, _, number = text.rpartition(":")
     if number.isdecimal() and (kind == "cpu" or (number == text and not listed)):
         if int(number) < 1:
-            raise ValueError(f"devices {text}: expected at least one device")
+            raise ValueError(f"devices must be at least 1, but got {text}")
         return Selection(("cpu",) * int(number) if kind else _emptiest(int(number)))
     names = tuple(_read(part.strip(), text) for part in text.split(","))
     chosen = [name for name in names if name != "cpu"]
@@ -131,22 +129,22 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
     for name in chosen:
         if name not in there:
             raise LaunchError(
-                f"{name} is not there: this machine has {', '.join(there) or 'no GPU'} "
-                f"(see: onefold devices)"
+                f"{name} does not exist: this machine has {', '.join(there) or 'no GPU'}. Run "
+                f"onefold devices to list them"
             )
         if chosen.count(name) > 1:
-            raise ValueError(f"devices {text}: {name} is named twice; a GPU takes one process")
+            raise ValueError(f"devices {text}: {name} is listed twice; use each GPU once")
     return Selection(names)
 
 
 def emptiest_gpu() -> int:
-    """The number of the GPU with the most free memory, without a context on any other.
+    """Return the index of the GPU with the most free memory, without a context on the others.
 
-    Where GPUs are of several types, it is the first, which is the fastest.
+    If the GPUs are of several types, return 0: the first is the fastest.
     """
     try:
         gpus = _gpus()
-    except LaunchError:  # whoever uses the GPU is told why
+    except LaunchError:  # using the GPU raises the reason
         return 0
     if len({gpu.name for gpu in gpus}) != 1:
         return 0
@@ -159,10 +157,10 @@ def _emptiest(number: int) -> tuple[str, ...]:
         return ("cpu",) * number
     if number > len(gpus):
         raise LaunchError(
-            f"{number} devices were asked for and the number of GPUs here is {len(gpus)}. Ask for "
-            f"at most {len(gpus)}, or for cpu:{number}, processes on the processor"
+            f"requested {number} devices, but the number of GPUs here is {len(gpus)}. Request "
+            f"at most {len(gpus)}, or cpu:{number} for CPU processes"
         )
-    # Chosen by free memory, yet in the order of their indices, so that ranks follow the bus.
+    # Choose by free memory, but keep the order of indices, so that ranks follow the PCI bus.
     emptiest = sorted(gpus, key=lambda gpu: (-gpu.free_bytes, gpu.index))[:number]
     return tuple(_names(sorted(emptiest, key=lambda gpu: gpu.index)))
 
@@ -177,14 +175,14 @@ def _read(part: str, text: str) -> str:
     kind, _, index = part.partition(":")
     if not kind.isidentifier() or kind == "cpu" or not index.isdecimal():
         raise ValueError(
-            f"devices {text!r}: expected a number, 'auto', 'cpu:N', or a list such as "
-            f"'cuda:1,cuda:3'; {part!r} is none of these"
+            f"devices must be a number, 'auto', 'cpu:N', or a list such as 'cuda:1,cuda:3', but "
+            f"{part!r} in {text!r} is none of these"
         )
     return f"{kind}:{int(index)}"
 
 
 def _gpus() -> list[DeviceInfo]:
-    """List the GPUs that programs see, in the order in which PyTorch numbers them.
+    """List the GPUs that programs see, in PyTorch's order.
 
     Raises:
         LaunchError: the GPUs cannot be listed.
@@ -195,12 +193,12 @@ def _gpus() -> list[DeviceInfo]:
     if allowed is not None and "MIG-" in allowed:
         return _gpus_of_torch(f"CUDA_VISIBLE_DEVICES={allowed} names parts of GPUs", some=True)
     if not any(sign.exists() for sign in cuda.SIGNS):
-        # Unless something points to GPUs, do not spend a process on asking.
+        # Without a sign of GPUs, do not start a process to query them.
         return _gpus_of_torch("PyTorch was built for them", some=False) if _has_others() else []
     try:
         rows = _ask("NVML", cuda.ASK_NVML, _DRIVER_LIMIT_S)[0]["gpus"]
     except LaunchError as failure:
-        # A loaded driver alone is no proof of GPUs: containers without any show it as well.
+        # A loaded driver does not prove that there are GPUs: containers without any see it too.
         some = cuda.DEVICE_NODE.exists()
         if not (some or cuda.DRIVER.exists()):
             return []
@@ -210,8 +208,8 @@ def _gpus() -> list[DeviceInfo]:
     several = len({name for _, _, name, *_ in rows}) > 1
     if allowed is not None and several and _NUMBERS.search(allowed) and not is_by_bus():
         _log.warning(
-            "CUDA_VISIBLE_DEVICES=%s: here this numbers the GPUs by the PCI bus, and in a script "
-            "that is started by itself by their speed. Name them by UUID (nvidia-smi -L), or set "
+            "CUDA_VISIBLE_DEVICES=%s: onefold numbers the GPUs by PCI bus, but a script started "
+            "without onefold numbers them by speed. Name them by UUID (nvidia-smi -L), or set "
             "CUDA_DEVICE_ORDER=PCI_BUS_ID",
             allowed,
         )
@@ -219,58 +217,58 @@ def _gpus() -> list[DeviceInfo]:
 
 
 def _gpus_of_torch(why: str, *, some: bool) -> list[DeviceInfo]:
-    """List the GPUs that PyTorch sees, where the driver's list will not do.
+    """List the GPUs that PyTorch sees, if the driver's list cannot be used.
 
     Args:
-        why: the reason why that list will not do, for errors.
-        some: whether there must be GPUs, so that seeing none is an error.
+        why: reason why the driver's list cannot be used, for errors.
+        some: whether there must be GPUs, so that an empty list is an error.
 
     Raises:
-        LaunchError: PyTorch cannot answer, or sees no GPU although there must be some.
+        LaunchError: PyTorch does not answer, or sees no GPU although there must be some.
     """
     try:
         answer, hint = _ask("PyTorch", _ASK_TORCH, _TORCH_LIMIT_S)
         if not answer["gpus"] and some:
-            hint = (hint or "without a reason") if answer["cuda"] else "it was built without CUDA"
+            hint = (hint or "no reason given") if answer["cuda"] else "it was built without CUDA"
             raise LaunchError(f"PyTorch sees no GPU ({hint})")
     except LaunchError as failure:
         raise LaunchError(
-            f"{why}, and {failure}. Mend the driver (nvidia-smi and torch.cuda.is_available() show "
-            f"whether it works), or compute on the processor: --devices cpu:N, or "
-            f"CUDA_VISIBLE_DEVICES= to hide the GPUs"
+            f"{why}, and {failure}. Repair the driver (check with nvidia-smi and "
+            f"torch.cuda.is_available()), use the CPU with --devices cpu:N, or hide the GPUs with "
+            f"CUDA_VISIBLE_DEVICES="
         ) from None
     return _described(answer["gpus"], answer["kind"])
 
 
 def _has_others() -> bool:
-    """Whether PyTorch was built for accelerators other than NVIDIA's, or has been given some."""
+    """Whether PyTorch was built for, or has a plugin for, accelerators other than NVIDIA's."""
     return _OTHERS.search(version("torch")) is not None or bool(
         entry_points(group="torch.backends")
     )
 
 
 def _ask(whom: str, script: str, limit_s: float) -> tuple[dict[str, Any], str]:
-    """Run a script in a process of its own; return its answer and its last line of errors.
+    """Run a script in a separate process; return its answer and its last line of errors.
 
     Raises:
-        LaunchError: the script fails, takes too long, or answers with other than JSON of ours.
+        LaunchError: the script fails, times out, or does not print the expected JSON.
     """
-    # -P: the current folder may hold a file that is called like a library.
+    # -P: the current folder may contain a file named like a library.
     command = [sys.executable, "-P", "-c", script]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{whom} did not answer within {limit_s:g} s") from None
     except subprocess.CalledProcessError as error:
-        raise LaunchError(f"asking {whom} failed: {_last_line(error.stderr)}") from None
+        raise LaunchError(f"the query of {whom} failed: {_last_line(error.stderr)}") from None
     except OSError as error:
-        raise LaunchError(f"asking {whom} failed: {error}") from None
+        raise LaunchError(f"the query of {whom} failed: {error}") from None
     came = _last_line(done.stdout)
     with suppress(ValueError):
         answer = json.loads(came)
         if isinstance(answer, dict) and "gpus" in answer:
             return answer, _last_line(done.stderr)
-    raise LaunchError(f"expected the answer of {whom} as JSON, got {came!r}")
+    raise LaunchError(f"{whom} must answer in JSON, but got {came!r}")
 
 
 def _last_line(text: str) -> str:
@@ -295,6 +293,6 @@ def _processor() -> DeviceInfo:
 
 
 def _of_proc(file: str) -> dict[str, str]:
-    """A file of the kernel's that has a name and a value in each line."""
+    """Read a file of ``/proc`` that has a name and a value per line."""
     pairs = (line.partition(":") for line in Path("/proc", file).read_text().splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}

@@ -1,23 +1,24 @@
-"""How this process was started. The only module that reads the environment, once, at the start.
+"""Reads how this process was started. Only this module reads the environment, once, at the start.
 
-A process is alone, or was started by ``onefold run`` or `onefold.launch` (which leave a record in
-ONEFOLD_CONTEXT), by any launcher that speaks PyTorch's protocol (RANK, WORLD_SIZE, MASTER_ADDR),
-such as torchrun, Ray Train or Kubeflow, or by Slurm's srun. One that is alone where another
-launcher says that there are others may not train. For Slurm and such launchers see
-`onefold.launcher.foreign_launchers`.
+A process runs alone, or was started by ``onefold run`` or `onefold.launch` (which pass a record in
+ONEFOLD_CONTEXT), by a launcher that uses PyTorch's variables (RANK, WORLD_SIZE, MASTER_ADDR), such
+as torchrun, Ray Train or Kubeflow, or by Slurm's srun. A process may not train alone if another
+launcher reports that there are others. `onefold.launcher.foreign_launchers` handles Slurm and such
+launchers.
 
 Note: one process is the device
 -------------------------------
-A program that the script starts inherits the environment, and a process that it forks inherits all
-memory: each would take itself for the device. So the record is removed from the environment when it
-is read, and the context belongs to the process that has read it; asking for it in a forked child
-is an error.
+Programs that the script starts inherit the environment, and forked children inherit all memory, so
+each of them would take itself for the device. Therefore the record is removed from the environment
+when it is read, and the context belongs to the process that read it. Requesting the context in a
+forked child is an error.
 
 Note: a device looks like a single process
 ------------------------------------------
-Data libraries split a stream by RANK and WORLD_SIZE, and every device reads all of it. So a worker
-of onefold has none of these variables. Other launchers set them before onefold is there, and their
-other libraries may need them: for those see `onefold.launcher.foreign_launchers.HidingPlace`.
+Data libraries split a stream by RANK and WORLD_SIZE, but every onefold device reads the whole
+stream. So an onefold worker has none of these variables. Other launchers set them before onefold
+loads, and their other libraries may need them: see
+`onefold.launcher.foreign_launchers.HidingPlace`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ PLACEMENT_VARIABLE, OFFLOAD_DIR_VARIABLE = "ONEFOLD_PLACEMENT", "ONEFOLD_OFFLOAD
 STOP_VARIABLE = "ONEFOLD_STOP_SIGNAL"
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 STARTED_IN = os.getcwd() if os.path.isdir(".") else ""
-"""The working directory as the program began; empty where it is gone."""
+"""Working directory when the program started; empty if it no longer exists."""
 _OF_KERNELS = (
     *("ATEN_", "CUBLAS", "CUDNN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_TF32_", "OMP_"),
     *("ONEDNN_", "PYTORCH_", "TORCH_"),
@@ -71,9 +72,9 @@ _FOREIGN = (
     *("AZUREML_", "BEAKER_", "DSTACK_", "FLUX_", "HOROVOD_", "JSM_", "LWS_", "MV2_", "OMPI_"),
     *("PALS_", "PET_", "PMI", "RANK", "SKYPILOT_", "SLURM_", "SM_", "WORLD_SIZE"),
 )
-"""How variables of other launchers begin; see `onefold.launcher.foreign_launchers`."""
+"""Prefixes of variables that other launchers set; see `onefold.launcher.foreign_launchers`."""
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOBAL_RANK", "NODE_RANK")
-"""What says which of several processes this one is; the last two are those of data libraries."""
+"""Variables that identify a process among several. Data libraries read the last two."""
 _CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
@@ -81,7 +82,7 @@ def read_context(environment: Mapping[str, str]) -> LaunchContext:
     """Read from an environment how this process was started.
 
     Raises:
-        LaunchError: it is started by a launcher that has left something out.
+        LaunchError: a launcher started this process but did not set all required variables.
     """
     if CONTEXT_VARIABLE in environment:
         return LaunchContext.from_json(environment[CONTEXT_VARIABLE])
@@ -93,34 +94,30 @@ def read_context(environment: Mapping[str, str]) -> LaunchContext:
 
 
 def options_of(environment: Mapping[str, str]) -> RunOptions:
-    """What the environment chooses where no command line of onefold's does."""
+    """Read the options that environment variables set."""
     placement = environment.get(PLACEMENT_VARIABLE) or DEFAULT_PLACEMENT
     offload_dir = environment.get(OFFLOAD_DIR_VARIABLE, "")
     try:
         return RunOptions(
             placement=placement,
-            # Absolute: the script may change its folder before it is used.
+            # Absolute, because the script may change its directory before the path is used.
             offload_dir=os.path.abspath(offload_dir) if offload_dir else "",
             stop_signals=_stop_signals(environment.get(STOP_VARIABLE, "")),
         )
     except ValueError as error:
-        raise LaunchError(
-            f"the environment says {PLACEMENT_VARIABLE}={placement!r}: {error}"
-        ) from None
+        raise LaunchError(f"{PLACEMENT_VARIABLE}={placement!r} is not valid: {error}") from None
 
 
 def _stop_signals(text: str) -> tuple[str, ...]:
     names = tuple(name.removeprefix("SIG") for name in text.replace(",", " ").split())
     known = [each.name.removeprefix("SIG") for each in (*STOP_SIGNALS, *NOTICES)]
     if not set(names) <= set(known):
-        raise LaunchError(
-            f"the environment says {STOP_VARIABLE}={text!r}: expected some of {', '.join(known)}"
-        )
+        raise LaunchError(f"{STOP_VARIABLE}={text!r} is not valid. Choose from {', '.join(known)}")
     return names
 
 
 def take_context(environment: MutableMapping[str, str]) -> LaunchContext:
-    """Read how this process was started, and remove the record, so that no child inherits it."""
+    """Read how this process was started, and remove the record so that no child inherits it."""
     context = read_context(environment)
     if context.launched and TOOLS_VARIABLE in environment:
         tools = json.loads(environment.pop(TOOLS_VARIABLE))
@@ -131,7 +128,7 @@ def take_context(environment: MutableMapping[str, str]) -> LaunchContext:
 
 @functools.cache
 def _own_context() -> tuple[LaunchContext, int]:
-    """Read this process's context once, with the id of the process that it belongs to."""
+    """Read this process's context once; return it with the id of the process that owns it."""
     context = take_context(os.environ)
     if context.launcher == "torch":
         load("launcher.foreign_launchers").hide_place()
@@ -139,16 +136,16 @@ def _own_context() -> tuple[LaunchContext, int]:
 
 
 def note_readers() -> None:
-    """Note from now on where a data library reads which of several processes this one is."""
+    """Start noting where data libraries read the rank or world size of this process."""
     if "WORLD_SIZE" in os.environ and CONTEXT_VARIABLE not in os.environ:
         load("launcher.foreign_launchers").note_readers()
 
 
 def current_context() -> LaunchContext:
-    """This process's context; the environment is read at the first call.
+    """Return this process's context. The first call reads the environment.
 
     Raises:
-        LaunchError: this is a forked child of a process that is part of a run.
+        LaunchError: this process is a forked child of a device.
     """
     simulated: LaunchContext | None = getattr(_simulated, "context", None)
     if simulated is not None:
@@ -157,19 +154,19 @@ def current_context() -> LaunchContext:
     if context.launched and os.getpid() != process:
         raise LaunchError(
             f"process {os.getpid()} was forked from process {process}, which is device "
-            f"{context.rank} of a run: only that one is part of the run. Make and use the Trainer "
-            f"there; in a child, compute without it, or start the child by the spawn method"
+            f"{context.rank} of a run, and is not part of the run itself. Create and use the "
+            f"Trainer in the parent, or start the child with the spawn method"
         )
     return context
 
 
 _simulated = threading.local()
-"""Has the context of the simulated device that this thread is, if it is one."""
+"""Holds the context of a simulated device, if this thread is one."""
 
 
 @contextmanager
 def simulated(context: LaunchContext) -> Iterator[None]:
-    """Have this thread be a device of a simulated run inside the block."""
+    """Make this thread a device of a simulated run inside the block."""
     _simulated.context = context
     try:
         yield
@@ -192,12 +189,12 @@ def visible_gpus() -> str | None:
 
 
 def is_by_bus() -> bool:
-    """Whether CUDA numbers GPUs by the PCI bus, as the user has said, and not by their speed."""
+    """Whether the user set CUDA to number GPUs by PCI bus instead of by speed."""
     return os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
 
 
 def allocator_chosen() -> bool:
-    """Whether the user has chosen how memory is allocated, by glibc's variables or by preloading
+    """Whether the user configured memory allocation, through glibc's variables or by preloading
     another allocator."""
     return any(
         name.startswith("MALLOC_")
@@ -208,35 +205,36 @@ def allocator_chosen() -> bool:
 
 
 def kernel_flags() -> dict[str, str]:
-    """The environment variables by which libraries choose their kernels, and so their bits."""
+    """Environment variables that affect which kernels libraries choose, and therefore the bits."""
     return {name: value for name, value in os.environ.items() if name.startswith(_OF_KERNELS)}
 
 
 def have_cublas_repeat() -> None:
-    """Have cuBLAS repeat its bits in this process, where the user has not said how it is to work.
+    """Make cuBLAS deterministic in this process unless the user configured its workspaces.
 
-    PyTorch looks once, when cuBLAS is first used, and refuses matrix products otherwise.
+    PyTorch reads the variable once, at the first use of cuBLAS. Without it, PyTorch raises an error
+    for matrix products in deterministic mode.
     """
     os.environ.setdefault(_CUBLAS, _CUBLAS_REPEATS)
 
 
 def have_private_caches(otherwise: Callable[[], str]) -> str:
-    """Have PyTorch keep compiled code where no other user can put any.
+    """Make PyTorch store compiled code in a folder that no other user can write to.
 
     Args:
-        otherwise: makes a private folder; called where the user's own one cannot be used.
+        otherwise: creates a private folder; called if the user's folder cannot be used.
 
     Returns:
-        where compiled code is kept.
+        Folder of compiled code.
 
     Raises:
-        ValueError: the user has named a folder that another user could change.
+        ValueError: another user could write to the folder that the user chose.
     """
     caches, run = load("system.caches"), _code_of_run(current_context())
-    # What was chosen here for a Trainer before this one is not the user's choice.
+    # Values that this function set for an earlier Trainer are not the user's choice.
     user = {name: value for name, value in os.environ.items() if _chosen.get(name) != value}
     place = user.get(_INDUCTOR)
-    # PyTorch itself sets it when its compiler is loaded.
+    # PyTorch sets the variable itself when its compiler loads.
     if not place or place in (caches.default_of_torch(), run):
         try:
             place = str(caches.place_of_code(user))
@@ -252,30 +250,30 @@ def have_private_caches(otherwise: Callable[[], str]) -> str:
 
 
 _chosen: dict[str, str] = {}
-"""Variables that `have_private_caches` has set."""
+"""Variables that `have_private_caches` set."""
 
 
 def _code_of_run(context: LaunchContext) -> str:
-    """A folder in that of the run, which only its user can look into."""
+    """Subfolder of the run's private folder, which only this user can read."""
     return os.path.join(context.directory, "compiled") if context.directory else ""
 
 
 def worker_environment(context: LaunchContext) -> dict[str, str]:
-    """Make the environment of a worker that onefold launches."""
+    """Build the environment of a worker that onefold launches."""
     environment = dict(os.environ)
     environment[CONTEXT_VARIABLE] = context.to_json()
-    # PyTorch makes its folder as soon as its compiler is loaded, wherever that may be.
+    # PyTorch creates this folder as soon as its compiler loads, so set it before.
     if environment.get(_INDUCTOR) in (None, "", load("system.caches").default_of_torch()):
         environment[_INDUCTOR] = _code_of_run(context)
-    # CUDA's default order is by speed, and so not that of NVML, by which devices were chosen.
+    # CUDA's default order is by speed. Devices were chosen in NVML's order, which is by PCI bus.
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    # Read when cuBLAS is loaded: with other workspaces its results may differ from run to run.
+    # Read when cuBLAS loads: with other workspaces its results may differ between runs.
     environment.setdefault(_CUBLAS, _CUBLAS_REPEATS)
     environment.setdefault("PYTHONHASHSEED", "0")  # sets of strings have the same order everywhere
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # we report the first failure ourselves
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: its name need not resolve
-    # With these, a data library would read a part of what every device has to read whole, and a
-    # program that the script starts would take itself for a device.
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the launcher reports the first failure
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: its name may not resolve
+    # With these variables, a data library would read only part of the data, which every device
+    # must read whole, and a program that the script starts would take itself for a device.
     for name in (*PLACE, "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "PET_NNODES"):
         environment.pop(name, None)
     return environment

@@ -1,21 +1,22 @@
-"""Reads how other launchers started a process: by PyTorch's variables, by Slurm's, or refused.
+"""Reads how another launcher started this process: PyTorch's variables, Slurm's, or a refusal.
 
-`HidingPlace` keeps these variables from data libraries.
+`HidingPlace` hides these variables from data libraries.
 
-Each process of a launcher in the table would train a model of its own. Where such a launcher says
-that there are others, a Trainer is refused, with the command that makes one run of all of them.
+Under a launcher in the table below, each process would train a separate model. If such a launcher
+reports other processes, creating a Trainer raises an error with the command that makes all of them
+one run.
 
-Note: who is not refused
-------------------------
-Sizes of 1, and processes that onefold, torchrun or srun has started as devices of a run. Slurm
-leaves PMI_* in a shell that ``srun --pty`` has opened. A rank of 0 says nothing; one above 0 says
-that there are others.
+Note: which processes are not refused
+-------------------------------------
+Sizes of 1, and processes that onefold, torchrun or srun started as devices of a run. Slurm leaves
+PMI_* in a shell that ``srun --pty`` opened. A rank of 0 proves nothing; a rank above 0 proves that
+there are other processes.
 
 Note: which processes of Slurm are a run
 ----------------------------------------
-Slurm leaves its variables in many places where nobody wants several processes: in the script of
-``sbatch``, in the shell of ``salloc``, in a shell or a notebook that ``srun --pty`` has opened.
-Only a task of an ordinary step with several tasks is taken for a device of a run:
+Slurm sets its variables in many places where only one process is wanted: in the script of
+``sbatch``, in the shell of ``salloc``, in a shell or a notebook that ``srun --pty`` opened. Only a
+task of an ordinary step with several tasks counts as a device of a run:
 
 =====================  =============  =============  ==============  ==============
 process                SLURM_PROCID   SLURM_STEP_ID  tasks of step   SLURM_PTY_PORT
@@ -29,14 +30,14 @@ shell of ``salloc``    - or 0         - or special   - or 1          -
 
 PyTorch's own variables take precedence: under ``srun torchrun`` they are the right ones.
 
-Note: who sees the place of this process
-----------------------------------------
-Every device reads a whole stream, so a library that splits it by RANK and WORLD_SIZE must find one
-process. The script and its other libraries (loggers, torch.distributed) may need the truth. So the
-reader decides: a module of an installed library gets nothing while a data set, a sampler or a
-loader is built or read, which the frames of the call show. Before the first Trainer it is not known
-whether onefold reads that data set, and another loop may need the split. Until then the readers are
-only noted, and reported when the Trainer is made.
+Note: which code sees the rank of this process
+----------------------------------------------
+Every device reads the whole stream, so a library that splits it by RANK and WORLD_SIZE must see a
+single process. The script and its other libraries (loggers, torch.distributed) may need the true
+values. So the reader decides: the variables are hidden from a module of an installed library while
+a dataset, sampler or loader is built or read, which the frames of the call stack show. Before the
+first Trainer, onefold cannot know whether it will read that dataset, and another loop may need the
+split. Until then it only notes the readers, and warns about them when the Trainer is created.
 """
 
 from __future__ import annotations
@@ -73,30 +74,30 @@ _TORCH = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class _Launcher(NamedTuple):
-    """A line of the table."""
+    """A row of the table."""
 
     name: str
     variable: str
-    """Says how many nodes or processes there are, or, with ``least`` 1, which one this is."""
+    """Variable with the number of nodes or processes or, with ``least`` 1, with this one's rank."""
     command: str
-    """Makes one run of all of them."""
+    """Command that makes all of them one run."""
     of_nodes: bool = True
-    """Whether nodes are counted, and not processes."""
+    """Whether the variable counts nodes instead of processes."""
     least: int = 2
-    """From which value on there are others."""
+    """Lowest value that proves that there are others."""
 
 
 class Others(NamedTuple):
-    """What a launcher says of other processes that this one cannot join; empty if it says none."""
+    """A launcher's other processes, which this one cannot join; empty if there are none."""
 
     number: int = 0
-    """How many nodes or processes there are; 0 if only that there are several."""
+    """Number of nodes or processes; 0 if it is unknown but above one."""
     of_nodes: bool = False
-    """Whether it is nodes that were counted."""
+    """Whether ``number`` counts nodes."""
     words: str = ""
-    """Who says how many there are."""
+    """Which launcher and variable report the number."""
     refusal: str = ""
-    """Why a process that is alone there must not train, and what to do."""
+    """Why this process must not train alone, and what to do."""
 
 
 def _torchrun(size: str, rank: str, host: str) -> str:
@@ -107,7 +108,7 @@ def _torchrun(size: str, rank: str, host: str) -> str:
 
 
 def _with_variables(start: str, rank: str, size: str, local_rank: str, local_size: str) -> str:
-    """A command that gives each process PyTorch's variables."""
+    """Return a command that sets PyTorch's variables for each process."""
     return (
         f"{start} sh -c 'RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK=${local_rank} "
         f"LOCAL_WORLD_SIZE={local_size} MASTER_ADDR=HOST MASTER_PORT=29500 exec python train.py'  "
@@ -137,8 +138,8 @@ _MPI = (
     ("jsrun", "JSM_NAMESPACE", "jsrun"),
     ("Horovod", "HOROVOD", "horovodrun"),
 )
-# The last three are the interfaces through which launchers speak to MPI: any of them may have set
-# these, so its own line is looked at first.
+# The last three are the interfaces between launchers and MPI. Any launcher may set their variables,
+# so the launchers' own rows come first.
 _LAUNCHERS = (
     _Launcher("Kubeflow Trainer", "PET_NNODES", "torchrun train.py"),
     *(_Launcher(name, size, _torchrun(size, *rest)) for name, size, *rest in _BY_TORCHRUN),
@@ -162,23 +163,23 @@ def read_foreign(environment: Mapping[str, str], options: RunOptions) -> LaunchC
 
     Args:
         environment: variables of this process.
-        options: those of the run.
+        options: options of the run.
 
     Raises:
-        LaunchError: a variable is missing or wrong.
+        LaunchError: a variable is missing or invalid.
     """
     others = others_of(environment)
-    # Before Slurm's: where srun has started torchrun, the devices are what torchrun starts.
+    # Before Slurm's variables: if srun started torchrun, torchrun's processes are the devices.
     environment = {**environment, **_of_pod(environment)}
     if environment.keys() >= _TORCH:
         context = _read_torch(environment, options)
-        # Processes of one node, where a launcher has started several nodes.
+        # These processes share one node, although a launcher started several nodes.
         beside = others.of_nodes and context.one_host
         return replace(context, others=others.words if beside else "")
     task = slurm_task(environment)
-    # An mpirun inside of a job may start its helpers by srun, whose variables they hand on.
+    # mpirun inside a job may start its helpers with srun, and they pass srun's variables on.
     if task is not None and (others.of_nodes or others.number in (0, task.size)):
-        # A job script often names the address, as the one who wrote it knows the network.
+        # A job script often sets the address, because its author knows the network.
         host, _, port = task.address.rpartition(":")
         host = environment.get("MASTER_ADDR") or host
         number = _whole_number(environment, "MASTER_PORT", int(port), least=1)
@@ -187,10 +188,10 @@ def read_foreign(environment: Mapping[str, str], options: RunOptions) -> LaunchC
 
 
 def _of_pod(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """PyTorch's variables for a pod with one process, to which only torchrun's were given."""
+    """PyTorch's variables for a pod with one process, which only has torchrun's variables."""
     names = ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
     values = [environment.get(name, "") for name in names]
-    # torchrun sets RANK itself. The ranks of an elastic job, 1:4 nodes say, only torchrun knows.
+    # torchrun sets RANK itself. Only torchrun knows the ranks of an elastic job, such as 1:4 nodes.
     if "RANK" in environment or not all(values) or not values[1].isdecimal() or values[1] == "1":
         return {}
     if environment.get("PET_NPROC_PER_NODE", "1") != "1" or "PET_RDZV_ENDPOINT" in environment:
@@ -206,12 +207,12 @@ def _read_torch(environment: Mapping[str, str], options: RunOptions) -> LaunchCo
     rank = _whole_number(environment, "RANK")
     if rank >= size or local_size > size:
         raise LaunchError(
-            f"RANK is {rank}, LOCAL_WORLD_SIZE {local_size} and WORLD_SIZE {size}: expected RANK "
-            f"below WORLD_SIZE, and no more processes on this machine than there are. torchrun "
-            f"sets all of them"
+            f"RANK={rank}, LOCAL_WORLD_SIZE={local_size} and WORLD_SIZE={size} contradict each "
+            f"other. RANK must be below WORLD_SIZE, and LOCAL_WORLD_SIZE at most WORLD_SIZE. "
+            f"torchrun sets all of them"
         )
-    # The restart count is part of it: the store of the launcher outlives a failed attempt, and keys
-    # of that one must not be taken for ours.
+    # Include the restart count: the launcher's store survives a failed attempt, and this attempt
+    # must not read that attempt's keys.
     parts = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     place = LaunchContext(
         rank=rank,
@@ -233,9 +234,8 @@ def _whole_number(
         return default
     if text is None or not (text.isascii() and text.isdecimal()) or int(text) < least:
         raise LaunchError(
-            f"the environment says {name}={text!r}: expected a whole number of {least} or more, as "
-            f"torchrun sets it. To use one device, unset RANK, WORLD_SIZE, MASTER_ADDR and "
-            f"MASTER_PORT"
+            f"{name} must be an integer of at least {least}, but got {text!r}. torchrun sets it. "
+            f"To use one device, unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     return int(text)
 
@@ -247,12 +247,12 @@ def _joined(
     host: str,
     port: int,
 ) -> LaunchContext:
-    """The context of a process that finds the others at an address."""
+    """Return the context of a process that meets the others at an address."""
     secret = environment.get(SECRET_VARIABLE, "")
     if secret and len(secret) < _SECRET_LENGTH:
         raise LaunchError(
-            f"{SECRET_VARIABLE} has {len(secret)} characters: expected {_SECRET_LENGTH} or more "
-            f"that nobody can guess, the same for every process of the run"
+            f"{SECRET_VARIABLE} must have at least {_SECRET_LENGTH} characters, but has "
+            f"{len(secret)}. Set the same random text for every process of the run"
         )
     return replace(
         place,
@@ -265,19 +265,19 @@ def _joined(
 
 
 def _refuse_pod_of_several(environment: Mapping[str, str]) -> None:
-    """Refuse the one process of a Kubeflow pod in which torchrun is to start several."""
-    # The operator counts all of them in WORLD_SIZE, and RANK is the pod's: they would never meet.
+    """Refuse a Kubeflow pod's only process if the pod is configured for several."""
+    # The operator counts all processes in WORLD_SIZE, but RANK is the pod's: they would never meet.
     count = environment.get("PET_NPROC_PER_NODE", "")
     if count.isdecimal() and int(count) > 1 and "LOCAL_RANK" not in environment:
         raise LaunchError(
-            f"PET_NPROC_PER_NODE says {count} processes for each pod of this PyTorchJob, and this "
-            f"one was started alone: expected torchrun to start them. Have the pod's command begin "
-            f"with torchrun in place of python, or leave nprocPerNode out of the job"
+            f"this PyTorchJob sets PET_NPROC_PER_NODE={count} processes per pod, but the pod's "
+            f"command started only one. Start the command with torchrun instead of python, or "
+            f"remove nprocPerNode from the job"
         )
 
 
 def others_of(environment: Mapping[str, str]) -> Others:
-    """What a launcher says of others that this process cannot join."""
+    """Return the launcher's other processes that this process cannot join."""
     for line in (*_LAUNCHERS, *_half_of_torch(environment)):
         number = _count_in(environment.get(line.variable, ""))
         left_by_slurm = line.variable.startswith("PMI") and "SLURM_PTY_PORT" in environment
@@ -286,18 +286,18 @@ def others_of(environment: Mapping[str, str]) -> Others:
         count = number if line.least > 1 else 0
         what = f"this on {count} nodes" if line.of_nodes else f"{count or 'other'} processes"
         value = environment[line.variable]
-        words = f"{line.variable}={value} says that {line.name} has started {what}"
+        words = f"{line.variable}={value} means that {line.name} has started {what}"
         refusal = (
-            f"{words}, and nothing tells this process where it can join the others: each would "
-            f"train a model of its own. To make one run of all:\n    {line.command}\nTo train one "
-            f"model here on purpose, whatever the others do: onefold run --devices 1 train.py"
+            f"{words}, but this process has no address at which to join the others, so each would "
+            f"train a separate model. To make all of them one run:\n    {line.command}\nTo train "
+            f"a separate model here on purpose: onefold run --devices 1 train.py"
         )
         return Others(count, line.of_nodes, words, refusal)
     return Others()
 
 
 def _count_in(text: str) -> int:
-    """The number in a variable: plain, the upper end of a range such as 1:4, or a list's length."""
+    """Read a count: a number, the upper end of a range such as 1:4, or the length of a list."""
     if text.startswith("["):
         try:
             return len(json.loads(text))
@@ -308,7 +308,7 @@ def _count_in(text: str) -> int:
 
 
 def _half_of_torch(environment: Mapping[str, str]) -> Iterator[_Launcher]:
-    """A line for PyTorch's own variables, where some of them are missing."""
+    """Yield a row for PyTorch's own variables if some of them are missing."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in environment]
     if missing:
@@ -317,24 +317,24 @@ def _half_of_torch(environment: Mapping[str, str]) -> Iterator[_Launcher]:
 
 
 _SPECIAL_STEPS = 0xFFFFFFF0
-"""Steps from here on are not srun's: the script of a batch job, an interactive shell and others."""
+"""Steps from this number on are special: a batch script, an interactive shell and others."""
 _PORTS = range(10_000, 30_000)
-"""Below those that Linux gives to outgoing connections."""
+"""Ports below those that Linux assigns to outgoing connections."""
 
 
 def slurm_task(environment: Mapping[str, str]) -> LaunchContext | None:
-    """Read a task's place in its step; None where this process is no task among several.
+    """Read a task's place in its step; None if this process is not one of several tasks.
 
-    Its address is that of task 0.
+    The address is that of task 0.
 
     Raises:
-        LaunchError: a variable of a task is missing, or is not what Slurm writes.
+        LaunchError: a variable of a task is missing, or has an unexpected format.
     """
     step = environment.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
         return None
-    # Of a shell that all tasks have opened, only one is still there when somebody types. But srun
-    # hands the variable on to tasks that are started from such a shell, and these have no terminal.
+    # When the user types into a shell that all tasks opened, only one of the tasks is left. But
+    # srun passes the variable on to tasks started from such a shell, which have no terminal.
     if "SLURM_PTY_PORT" in environment and has_terminal():
         return None
     size = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -344,9 +344,9 @@ def slurm_task(environment: Mapping[str, str]) -> LaunchContext | None:
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     nodes = _text(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     local_size = _local_size(environment)
-    # Without a network, the name of a node need not resolve where all tasks are on one.
+    # Without a network, a node's name may not resolve, even if all tasks are on that node.
     host = "127.0.0.1" if local_size == size else first_node(nodes)
-    # The same for all tasks; but steps of a job may run side by side, and jobs on one host.
+    # The same for all tasks, but different for steps and jobs that may share a host.
     port = _PORTS[(job + 997 * int(step)) % len(_PORTS)]
     return LaunchContext(
         rank=_number(environment, "SLURM_PROCID"),
@@ -359,23 +359,23 @@ def slurm_task(environment: Mapping[str, str]) -> LaunchContext | None:
 
 
 def first_node(nodes: str) -> str:
-    """Return the first host of a list as Slurm writes it.
+    """Return the first host of a Slurm node list.
 
     Raises:
-        LaunchError: it is no such list.
+        LaunchError: the text is not such a list.
 
     >>> first_node("gpu[07-09,12],login1"), first_node("rack[2-3]-node[1,4]")
     ('gpu07', 'rack2-node1')
     """
-    # The first name ends at a comma that is not in brackets; of each bracket the first item counts.
+    # The first name ends at a comma outside brackets; take the first item of each bracket.
     found = re.match(r"(?:[^,\[\]]|\[\w[^\[\]]*\])+", nodes)
     if found is None or nodes[found.end() :][:1] not in ("", ","):
-        raise LaunchError(f"expected a list of nodes such as node[01-03,7], Slurm says {nodes!r}")
+        raise LaunchError(f"Slurm's node list must look like node[01-03,7], but got {nodes!r}")
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found[0])
 
 
 def tasks_of_nodes(tasks: str) -> list[int]:
-    """Return the number of tasks on each host, from a list as Slurm writes it.
+    """Return the number of tasks on each host, from a Slurm list.
 
     >>> tasks_of_nodes("2(x3),1")
     [2, 2, 2, 1]
@@ -384,7 +384,7 @@ def tasks_of_nodes(tasks: str) -> list[int]:
     for part in tasks.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if found is None:
-            raise LaunchError(f"expected tasks of nodes such as 2(x3),1, Slurm says {tasks!r}")
+            raise LaunchError(f"Slurm's task counts must look like 2(x3),1, but got {tasks!r}")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -397,25 +397,25 @@ def _local_size(environment: Mapping[str, str]) -> int:
     node = _number(environment, "SLURM_NODEID")
     if node >= len(counts):
         raise LaunchError(
-            f"Slurm says that this is node {node} of the step, and lists {len(counts)} with tasks"
+            f"Slurm reports node {node} for this task, but lists tasks for {len(counts)} nodes only"
         )
     return counts[node]
 
 
 def _text(environment: Mapping[str, str], *names: str) -> str:
-    """Return the first of several variables that is set."""
+    """Return the value of the first variable that is set."""
     found = next((environment[name] for name in names if environment.get(name)), None)
     if found is None:
         raise LaunchError(
-            f"this process is task {environment.get('SLURM_PROCID', '?')} of a step of srun, and "
+            f"this process is task {environment.get('SLURM_PROCID', '?')} of an srun step, but "
             f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not set. To run it alone, "
-            f"take SLURM_STEP_ID out of its environment"
+            f"unset SLURM_STEP_ID"
         )
     return found
 
 
 def has_terminal() -> bool:
-    """Whether a terminal controls this process, as that of a shell does."""
+    """Whether a terminal controls this process, as it controls a shell."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -426,12 +426,12 @@ def has_terminal() -> bool:
 def _number(environment: Mapping[str, str], *names: str) -> int:
     text = _text(environment, *names)
     if not text.isdecimal():
-        raise LaunchError(f"expected {' or '.join(names)} to be a number, Slurm says {text!r}")
+        raise LaunchError(f"{' or '.join(names)} must be a number, but Slurm set {text!r}")
     return int(text)
 
 
 def _reader() -> str:
-    """Name the line of a library that asks for a variable for a data set; empty if it is none."""
+    """Return the library's line that reads a variable for a dataset; empty if there is none."""
     frame = sys._getframe(2)
     while frame.f_back and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back
@@ -452,11 +452,11 @@ def _reader() -> str:
 _BETWEEN = ("os", "collections.abc", __name__)
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _readers: list[str] = []
-"""Lines that have read a variable for a data set before the first Trainer was made."""
+"""Lines that read a variable for a dataset before the first Trainer was created."""
 
 
 class NotingReaders(os._Environ[str]):
-    """The environment of a process that may become a device; see the note on its place."""
+    """The environment of a process that may become a device; see the note on its rank."""
 
     def __getitem__(self, name: str) -> str:
         value = super().__getitem__(name)
@@ -466,7 +466,7 @@ class NotingReaders(os._Environ[str]):
 
 
 class HidingPlace(os._Environ[str]):
-    """The environment of a device of another launcher; see the note on its place."""
+    """The environment of a device of another launcher; see the note on its rank."""
 
     def __getitem__(self, name: str) -> str:
         if name in PLACE and _reader():
@@ -479,18 +479,18 @@ class HidingPlace(os._Environ[str]):
 
 
 def note_readers() -> None:
-    """Note from now on which lines read the place of this process for a data set."""
+    """Start noting which lines read the rank of this process for a dataset."""
     os.environ.__class__ = NotingReaders
 
 
 def hide_place() -> None:
-    """Hide the place of this process from data libraries, from now on."""
+    """Hide the rank of this process from data libraries from now on."""
     os.environ.__class__ = HidingPlace
     if _readers:
         _log.warning(
-            "a data set was made before Trainer, and read %s: it may give each device a part of "
-            "the data, while every device has to read all of it. Make Trainer first; from then on "
-            "data libraries see a single process",
+            "a dataset was created before Trainer and read %s, so it may give each device only a "
+            "part of the data. Every device must read all of it. Create Trainer first: data "
+            "libraries then see a single process",
             ", ".join(dict.fromkeys(_readers)),
         )
         _readers.clear()

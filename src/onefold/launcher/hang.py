@@ -1,24 +1,25 @@
-"""Finds devices that wait for too long, and says who waits for whom and what each of them does.
+"""Detects devices that hang, and reports which devices wait for which and what each of them does.
 
-`Waits` looks at the devices of one host, `late_of` decides, `report_of` has the words. `HangWatch`
-is what onefold's launcher does with them; processes of other launchers, which may be on several
-hosts, watch themselves: see `onefold.tools.host_watch`. Does not load PyTorch.
+`Waits` samples the devices of one host, `late_of` decides which of them hang, and `report_of`
+formats the report. onefold's launcher uses these through `HangWatch`. Processes of other launchers,
+which may run on several hosts, watch themselves: see `onefold.tools.host_watch`. This module does
+not load PyTorch.
 
-Note: what is too long
-----------------------
-A device waits in vain once no device that it may wait for has moved for so long: begun a step, a
-shard, a batch or another call. Inside of a step that is 10 seconds, or 3 steps as the median one.
-Before such steps are known, in an evaluation or in the script, nobody can tell how long a device
-may take, as it compiles, say. There one that uses the processor has a minute; before the first
-steps also one that does not answer.
+Note: when a wait is a hang
+---------------------------
+A device hangs if no device that it may be waiting for makes progress within a limit. Progress means
+starting a step, a shard, a batch or another trainer call. Inside a step the limit is 10 seconds, or
+three median steps if that is longer. Before the median is known, in an evaluation, or in the
+script, a device may legitimately take longer, for example to compile. Then a device that uses the
+CPU has a minute; before the first steps, so has a device that does not answer.
 
 Note: where the stacks come from
 --------------------------------
-Each device has its Python stacks written into memory of its own when a real-time signal comes: by a
-handler in C, so also where the interpreter waits for a lock or inside of a library. Loader workers
-that were forked have the same handler and the same memory. A process without the handler is sent
-nothing, as the signal would end it: of that one, and of one that waits inside of the system, the
-kernel's word for its state is reported.
+Each device writes its Python stacks into memory when it receives a real-time signal. The handler is
+written in C, so it also runs while the interpreter waits for a lock or inside a library. Forked
+loader workers inherit the handler and the memory. A process without the handler gets no signal,
+because the signal would end it. For such a process, and for one that is blocked in the kernel, the
+report gives the state that the kernel shows.
 """
 
 from __future__ import annotations
@@ -57,45 +58,45 @@ __all__ = [
 
 _log = logging.getLogger("onefold")
 _ASK_S, AGAIN_S = 8.0, 2.0
-"""How long a device has waited before anybody asks why, and after which time again."""
+"""Seconds that a device waits before the first check, and between later checks."""
 _LEAST_S, _BUSY_S, _STEPS = 10.0, 60.0, 3
-"""When it waits in vain: see the note at the head."""
+"""Limits of a hang: see the note above."""
 _BETWEEN_S = 60.0
-"""The least time between two reports."""
+"""Minimum time between two reports."""
 _SAMPLE_S, _BUSY = 5.0, 0.1
-"""After how many seconds without a move processor time is looked at, and which share is work."""
+"""Seconds without progress before CPU time is measured, and the CPU share that counts as busy."""
 _MOST_LINES, _LONGEST_LINE = 200, 300
 
 
 class HostDevice(NamedTuple):
-    """A device of this host, as those see it who watch."""
+    """A device of this host, as its watchers see it."""
 
     rank: int
     pid: int
     progress: Progress
-    """Where its place is."""
+    """Table that holds its place."""
     stacks: int
     """Descriptor of the memory to which its process writes stacks."""
 
 
 class DeviceReport(msgspec.Struct, frozen=True, array_like=True):
-    """How a device stands, as it is sent between hosts."""
+    """State of a device, as sent between hosts."""
 
     rank: int
     pid: int
     host: str
-    """The name of its host; empty where there is one alone."""
+    """Name of its host; empty if all devices are on one host."""
     place: DevicePlace
     still_s: float
-    """For how long it has not moved."""
+    """Seconds since it last made progress."""
     busy: bool
-    """Whether it uses the processor meanwhile."""
+    """Whether it uses the CPU in the meantime."""
     stacks: tuple[str, ...] = ()
-    """Lines for the report."""
+    """Stack lines for the report."""
 
 
 class _Seen(NamedTuple):
-    """A place of a device: when it was first seen there, and the processor time used by later."""
+    """Place of a device, when it was first seen there, and a later sample of its CPU time."""
 
     place: DevicePlace
     since_s: float
@@ -104,7 +105,7 @@ class _Seen(NamedTuple):
 
 
 class Waits:
-    """How the devices of this host stand, by looks at even intervals."""
+    """State of this host's devices, sampled at regular intervals."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
@@ -116,11 +117,11 @@ class Waits:
 
     @property
     def usual_s(self) -> float:
-        """Seconds of the median step; 0 as long as nobody knows."""
+        """Seconds of the median step; 0 while unknown."""
         return median(self._steps) if self._steps else 0.0
 
     def update(self, devices: Sequence[HostDevice], now_s: float) -> None:
-        """Look where the devices are."""
+        """Sample the place of each device."""
         for device in devices:
             place, seen = device.progress.place_of(device.rank), self._seen.get(device.rank)
             if seen is None or seen.place != place:
@@ -132,7 +133,7 @@ class Waits:
             self._note_step(self._seen[devices[0].rank].place.step, now_s)
 
     def _note_step(self, step: int, now_s: float) -> None:
-        # What comes before the first step is no step, and the first one is like no other.
+        # Neither the time before the first step nor the first step itself is typical.
         if self._last is None or self._last[0] < 1 or step < self._last[0]:
             self._last = step, now_s
         elif step > self._last[0]:
@@ -142,7 +143,7 @@ class Waits:
             self._last, self._has_first = (step, now_s), True
 
     def has_question(self, now_s: float, own: int | None = None) -> bool:
-        """Whether a device, or the one of that rank, has waited so long that it should ask why."""
+        """Whether a device (``own``, if given) has waited long enough to start a hang check."""
         return now_s - self._told_s > _BETWEEN_S and any(
             now_s - seen.since_s > _ASK_S and (rank, seen.place.wait) not in self._told
             for rank, seen in list(self._seen.items())
@@ -150,13 +151,13 @@ class Waits:
         )
 
     def still_s(self, rank: int, now_s: float) -> float:
-        """For how long a device has not moved."""
+        """Seconds since a device last made progress."""
         return now_s - self._seen[rank].since_s if rank in self._seen else 0.0
 
     def standings(
         self, devices: Sequence[HostDevice], now_s: float, *, host: str = "", stacks: bool = False
     ) -> list[DeviceReport]:
-        """How the devices stand since the last look."""
+        """Return the state of the devices at the last sample."""
         return [
             DeviceReport(
                 device.rank,
@@ -172,14 +173,14 @@ class Waits:
         ]
 
     def untold(self, late: Iterable[DeviceReport], now_s: float) -> bool:
-        """Whether one of these waits is still to be told; all are then noted as told."""
+        """Return whether one of these waits is unreported; if so, mark all as reported."""
         if {(each.rank, each.place.wait) for each in late} <= self._told:
             return False
         self.note_told(now_s)
         return True
 
     def note_told(self, now_s: float) -> None:
-        """Note that what devices wait for now has been told."""
+        """Mark the current waits of this host's devices as reported."""
         self._told = {(rank, seen.place.wait) for rank, seen in list(self._seen.items())}
         self._told_s = now_s
 
@@ -188,21 +189,21 @@ def _is_busy(device: HostDevice, seen: _Seen, now_s: float) -> bool:
     if seen.place.waits:
         return False
     if seen.processor_s < 0 or now_s - seen.sampled_s < 1.0:
-        return True  # nobody knows yet
+        return True  # not yet known
     return _processor_s(device.pid) - seen.processor_s > _BUSY * (now_s - seen.sampled_s)
 
 
 def _cut(lines: Iterable[str]) -> list[str]:
-    """Lines of no great number and length: a process may have started hundreds."""
+    """Limit the number and length of lines: a process may have hundreds of children."""
     return [line[:_LONGEST_LINE] for line in lines][:_MOST_LINES]
 
 
 def late_of(standings: Sequence[DeviceReport], usual_s: float, size: int) -> list[DeviceReport]:
-    """Those that wait in vain, by the note at the head.
+    """Return the devices that hang; see the note above.
 
     Args:
-        standings: of all devices that answer.
-        usual_s: the median step; 0 as long as nobody knows.
+        standings: states of all devices that answer.
+        usual_s: seconds of the median step; 0 while unknown.
         size: number of devices.
     """
     movers = [each for each in standings if not each.place.waits]
@@ -221,10 +222,10 @@ def _limit_s(mover: DeviceReport, usual_s: float) -> float:
 
 
 def report_of(standings: Sequence[DeviceReport], size: int) -> str:
-    """The report.
+    """Format the report.
 
     Args:
-        standings: of all devices that answer, with stacks; some of them wait in vain.
+        standings: states of all devices that answer, with stacks; some of them hang.
         size: number of devices.
     """
     return "\n".join(_words(standings, size))
@@ -233,7 +234,7 @@ def report_of(standings: Sequence[DeviceReport], size: int) -> str:
 def _words(standings: Sequence[DeviceReport], size: int) -> Iterator[str]:
     silent = sorted(set(range(size)) - {each.rank for each in standings})
     movers = sorted([each.rank for each in standings if not each.place.waits] + silent)
-    # Those that wait for the same ones in one line.
+    # One line for all devices that wait for the same devices in the same step.
     groups: dict[tuple[str, int], list[DeviceReport]] = {}
     for each in (each for each in standings if each.place.waits):
         peers = [each.place.peer] if each.place.peer >= 0 else movers
@@ -244,8 +245,8 @@ def _words(standings: Sequence[DeviceReport], size: int) -> Iterator[str]:
         waited_s = max(each.still_s for each in waiting)
         yield f"{who} {verb} waited for {waited_s:.0f} s for {whom}, in step {max(0, step)}"
     if silent:
-        yield f"no answer from {_named(silent)}: stopped, or on a host that cannot be reached"
-    # Those that nobody else keeps waiting come first.
+        yield f"no answer from {_named(silent)}: suspended, or on a host that cannot be reached"
+    # Devices that do not wait come first: one of them is probably the cause.
     for each in sorted(standings, key=lambda each: (each.place.waits, each.rank)):
         on = f" on {each.host}" if each.host else ""
         yield f"device {each.rank} (process {each.pid}{on}) {_place_words(each.place)}:"
@@ -271,23 +272,22 @@ def _place_words(place: DevicePlace) -> str:
 
 
 class HangWatch:
-    """Reports of devices that wait for too long; for the launcher, which calls `report_hangs`
-    repeatedly.
+    """Reports devices that hang. The launcher calls `report_hangs` repeatedly.
 
     Args:
-        record: where the record of the run is; it need not exist.
+        record: path of the run's record; the file may not exist.
     """
 
     def __init__(self, record: Path | None) -> None:
         self._record, self._waits, self._next_s = record, Waits(), 0.0
 
     def report_hangs(self, devices: Sequence[HostDevice]) -> None:
-        """Report each device that has waited for too long, once for each wait."""
+        """Report each device that hangs, once per wait."""
         try:
             self._find_hangs(devices, time.monotonic())
         except Exception:
-            # A report must not end the run that it is about.
-            _log.warning("a device waits for long, and the report failed", exc_info=True)
+            # A failed report must not end the run.
+            _log.warning("a device may hang, but the report of it failed", exc_info=True)
 
     def _find_hangs(self, devices: Sequence[HostDevice], now_s: float) -> None:
         self._waits.update(devices, now_s)
@@ -303,10 +303,10 @@ class HangWatch:
             self._write(late[0].place.step, text)
 
     def _write(self, step: int, text: str) -> None:
-        """Append what was told to the record; its writer may be the one that hangs."""
+        """Append the report to the record: the record's writer may be the device that hangs."""
         if self._record is None or not self._record.is_file():
             return
-        # Only now: these load PyTorch.
+        # Import late, because these modules load PyTorch.
         from onefold.record.entries import HangEntry, append_beside, encode
 
         with suppress(OSError):
@@ -314,14 +314,14 @@ class HangWatch:
 
 
 STACKS_LABEL = "onefold-stacks"
-"""What ``/proc`` calls the memory for stacks."""
+"""Name of the stack memory in ``/proc``."""
 _STACKS = signal.SIGRTMIN + 3
 _ANSWER_S, _ALL_ANSWER_S = 2.0, 6.0
-"""How long is waited for the stacks of a process, and for those of a device and its children."""
+"""Seconds to wait for the stacks of one process, and for those of a device with its children."""
 _MOST_FRAMES, _INNERMOST, _MOST_THREADS = 12, 3, 4
 _STATES = {
-    "D": "it waits inside of the system, for a disk or a device",
-    "T": "it is stopped",
+    "D": "it is blocked in the kernel, by a disk or a device",
+    "T": "it is suspended",
     "Z": "it has ended",
 }
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -331,18 +331,18 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def answer_with_stacks(descriptor: int) -> None:
-    """Have this process, and what it forks, write its stacks there whenever it is asked to."""
-    # A handler of the script's own stays: nobody asks a process that would not answer in this way.
+    """Make this process, and its forked children, write their stacks on request."""
+    # Keep a handler that the script set; a process without faulthandler's is never signaled.
     if signal.getsignal(_STACKS) == signal.SIG_DFL:
         faulthandler.register(_STACKS, file=descriptor, all_threads=True)
 
 
 def _stacks_of(pid: int, descriptor: int) -> Iterator[str]:
-    """Lines with the stacks of a process and of those that it has started.
+    """Yield lines with the stacks of a process and of its descendants.
 
     Args:
         pid: id of the process.
-        descriptor: the memory that it has given to `answer_with_stacks`.
+        descriptor: memory that the process passed to `answer_with_stacks`.
     """
     limit = time.monotonic() + _ALL_ANSWER_S
     for each in [pid, *_descendants_of(pid)]:
@@ -354,14 +354,14 @@ def _stacks_of(pid: int, descriptor: int) -> Iterator[str]:
 
 
 def _processor_s(pid: int) -> float:
-    """The processor time, in seconds, that a process and those that it has started have used."""
-    # utime and stime, and of children that have ended cutime and cstime.
+    """Return the CPU time, in seconds, of a process and its descendants."""
+    # utime and stime, then cutime and cstime of children that have ended.
     fields = filter(None, map(_stat_of, [pid, *_descendants_of(pid)]))
     return sum(sum(map(int, each[11:15])) for each in fields) / _TICKS
 
 
 def _asked(pid: int, descriptor: int, before: int) -> str:
-    """Ask a process for its stacks, and wait for its answer; empty where there is none."""
+    """Request the stacks of a process and wait for them; empty if it does not answer."""
     with suppress(OSError):
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", _text(f"/proc/{pid}/status"), re.M)
         if caught is None or not int(caught[1], 16) >> (_STACKS - 1) & 1:
@@ -379,10 +379,10 @@ def _asked(pid: int, descriptor: int, before: int) -> str:
 
 
 def _shown(text: str) -> Iterator[str]:
-    """The stacks of a process, outermost call first: the script's calls, and the innermost ones."""
+    """Yield the calls of a process's stacks, outermost first: the script's and the innermost."""
     threads = re.split(r"^(?:Current thread|Thread) .*\n", text, flags=re.M)[1:]
     found = [_FRAME.findall(each) for each in threads]
-    # Not threads of a tracker or of Ray, whose calls are those of an installed package alone.
+    # Skip threads of a tracker or of Ray, which call only code of installed packages.
     own = [frames for frames in found if any(_is_own(file) for file, _, _ in frames)]
     for number, frames in enumerate((own or found)[:_MOST_THREADS]):
         if number:
@@ -404,7 +404,7 @@ def _is_own(file: str) -> bool:
 
 
 def _descendants_of(pid: int) -> list[int]:
-    """The processes that a process has started, such as those of loaders, and theirs."""
+    """Return the ids of a process's descendants, such as loader workers."""
     children = defaultdict[int, list[int]](list)
     for path in Path("/proc").glob("[0-9]*"):
         if fields := _stat_of(path.name):
@@ -416,7 +416,7 @@ def _descendants_of(pid: int) -> list[int]:
 
 
 def _stat_of(pid: int | str) -> list[str]:
-    """The fields of ``/proc/PID/stat`` from the state on; none of a process that has ended."""
+    """Return the fields of ``/proc/PID/stat`` from the state on; none if the process has ended."""
     with suppress(OSError):
         return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return []
@@ -438,5 +438,5 @@ def _state_of(pid: int) -> str:
 
 
 def _text(path: str) -> str:
-    # A process may bear a name that is no text.
+    # A process name may contain bytes that are not text.
     return Path(path).read_text(errors="replace")

@@ -1,8 +1,8 @@
-"""Starts a process for each device, watches them, starts failed runs again, and reports their end.
+"""Starts one process per device, watches them, restarts failed runs, and reports how the run ended.
 
-All devices are of this machine. This module does not load PyTorch: the workers start sooner than
-the launcher could load it. `checkpoints_to_leave_out` chooses the checkpoint from which a failed
-run is started again.
+All devices belong to this machine. This module does not load PyTorch: the workers are running
+before the launcher could have loaded it. `checkpoints_to_leave_out` chooses the checkpoint that a
+restart resumes from.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _START = (
     "import sys; root = sys.argv.pop(1); root in sys.path or sys.path.append(root); "
     "from onefold.worker import main; sys.exit(main())"
 )
-"""What a worker runs, with ``-P``: the current folder, where anyone may have put a ``pickle.py``,
-is not on its path while libraries are loaded. The place of onefold is, behind everything else."""
+"""Program of a worker. ``-P`` keeps the current folder off the path while libraries load, because
+another user may have put a ``pickle.py`` there. onefold's own location is appended last."""
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -73,53 +73,53 @@ def launch(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     grace_period_s: float | None = None,
 ) -> Any:
-    """Run a function on several devices of this machine and return what it returns on the lead.
+    """Run a function on several devices of this machine and return the lead's result.
 
     Each device is a new Python process that calls ``main(*args)``. From a script, call this under
     ``if __name__ == "__main__":``; in a notebook, simply call it. In a process that is itself part
     of a run, it only calls ``main``.
 
     Args:
-        main: makes its own model, optimizer and Trainer. Sent by value if it is defined in a
-            script or notebook, with what it refers to; lambdas and closures may be given, too.
+        main: creates its own model, optimizer and Trainer. A function defined in a script or
+            notebook is sent by value with everything it refers to; lambdas and closures work, too.
         devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
         args: arguments for ``main``.
-        placement: as for ``onefold run --placement``; by default what ``ONEFOLD_PLACEMENT`` says.
-        offload_dir: folder on a disk for the file that has the model if devices do not keep all of
-            it; ``ONEFOLD_OFFLOAD_DIR`` if empty, and then that of temporary files.
+        placement: as in ``onefold run --placement``; defaults to ``ONEFOLD_PLACEMENT``.
+        offload_dir: folder, on a disk, for the file that holds the model if the devices do not;
+            defaults to ``ONEFOLD_OFFLOAD_DIR``, then to the folder for temporary files.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
-        timeout_s: the longest that a device waits for another.
-        grace_period_s: how long ``main`` may take to save itself after the first SIGINT, SIGTERM or
-            SIGHUP, or after SIGUSR1 or SIGUSR2, which set ``trainer.asked_to_stop`` on all devices;
-            without it, these end the run at once.
+        timeout_s: timeout for waiting on another device, in seconds.
+        grace_period_s: seconds that ``main`` has to save after the first SIGINT, SIGTERM, SIGHUP,
+            SIGUSR1 or SIGUSR2, which sets ``trainer.asked_to_stop`` on all devices. If None, these
+            signals end the run at once.
 
     Raises:
-        RunFailed: a device failed, or the run was stopped; the message carries the first traceback.
-        LaunchError: a chosen device does not exist, or this process was started by another launcher
-            (torchrun, srun), without the ``ONEFOLD_PLACEMENT`` that ``placement`` asks for.
-        TypeError, ValueError: an argument is of a wrong type or value, or ``main`` refers to what
-            cannot be sent to another process.
+        RunFailed: a device failed, or the run was stopped; the message has the first traceback.
+        LaunchError: a chosen device does not exist, or another launcher (torchrun, srun) started
+            this process and its ``ONEFOLD_PLACEMENT`` differs from ``placement``.
+        TypeError, ValueError: an argument has a wrong type or value, or ``main`` refers to an
+            object that cannot be sent to another process.
 
     >>> onefold.launch(lambda: 6 * 7, devices="cpu:1")
     42
     """
     context = current_context()
     if context.launched:
-        # Devices of another launcher would keep more of a run, or less, than was asked for.
+        # The other launcher's devices follow the environment, and would ignore this argument.
         decided = context.launcher != "onefold" and context.options.placement_kind.keeps_whole
         asked = RunOptions(placement=placement or DEFAULT_PLACEMENT).placement
         if decided and asked not in (DEFAULT_PLACEMENT, context.options.placement):
             raise LaunchError(
-                f"placement={placement!r} was asked for in a process that another launcher has "
-                f"started: there the environment decides. Set {PLACEMENT_VARIABLE}={placement} for "
-                f"all of its processes, or ask for placement={DEFAULT_PLACEMENT!r}"
+                f"placement={placement!r} cannot be set in a process that another launcher "
+                f"started. Set {PLACEMENT_VARIABLE}={placement} for all of its processes, or pass "
+                f"placement={DEFAULT_PLACEMENT!r}"
             )
         return main(*args)
     import cloudpickle
 
     if not callable(main):
         raise TypeError(
-            f"expected a function, got {type(main).__name__}: write onefold.launch(main, "
+            f"main must be a function, but got {type(main).__name__}. Write onefold.launch(main, "
             f"args=(...)), without calling main"
         )
     call = _packed(main, args)
@@ -136,44 +136,43 @@ def launch(
         else check_seconds("grace_period_s", grace_period_s),
     )
     options.check_combination(offload_dir=offload_dir)
-    # Unpickling runs code. These files have no name and are inherited as open descriptors, so that
-    # nobody else can have written there, nobody can remove them, and nothing stays behind.
+    # Unpickling runs code. These files have no name and are inherited as open descriptors, so no
+    # other user can write to them or remove them, and none is left behind.
     with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as result:
-        # In two layers: the function's modules are found only once the path is set, which is
-        # therefore unpickled first.
+        # Two layers, because the function's modules can be found only after sys.path is set: the
+        # worker unpickles the path first.
         pickle.dump((list(sys.path), call), payload)
         payload.flush()
         handed = (payload.fileno(), result.fileno())
         outcome = supervise(["--call", *map(str, handed)], selection, options, handed=handed)
         if outcome.stopped_by in (signal.SIGTERM, signal.SIGHUP) and not options.may_stop:
-            # It was held back while the workers ran; now it takes its usual effect on this process.
+            # StopSignals held it back while the workers ran. Deliver it to this process now.
             signal.raise_signal(outcome.stopped_by)
         if outcome.exit_code:
             raise RunFailed(
                 "\n".join(filter(None, [outcome.message, outcome.traceback])), outcome.exit_code
             )
         if not os.fstat(result.fileno()).st_size:
-            raise RunFailed("device 0 ended the program (SystemExit) before the function returned")
+            raise RunFailed("main ended the program (SystemExit) on device 0 before it returned")
         with mmap.mmap(result.fileno(), 0, access=mmap.ACCESS_READ) as returned:
             return cloudpickle.loads(returned)
 
 
 _USELESS = {
-    ("optuna", "Trial"): "an Optuna trial: ask it for values before, pass trial.params, and report "
+    ("optuna", "Trial"): "an Optuna trial: read its values first, pass trial.params, and report "
     "what launch returns",
     ("optuna", "Study"): "an Optuna study: call launch from the objective that it optimizes",
     ("_io", "TextIOWrapper"): "an open file: open it inside the function",
     ("onefold", "Trainer"): "a Trainer, which belongs to this process: make it inside the function",
 }
-"""Objects of which every process would have a copy of its own, by package and class, and what to do
-about them."""
+"""Objects of which every process would get a separate copy, by package and class, with advice."""
 
 
 def _packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
-    """Pack a function and its arguments by value, with what they refer to.
+    """Pickle a function and its arguments by value, with everything they refer to.
 
     Raises:
-        TypeError: it refers to something that another process could not have, or not use.
+        TypeError: they refer to an object that another process cannot have or use.
     """
     import cloudpickle
 
@@ -195,11 +194,11 @@ def _packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
         name = getattr(function, "__qualname__", None) or type(function).__name__
         text = f"{name} cannot be sent to the devices' processes"
         if useless:
-            raise TypeError(f"{text}, as it refers to {useless[0]}") from None
+            raise TypeError(f"{text}, because it refers to {useless[0]}") from None
         raise TypeError(
-            f"{text}: {error}. It, or one of its arguments, refers to something that lives in this "
-            f"process alone, such as a lock, a thread, an open file or a generator: pass plain "
-            f"values, and make the rest inside the function"
+            f"{text}: {error}. It or one of its arguments refers to an object that exists only in "
+            f"this process, such as a lock, a thread, an open file or a generator. Pass plain "
+            f"values, and create the rest inside the function"
         ) from error
     return packed.getvalue()
 
@@ -207,18 +206,18 @@ def _packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
 def supervise(
     command: Sequence[str], selection: Selection, options: RunOptions, *, handed: Sequence[int] = ()
 ) -> Outcome:
-    """Start a worker for each device, and return when all have ended.
+    """Start a worker for each device and return when all of them have ended.
 
     Args:
         command: arguments of ``onefold.worker``: a script and its arguments, or ``--call`` and two
             descriptors.
-        selection: the devices.
-        options: the options of the run.
+        selection: devices of the run.
+        options: options of the run.
         handed: descriptors that the workers inherit.
 
     Raises:
-        LaunchError: a file would be overwritten that is not one of ours.
-        ValueError: the devices do not make whole pipelines.
+        LaunchError: an output path holds other files, or another run uses the checkpoint folder.
+        ValueError: the devices do not form whole pipelines.
 
     >>> import tempfile
     >>> script = Path(tempfile.mkdtemp(), "train.py")
@@ -236,10 +235,10 @@ def supervise(
     others = context.others
     if context.size > 1:
         others = (
-            f"a launcher has started {context.size} processes, and this one is no. {context.rank}"
+            f"a launcher has started {context.size} processes, and this one is rank {context.rank}"
         )
     if others and not options.quiet:
-        tell(f"{others}. This is a run of its own, on this machine alone")
+        tell(f"{others}. onefold starts a separate run, on this machine only")
     ranks = range(0 if options.quiet else 1, len(selection.devices))
     with (
         StopSignals(saves=options.may_stop) as signals,
@@ -254,7 +253,7 @@ def supervise(
             failures = 1 if now_saved > saved else failures + 1
             saved = max(saved, now_saved)
             if outcome.final or failures > options.max_restarts:
-                # A run that stops because a tool has seen enough has nothing to tell.
+                # A run that a tool stopped early, as planned, has no logs worth naming.
                 failed = outcome.failed and outcome.exit_code != STOPPED_CODE
                 return replace(outcome, logs=logs.place(failed=failed))
             failed_in.append(outcome.step)
@@ -266,11 +265,11 @@ def supervise(
             if run.selection != selection:
                 left = f", with {counted(len(run.selection.devices), 'device')}"
             words = words_of_restart(failed_in)
-            tell(f"starting again ({failures} of {options.max_restarts}){left}{words}")
+            tell(f"restarting ({failures} of {options.max_restarts}){left}{words}")
 
 
 def _without(selection: Selection, lost: int, options: RunOptions) -> Selection:
-    """The devices that are left, in whole pipelines; all of them if that would be none."""
+    """Drop the lost device and devices beyond whole pipelines; keep all if none would remain."""
     devices = selection.devices
     left = [device for rank, device in enumerate(devices) if rank != lost]
     for count in range(len(left), 0, -1):
@@ -281,11 +280,11 @@ def _without(selection: Selection, lost: int, options: RunOptions) -> Selection:
 
 
 def _check_places(options: RunOptions) -> None:
-    """Refuse to overwrite what is not ours, before any work is done.
+    """Check all output paths before any work is done, so that no foreign file is overwritten.
 
     Raises:
-        LaunchError: the offload directory is no folder, the place for the timeline holds something
-            else, or another run saves itself in the folder for checkpoints.
+        LaunchError: the offload folder is not a directory, the path of the timeline holds something
+            else, or another run writes its checkpoints to the same folder.
     """
     try:
         for name in ("record", "profile", "checkpoint", "offload_dir", "logs"):
@@ -294,11 +293,11 @@ def _check_places(options: RunOptions) -> None:
         raise LaunchError(str(error)) from None
     if options.offload_dir and not Path(options.offload_dir).is_dir():
         raise LaunchError(
-            f"expected --offload-dir or {OFFLOAD_DIR_VARIABLE} to be a folder, on a disk, for the "
-            f"model, got {options.offload_dir}"
+            f"--offload-dir or {OFFLOAD_DIR_VARIABLE} must be an existing folder, on a disk, but "
+            f"got {options.offload_dir}"
         )
     if options.checkpoint:
-        # Only a look: the lead takes the lock, and keeps it.
+        # Only check: the lead takes the lock and keeps it.
         lock_of_checkpoints(Path(options.checkpoint)).refuse_held(options.grace_period_s)
     try:
         if options.profile:
@@ -311,7 +310,7 @@ def _check_places(options: RunOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedRun:
-    """A run that may be attempted several times."""
+    """A run, which may be attempted several times."""
 
     command: Sequence[str]
     selection: Selection
@@ -321,10 +320,10 @@ class _LaunchedRun:
     handed: tuple[int, ...]
 
     def attempt(self, leave_out: int) -> Outcome:
-        """Start the workers and watch over them until all have ended.
+        """Start the workers and watch them until all have ended.
 
         Args:
-            leave_out: how many of the newest checkpoints to pass over.
+            leave_out: number of newest checkpoints to skip.
         """
         devices = self.selection.devices
         with PrivateFolder() as folder, contextlib.closing(RunStatus(len(devices))) as status:
@@ -349,7 +348,7 @@ class _LaunchedRun:
             if self.options.profile and not folder.is_there():
                 tell(f"{folder.path} was removed, and the timeline with it")
             elif self.options.profile:
-                # One that cannot be written is no reason to fail the run.
+                # A timeline that cannot be written must not fail the run.
                 try:
                     timeline = join_timeline(parts, Path(self.options.profile))
                 except (OSError, ValueError) as error:
@@ -370,17 +369,17 @@ class _LaunchedRun:
                     report_descriptor=status.reports[rank],
                     stacks_descriptor=status.stacks[rank],
                 )
-                # Or an interrupt between start and add leaves a worker that nobody ends.
+                # Otherwise an interrupt between start and add would leave an unwatched worker.
                 with ctrl_c_later():
                     group.add(rank, device, self._start(own))
             group.watch()
-        # Our own handlers raise none: this comes from one that the calling program has set.
+        # onefold's handlers do not raise: this comes from a handler of the calling program.
         except KeyboardInterrupt:
             interrupted = True
             group.interrupt(signal.SIGINT)
         except StoppedGroup:
             interrupted = True
-            # A run that saves was warned by the first request, and has had its time.
+            # A run that saves itself got the first request, and its grace period is over.
             if not self.options.may_stop:
                 group.interrupt(self.signals.came[0])
         finally:
@@ -401,28 +400,28 @@ class _LaunchedRun:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            # A group of its own, so that its children can be killed with it, and so that Ctrl-C in
-            # the terminal reaches the launcher alone, which passes it on in order.
+            # A separate process group, so that a worker's children are killed with it, and so that
+            # Ctrl-C in the terminal reaches only the launcher, which passes it on in order.
             start_new_session=True,
             pass_fds=(*shared, *self.handed),
         )
 
 
 def newest_step(directory: str) -> int:
-    """The highest step of the checkpoints in a directory; -1 if there are none."""
+    """Return the highest step of the checkpoints in a directory; -1 if there are none."""
     names = (path.name for path in Path(directory).glob("step-*")) if directory else ()
     found = (re.fullmatch(r"step-(\d+)", name) for name in names)
     return max((int(each[1]) for each in found if each), default=-1)
 
 
 def checkpoints_to_leave_out(failed_in: Sequence[int]) -> int:
-    """How many of the newest checkpoints the next attempt passes over.
+    """Return how many of the newest checkpoints the next attempt skips.
 
-    The first failure in a step may be an accident. A second one in the same step may be due to the
-    checkpoint itself, so each further failure there goes back by one.
+    The first failure in a step may be an accident. A second failure in the same step may be due to
+    the checkpoint itself, so each further failure there goes back by one checkpoint.
 
     Args:
-        failed_in: the step in which each attempt so far has failed.
+        failed_in: step in which each attempt so far failed.
 
     >>> [checkpoints_to_leave_out(failed_in) for failed_in in ([6], [6, 6], [6, 6, 9])]
     [0, 1, 0]
@@ -432,7 +431,7 @@ def checkpoints_to_leave_out(failed_in: Sequence[int]) -> int:
 
 
 def words_of_restart(failed_in: Sequence[int]) -> str:
-    """How a message mentions it: not at all if the newest checkpoint is used."""
+    """Describe the checkpoint of a restart; empty if it is the newest one."""
     back, step = checkpoints_to_leave_out(failed_in), failed_in[-1]
     if not back:
         return ""

@@ -1,18 +1,17 @@
-"""Keeps the runs that this process is part of, and ends them: well, or so that all know why.
+"""Tracks the runs that this process takes part in, and ends them: successfully, or with a reason.
 
-`leave` closes what `register` was given, and `end_well` calls what `at_good_end` was given.
-`RunStopped` ends a script that was asked to stop. `advice_on_one_file` says what to do where two
-processes of a run wrote one file.
+`leave` closes the members passed to `register`, and `end_well` calls the functions passed to
+`at_good_end`. `RunStopped` ends a script that was asked to stop. `advice_on_one_file` gives advice
+when two processes of a run wrote the same file.
 
-A worker of ``onefold run`` reports through `onefold.worker`; under another launcher,
-the hooks set here report. A forked child is part of no run: it forgets everything here, and
-reports nothing.
+A worker of ``onefold run`` reports through `onefold.worker`; under another launcher, the hooks set
+here report. A forked child takes part in no run: it clears this module's state and reports nothing.
 
-Note: what runs at the end, and in which order
-----------------------------------------------
-An uncaught exception passes `sys.excepthook` first and the functions of `atexit` afterwards, in
-reverse order of registration. So the hook tells the others why before `leave` closes anything, and
-takes back the removal of the logs before that would run.
+Note: the order of calls at exit
+--------------------------------
+For an uncaught exception, Python calls `sys.excepthook` first, then the functions of `atexit` in
+reverse order of registration. So the hook sends the reason to the other devices before `leave`
+closes anything, and cancels the removal of the logs before it would run.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _log = logging.getLogger("onefold")
 
 
 class RunStopped(SystemExit):
-    """The run was asked to stop, and has been saved; raised in a block of the script's."""
+    """The run was asked to stop and has been saved; raised inside a block of the script."""
 
 
 class _Closable(Protocol):
@@ -61,20 +60,20 @@ class _Closable(Protocol):
 
 
 class Members:
-    """What is open in this process, and what is to be done in the end."""
+    """The open members of this process, and the functions to call at the end."""
 
     def __init__(self) -> None:
         self.endings: list[Callable[[], None]] = []
-        # Weak, so that a Trainer that the script has dropped is not kept until the end.
+        # Weak, so that a Trainer that the script dropped is not kept alive until the end.
         self.open: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
 members = Members()
-"""Of this process, or of the simulated device that goes on."""
+"""Members of this process, or of the simulated device that is running."""
 
 
 def register(member: _Closable) -> None:
-    """Have ``member`` closed when this process fails or ends."""
+    """Register ``member`` to be closed when this process fails or ends."""
     _forget_in_children()
     if not members.open:
         atexit.register(leave)
@@ -82,26 +81,26 @@ def register(member: _Closable) -> None:
 
 
 def leave(failure: BaseException | None = None) -> None:
-    """Close all that is open; tell the other devices of every run of a failure, if there is one."""
+    """Close all open members; send a failure, if any, to the other devices of each run."""
     for member in list(members.open):
         member.close(failure)
 
 
 def at_good_end(call: Callable[[], None]) -> None:
-    """Have a function called when the script of a worker has ended without an error."""
+    """Register a function that a worker calls after its script ends without an error."""
     _forget_in_children()
     members.endings.append(call)
 
 
 def end_well() -> None:
-    """Call what `at_good_end` was given; an exception from one of these makes the run fail."""
-    # Taken out before the call, so that none is called twice if it fails.
+    """Call the functions passed to `at_good_end`; an exception from one of them fails the run."""
+    # Pop before the call, so that a failure never leads to a second call.
     while members.endings:
         members.endings.pop(0)()
 
 
 def is_failing() -> bool:
-    """Whether an exception is being handled that ends the script in error."""
+    """Whether an exception is being handled that ends the script with an error."""
     error = sys.exc_info()[1]
     ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
     return error is not None and not ends_well
@@ -109,7 +108,7 @@ def is_failing() -> bool:
 
 @contextmanager
 def only_noting() -> Iterator[None]:
-    """If the script is failing already, only log what is raised: the user must see the first."""
+    """If the script is failing already, only log new errors: the user must see the first one."""
     failing = is_failing()
     try:
         yield
@@ -127,9 +126,9 @@ def _forget_in_children() -> None:
 
 
 def _forget() -> None:
-    """In a child that was just forked: the parent is the device, and will end the run."""
-    # Emptied, not closed: what the members hold is the parent's, and so are the folders. Nor are
-    # they let go, as memory of a GPU cannot be freed here.
+    """Clear the state in a forked child: the parent is the device, and will end the run."""
+    # Do not close the members, because the parent owns what they hold. Do not free them either,
+    # because the child cannot free memory of a GPU.
     _of_the_parent.extend([*members.endings, *members.open])
     for held in (members.endings, members.open, _folders):
         held.clear()
@@ -139,14 +138,14 @@ def _forget() -> None:
 
 
 _of_the_parent: list[object] = []
-"""What a forked child has inherited and never uses."""
+"""Objects that a forked child inherited and never uses."""
 _folders: list[PrivateFolder] = []
-"""Those that are removed when this process ends."""
+"""Folders to remove when this process ends."""
 
 
 @functools.cache
 def folder_until_the_end(prefix: str = "onefold-") -> PrivateFolder:
-    """Make a private folder, once, which is removed when this process ends."""
+    """Create a private folder, once, that is removed when this process ends."""
     _forget_in_children()
     if not _folders:
         atexit.register(_remove_folders)
@@ -160,22 +159,22 @@ def _remove_folders() -> None:
 
 
 def hush_and_report(context: LaunchContext) -> None:
-    """Under another launcher: show the lead's output alone, and one traceback for all devices.
+    """Show only the lead's output, and one traceback for all devices, under another launcher.
 
-    From here on, the output of the other devices goes to log files. An exception that no other
-    device caused is shown on the screen, whichever device raised it.
+    From here on, the other devices write their output to log files. An exception that was not
+    caused by another device is shown on the screen, whichever device raised it.
     """
-    # Duplicated before descriptor 2 is pointed at the log: the only way back to the screen.
+    # Duplicate descriptor 2 before it points to the log: there is no other way back to the screen.
     screen = os.fdopen(os.dup(2), "w")
     log = _write_to_log(context.rank) if context.rank else None
-    # Whoever waits for the lead says so on the screen.
+    # Messages about a long wait for the lead go to the screen, too.
     logging.getLogger(WAITING).addHandler(logging.StreamHandler(screen))
     previous = sys.excepthook
 
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # Tell the others before printing, which may block: they are waiting.
+        # Send the failure before printing, which may block: the other devices are waiting.
         leave(error)
         if not isinstance(error, PeerError):
             sys.stderr.flush()
@@ -183,7 +182,7 @@ def hush_and_report(context: LaunchContext) -> None:
             previous(kind, error, trace)
             if advice := advice_on_one_file(error, context.size):
                 tell(advice, screen)
-        elif context.rank == (1 if error.device == 0 else 0):  # one of them is enough to say so
+        elif context.rank == (1 if error.device == 0 else 0):  # one device reports for all
             tell(str(error), screen)
         if log is not None and _is_kept(log):
             where = f"output of device {context.rank}: {log.path / _LOG}"
@@ -198,8 +197,8 @@ _LOG = "output.log"
 def _write_to_log(rank: int) -> PrivateFolder:
     folder = folder_until_the_end(f"onefold-device-{rank}-")
     descriptor = create_file(folder.path / _LOG, append=True)
-    # What is buffered belongs to the screen; and the descriptors themselves are replaced, as
-    # libraries in C and children write to them, not to sys.stdout.
+    # Flush, because buffered output belongs to the screen. Replace the descriptors themselves,
+    # because C libraries and child processes do not write through sys.stdout.
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(descriptor, number)
@@ -208,7 +207,7 @@ def _write_to_log(rank: int) -> PrivateFolder:
 
 
 def _is_kept(folder: PrivateFolder) -> bool:
-    """Leave a log that says anything to the user; return whether it does."""
+    """Keep a log that is not empty; return whether it was kept."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = folder in _folders and folder.is_there() and (folder.path / _LOG).stat().st_size > 0
@@ -219,24 +218,24 @@ def _is_kept(folder: PrivateFolder) -> bool:
 
 
 _IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.EAGAIN, errno.EBUSY, errno.ETXTBSY}
-"""Somebody else has made it, put something into it, locked it or uses it."""
+"""Errors that mean another process created, filled, locked or is using the file."""
 
 
 def advice_on_one_file(error: BaseException, processes: int) -> str:
-    """Say what to do where another process may have come first; empty for all other errors.
+    """Return advice if another process may have used the file first; empty for other errors.
 
     Args:
-        error: what ended the script.
-        processes: how many processes run it.
+        error: exception that ended the script.
+        processes: number of processes that run the script.
     """
     if processes < 2 or not isinstance(error, OSError) or error.filename is None:
         return ""
-    # A name that was renamed away before, by whoever was faster.
+    # Renaming failed because a faster process had already renamed the file.
     moved = error.errno == errno.ENOENT and error.filename2 is not None
     if error.errno not in _IN_THE_WAY and not moved:
         return ""
     return (
         f"all {processes} processes of this run execute the script. If each of them writes "
-        f"{error.filename}, let the lead alone do it, under `if trainer.is_lead:`, and have the "
-        f"others wait in trainer.barrier() where they read it afterwards"
+        f"{error.filename}, write it only on the lead, under `if trainer.is_lead:`, and call "
+        f"trainer.barrier() before the other devices read it"
     )

@@ -1,33 +1,34 @@
-"""The workers of one attempt at a run: watches over them, ends them, and finds out how it went.
+"""The workers of one attempt at a run: watches them, ends them, and determines the outcome.
 
-`WorkerGroup` has all of them, and passes requests to stop on. `Worker` is one worker of a run, as
-its launcher sees it. `Outcome` records how the run ended. `RunStatus` and `Logs` are what the
-launcher shares with the workers.
+`WorkerGroup` holds all workers and passes stop requests on. `Worker` is the launcher's view of one
+worker. `Outcome` records how the run ended. `RunStatus` and `Logs` are shared between the launcher
+and the workers.
 
-Note: nothing has a name
-------------------------
-Progress, reports and the store lie in memory that the workers inherit as open descriptors. It has
-no name, so no other user can write there, no cleaner of temporary files can remove it, and nothing
+Note: shared memory has no names
+--------------------------------
+Progress, reports and the store are in memory that the workers inherit as open descriptors. It has
+no name, so no other user can write to it, no cleaner of temporary files can remove it, and nothing
 is left when the processes end.
 
 Note: how a run ends
 --------------------
-Each worker leads a process group of its own, so its children (loader workers) end with it. The
-kernel kills a worker whose launcher is gone. When one worker fails, the others notice by themselves
-(they wait for it) and get ``_LAST_WORDS_S`` to report; then whatever is left is killed. The user is
-shown the first failure that no other device caused.
+Each worker leads a separate process group, so its children (loader workers) end with it. The kernel
+kills a worker whose launcher is gone. When one worker fails, the others notice, because they wait
+for it, and have ``_LAST_WORDS_S`` to report; then the launcher kills the rest. The user sees the
+first failure that no other device caused.
 
 Note: when a process id is safe to signal
 -----------------------------------------
-Once the end of a process is collected (by wait, or by Popen.poll, which collects too), the kernel
-may give its id, and that of its group, to another process. So no worker is collected before the end
-of the run. Its end is noticed without collecting it (WNOWAIT, or its pidfd), its group is killed
-while the id is still its own, and only then is it collected. No signal is sent afterwards.
+Once a process has been reaped (by wait, or by Popen.poll, which reaps too), the kernel may reuse
+its id and its group's id for another process. So no worker is reaped before the run ends. The
+launcher detects the end of a worker without reaping it (WNOWAIT, or its pidfd), kills its group
+while the id is still reserved, and only then reaps it. It sends no signal afterwards.
 
 Note: without pidfds
 --------------------
-Some containers, by seccomp, and kernels before 5.3 refuse them. A worker is then signalled by its
-id, which is its own until it is collected, and its end is looked for several times a second.
+Some containers (seccomp) and kernels before 5.3 do not allow pidfds. Then the launcher signals a
+worker by its id, which is reserved until the worker is reaped, and polls for its end several times
+a second.
 """
 
 from __future__ import annotations
@@ -68,23 +69,23 @@ _LOOK_S = 0.05
 _LEFT_OVER = {
     **dict.fromkeys(
         ("process group has not been initialized", "using env:// rendezvous"),
-        " (onefold connects the devices itself: in a script for onefold run leave out "
-        "init_process_group, DistributedDataParallel and DistributedSampler; a script without "
-        "onefold is started by torchrun)",
+        " (onefold connects the devices itself: for onefold run, remove init_process_group, "
+        "DistributedDataParallel and DistributedSampler from the script; start a script that does "
+        "not use onefold with torchrun)",
     ),
     **dict.fromkeys(
         ("'RANK'", "'LOCAL_RANK'", "'WORLD_SIZE'", "'LOCAL_WORLD_SIZE'"),
-        " (onefold run does not set these variables, as data libraries would split the data by "
-        "them: read trainer.is_lead or trainer.devices, and leave the choice of a device out)",
+        " (onefold run does not set these variables, because data libraries would split the data "
+        "by them: read trainer.is_lead or trainer.devices, and let onefold choose the device)",
     ),
-    "Attempted unscale_ but": " (onefold scales losses itself: give Trainer precision='fp16' and "
-    "clip_norm in place of GradScaler and clip_grad_norm_)",
+    "Attempted unscale_ but": " (onefold scales losses itself: pass precision='fp16' and "
+    "clip_norm to Trainer instead of using GradScaler and clip_grad_norm_)",
 }
-"""Words in errors of PyTorch that come of lines which other launchers need, and what to do."""
+"""Parts of PyTorch's errors that are caused by lines for other launchers, with advice."""
 
 
 class Worker:
-    """One process of the group."""
+    """One worker process."""
 
     def __init__(self, rank: int, device: str, process: subprocess.Popen[bytes]) -> None:
         self.rank, self.pid, self._process = rank, process.pid, process
@@ -94,8 +95,8 @@ class Worker:
         self.stillness = StoppedProcess(process.pid)
         self.unresponsive = self.ended_by_us = self._collected = False
         self.descriptor: int | None = None
-        """A pidfd: readable once the process has ended. None where there is no such thing."""
-        # Safe to open by id: a child that nobody has collected keeps its id, dead or alive.
+        """A pidfd, readable once the process has ended. None if pidfds are not available."""
+        # Safe to open by id: a child keeps its id until it is reaped, dead or alive.
         with _where_refused():
             self.descriptor = os.pidfd_open(process.pid)
 
@@ -104,7 +105,7 @@ class Worker:
 
     @property
     def code(self) -> int | None:
-        """Its exit code, or minus the signal's number; None while it runs. Collects nothing."""
+        """Exit code, or the negative signal number; None while it runs. Does not reap."""
         if self._code is None:
             self._code = self._read_exit_code()
         return self._code
@@ -112,8 +113,8 @@ class Worker:
     def _read_exit_code(self) -> int | None:
         try:
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        # Something else in this program (a SIGCHLD handler, a wait for any child) has collected it,
-        # code and all. Its id may be another process's by now.
+        # Other code in this program (a SIGCHLD handler, a wait for any child) reaped it and took
+        # the exit code. Another process may have its id by now.
         except ChildProcessError:
             self._collected = True
             return 0
@@ -122,10 +123,10 @@ class Worker:
         return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the worker alone."""
+        """Send a signal to the worker, but not to its children."""
         if self.code is not None:
             return
-        # By pidfd, which never means another process, even if the worker ends right here.
+        # A pidfd never refers to another process, even if the worker ends right here.
         if self.descriptor is not None:
             with _where_refused():
                 signal.pidfd_send_signal(self.descriptor, number)
@@ -134,19 +135,19 @@ class Worker:
             os.kill(self.pid, number)
 
     def kill_all(self) -> None:
-        """Kill the worker and all its children, unless its end was collected already."""
-        # Asked before the kill, or a death of ours could not be told from one of its own.
+        """Kill the worker and all its children, unless it was reaped already."""
+        # Check before the kill: afterwards, this kill looks like the worker's own death.
         self.ended_by_us |= self.code is None
-        # The worker by itself, as its script may have moved it to another group; then the group,
-        # whose id lasts as long as the worker is uncollected.
+        # First the worker itself, because its script may have moved it to another group; then the
+        # group, whose id is reserved until the worker is reaped.
         self.signal(signal.SIGKILL)
         if not self._collected:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def collect(self) -> None:
-        """Collect its end; no signal may be sent to its id from here on."""
-        # One that outlived its kill is left to the kernel: waiting for it could take for ever.
+        """Reap the worker; no signal may be sent to its id from here on."""
+        # Leave a worker that survived its kill to the kernel: waiting for it could take forever.
         if self.code is not None:
             self._collected = True
             self._process.wait()
@@ -156,7 +157,7 @@ class Worker:
 
 @contextlib.contextmanager
 def _where_refused() -> Iterator[None]:
-    """Leave the block without an error where the system has no pidfds."""
+    """Ignore errors of the block that mean that the system does not allow pidfds."""
     try:
         yield
     except OSError as error:
@@ -165,12 +166,12 @@ def _where_refused() -> Iterator[None]:
 
 
 def wait_for_end(workers: Sequence[Worker], limit_s: float, wake: int | None = None) -> bool:
-    """Wait until one of the workers has ended; return whether one has.
+    """Wait until a worker has ended; return whether one has.
 
     Args:
-        workers: those that run.
-        limit_s: the longest wait.
-        wake: a descriptor that ends the wait once it is readable.
+        workers: running workers.
+        limit_s: maximum wait in seconds.
+        wake: descriptor that ends the wait once it is readable.
     """
     limit = time.monotonic() + limit_s
     descriptors = [d for d in (wake, *(w.descriptor for w in workers)) if d is not None]
@@ -186,23 +187,23 @@ def wait_for_end(workers: Sequence[Worker], limit_s: float, wake: int | None = N
 
 _LAST_WORDS_S = 3.0
 _KILLED_S = 30.0
-"""How long a killed process may take to end: it may be stuck in a system call."""
+"""Seconds that a killed process has to end: it may be blocked in a system call."""
 
 
 class StoppedGroup(Exception):
-    """The run is to end now: by its first signal, by a second one, or as its grace is over."""
+    """The run must end now: at its first signal, at a second one, or after its grace period."""
 
 
 class WorkerGroup:
     """The workers of one attempt.
 
-    Workers that can save themselves are asked to at the first request to stop, and ended at the
-    second. Others are ended at the first.
+    Workers that can save are asked to save at the first stop request, and ended at the second.
+    Other workers are ended at the first.
 
     Args:
-        status: the memory shared with the workers.
-        signals: the signals that have come to the launcher.
-        options: the options of the run.
+        status: memory shared with the workers.
+        signals: signals that the launcher received.
+        options: options of the run.
     """
 
     def __init__(self, status: RunStatus, signals: StopSignals, options: RunOptions) -> None:
@@ -220,14 +221,14 @@ class WorkerGroup:
         self._workers.append(Worker(rank, device, process))
 
     def check_requests(self) -> None:
-        """Act on the requests to stop that have come since the last call.
+        """Act on the stop requests since the last call.
 
         Raises:
-            StoppedGroup: the run is to end now.
+            StoppedGroup: the run must end now.
         """
         if self._signals.drain() > (1 if self._options.may_stop else 0):
             raise StoppedGroup
-        # The grace period starts with the first request. If a worker received it, the table has it.
+        # The grace period starts with the first request. A worker notes its request in the table.
         if self._is_requested() and not self._deadline_s:
             self._deadline_s = time.monotonic() + self._options.grace_period_s
             self._status.progress.request_stop()
@@ -239,14 +240,14 @@ class WorkerGroup:
         return bool(self._signals.came) or self._status.progress.stop_requested()
 
     def watch(self) -> None:
-        """Wait until all have ended well, or one has failed and the others had time to report.
+        """Wait until all workers have ended, or one failed and the others had time to report.
 
         Raises:
-            StoppedGroup: the user has asked to end the run now.
+            StoppedGroup: the user requested that the run end now.
         """
         while waiting := self._running():
             self.check_requests()
-            # A stopped worker never ends: only looks at its state, at even intervals, show it.
+            # A suspended worker never ends: only sampling its state at intervals reveals it.
             if not wait_for_end(waiting, LOOK_S, self._signals.descriptor):
                 for worker in waiting:
                     worker.unresponsive = worker.stillness.sample_state()
@@ -257,31 +258,31 @@ class WorkerGroup:
                 return
 
     def _watched(self, worker: Worker) -> HostDevice:
-        """A worker as a device that may wait for others."""
+        """A worker as a device of the hang watch."""
         table, stacks = self._status.progress, self._status.stacks[worker.rank]
         return HostDevice(worker.rank, worker.pid, table, stacks)
 
     def _mention_threads(self, waiting: Sequence[Worker]) -> None:
-        """Say once what devices wait for whose scripts have ended."""
+        """Report once that a worker waits for its threads after the script has ended."""
         for worker in waiting:
             if not self._mentioned and (threads := self._status.report(worker.rank).threads):
                 self._mentioned = True
                 tell(
-                    f"the script has ended, and {worker} waits for its threads {threads}, which "
-                    f"are no daemons: have them end, or start them with daemon=True"
+                    f"the script has ended, but {worker} waits for its threads {threads}, which "
+                    f"are not daemon threads. End them, or start them with daemon=True"
                 )
 
     def interrupt(self, number: signal.Signals) -> None:
-        """Pass a signal on and give the workers a moment to put things in order."""
+        """Pass a signal on and give the workers a moment to clean up."""
         for worker in self._running():
-            # Whatever it dies of from here on is our doing, and no failure of the device.
+            # From here on the launcher causes its death, so it does not count as a failure.
             worker.ended_by_us = True
             worker.signal(number)
         self._wait_for_words()
 
     def end(self) -> None:
-        """Kill whatever is left, children of the workers included."""
-        # All of them, ended ones too: children of a worker that is gone may still run.
+        """Kill all workers and their children."""
+        # Include workers that have ended: their children may still run.
         for worker in self._workers:
             worker.kill_all()
         limit = time.monotonic() + _KILLED_S
@@ -289,10 +290,10 @@ class WorkerGroup:
             wait_for_end(waiting, limit - time.monotonic())
         for worker in waiting:
             tell(
-                f"{worker} was killed and has not ended within {_KILLED_S:g} s: it waits inside "
-                f"the system, for a disk or a device"
+                f"{worker} was killed but has not ended within {_KILLED_S:g} s: it is blocked in "
+                f"the kernel, by a disk or a device"
             )
-        # Last of all: from here on the ids may be other processes'.
+        # Last, because from here on other processes may get these ids.
         for worker in self._workers:
             worker.collect()
 
@@ -300,25 +301,25 @@ class WorkerGroup:
         return [worker for worker in self._workers if worker.code is None]
 
     def _note_ended(self) -> bool:
-        """Note when workers ended; return whether any of them ended badly."""
+        """Note when workers ended; return whether any of them failed."""
         for worker in self._workers:
             if worker.code is not None and worker.ended_s is None:
                 worker.ended_s = time.time()
         return any(worker.code not in (None, 0, STOPPED_CODE) for worker in self._workers)
 
     def _wait_for_words(self) -> None:
-        """Wait until all have ended, time is up, or another signal asks to end the run."""
+        """Wait until all workers have ended, time is up, or another signal requests the end."""
         limit, signals = time.monotonic() + _LAST_WORDS_S, self._signals.drain()
         while (waiting := self._running()) and time.monotonic() < limit:
             # A signal ends the wait early.
             wait_for_end(waiting, limit - time.monotonic(), self._signals.descriptor)
-            # Noted as each one ends: the order of their ends tells cause from consequence.
+            # Note each end as it happens: the order tells the cause from its consequences.
             self._note_ended()
             if self._signals.drain() > signals:
                 return
 
     def outcome(self, *, interrupted: bool = False) -> Outcome:
-        """How the run ended; ``interrupted`` if a signal ended it at once."""
+        """Determine how the run ended; ``interrupted`` if a signal ended it at once."""
         if self._options.may_stop and self._is_requested():
             return self._stopped_outcome()
         if not interrupted:
@@ -329,7 +330,7 @@ class WorkerGroup:
         return Outcome(128 + by, text, final=True, stopped_by=by)
 
     def _stopped_outcome(self) -> Outcome:
-        """The outcome of a run that was asked to save itself and stop."""
+        """Outcome of a run that was asked to save itself and stop."""
         codes = {worker.code for worker in self._workers}
         by = self._signals.came[0] if self._signals.came else None
         name = by.name if by else "a signal to a device"
@@ -339,48 +340,46 @@ class WorkerGroup:
         if codes <= {0, STOPPED_CODE}:
             text = f"stopped by {name} after step {self._status.progress.step_of(0) - 1} and saved"
             if checkpoint:
-                text += f" in {checkpoint}: the same command goes on from there"
+                text += f" in {checkpoint}. Run the same command to resume"
             return Outcome(STOPPED_CODE, text, final=True, stopped_by=by)
-        # A failure on the way to the stop is what the user must see, not that it was stopped.
+        # If a device failed while stopping, the user must see the failure, not the stop.
         failed = self._own_outcome()
         if failed.exit_code:
             return replace(failed, final=True)
-        why = (
-            "a second signal came" if self._signals.drain() > 1 else "its time for saving was over"
-        )
-        text = f"stopped by {name} in step {self._step_text(0)} (device 0) before it had saved "
-        text += f"itself, as {why}"
+        why = "a second signal arrived" if self._signals.drain() > 1 else "its grace period ended"
+        text = f"stopped by {name} in step {self._step_text(0)} (device 0) before it had saved, "
+        text += f"because {why}"
         if checkpoint:
             text += f"; earlier checkpoints, if any, are in {checkpoint}"
         by = by or signal.SIGTERM
         return Outcome(128 + by, text, final=True, stopped_by=by)
 
     def _own_outcome(self) -> Outcome:
-        """The outcome of a run that ended by itself: its first failure that no peer caused."""
+        """Outcome of a run that ended by itself: its first failure that no peer caused."""
         failures = [failure for worker in self._workers if (failure := self._failure(worker))]
         if not failures:
             return Outcome(0, final=True)
-        # False sorts before True: a device's own failure counts before any that a peer caused, even
-        # if that was reported earlier.
+        # False sorts before True: a device's own failure counts before one that a peer caused, even
+        # if the latter was reported earlier.
         _, _, first = min(failures, key=lambda failure: failure[:2])
-        # What all devices raise alike, in any order, is told of the lowest.
+        # If devices raise the same error, report the lowest-numbered one.
         alike = (f for *_, f in failures if first.traceback and f.traceback == first.traceback)
         return replace(next(alike, first), failed=True)
 
     def _failure(self, worker: Worker) -> tuple[bool, float, Outcome] | None:
-        """Whether a peer made the worker fail, when, and what to say of it; None if it did not."""
+        """Whether a peer caused the failure, its time, and its outcome; None if it did not fail."""
         ended_s = worker.ended_s or time.time()
-        # Its own report says more than its exit code, so it is looked at first.
+        # The worker's report says more than its exit code, so it comes first.
         report = self._status.report(worker.rank)
         step, code, lost = self._step_text(worker.rank), worker.code, worker.rank
         if report.kind:
             return report.caused_by_peer, report.time_s, self._told(worker, report)
         if worker.unresponsive:
-            text, exit_code = "is stopped and does not respond,", 1
+            text, exit_code = "is suspended and does not respond,", 1
         elif worker.ended_by_us or not code:
             return None
         elif code < 0:
-            hint = " (the system does this when memory runs out)" if code == -9 else ""
+            hint = " (the kernel does this when memory runs out)" if code == -9 else ""
             text, exit_code = f"was killed by {signal.Signals(-code).name}{hint}", 128 - code
         else:
             text, exit_code, lost = f"ended with exit code {code}", code, -1
@@ -388,13 +387,13 @@ class WorkerGroup:
 
     def _told(self, worker: Worker, report: WorkerReport) -> Outcome:
         step = self._step_text(worker.rank)
-        if report.caused_by_peer:  # the text names the peer; where this device was is no help
+        if report.caused_by_peer:  # the text names the peer; this device's step does not matter
             return Outcome(1, report.text)
         hint = next((hint for words, hint in _LEFT_OVER.items() if words in report.text), "")
         text = f"{worker} failed in step {step}: {report.kind}: {report.text}{hint}"
-        # What a device refuses before it begins, it would refuse again.
+        # A device would raise the same LaunchError again.
         final = report.kind == LaunchError.__name__
-        # PyTorch's name for an error of the GPU itself, or of its driver.
+        # PyTorch's exception for an error of the GPU itself, or of its driver.
         lost = worker.rank if report.kind == "AcceleratorError" else -1
         return Outcome(1, text, report.traceback, final=final, lost=lost)
 
@@ -405,99 +404,98 @@ class WorkerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended, and what to tell the user about it; see `supervise`."""
+    """How a run ended, and the messages for the user; see `supervise`."""
 
     exit_code: int
-    """Exit code for the command line: 0 if all is well."""
+    """Exit code for the command line; 0 on success."""
     message: str = ""
     """One line about the first failure."""
     traceback: str = ""
-    """The traceback of the first failure, if it was an exception."""
+    """Traceback of the first failure, if it was an exception."""
     logs: str = ""
-    """The files with the output of the other devices, kept after a failure."""
+    """Files with the output of the other devices, kept after a failure."""
     timeline: str = ""
-    """The timeline's file, if one was asked for and a step was done."""
+    """File of the timeline, if one was requested and a step was completed."""
     final: bool = False
-    """It ended well, as the user asked, or by a refusal: it is not started again."""
+    """Whether the run must not be restarted: it succeeded, the user ended it, or it was refused."""
     failed: bool = False
-    """A device failed; the run was not just stopped."""
+    """Whether a device failed, as opposed to a requested stop."""
     lost: int = -1
-    """The device whose process was killed or did not respond, or whose GPU failed, if that was the
-    failure; else -1."""
+    """Device whose process was killed or did not respond, or whose GPU failed, if that was the
+    failure; -1 otherwise."""
     stopped_by: signal.Signals | None = None
-    """The signal that ended the run before it was done, if one did."""
+    """Signal that ended the run early, if any."""
     step: int = -1
-    """The step that the lead was at when the run ended; -1 before the first step."""
+    """Step of the lead when the run ended; -1 before the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """How a worker ended, in its own words."""
+    """How a worker ended, as reported by itself."""
 
     time_s: float = 0.0
-    """When it failed, in seconds since 1970."""
+    """Time of the failure, in seconds since 1970."""
     kind: str = ""
-    """Type of the exception; empty if it has not failed."""
+    """Type of the exception; empty if it did not fail."""
     text: str = ""
-    """The message of the exception."""
+    """Message of the exception."""
     traceback: str = ""
-    """As Python prints it."""
+    """Traceback as printed by Python."""
     caused_by_peer: bool = False
-    """Whether it failed because another device did."""
+    """Whether another device caused the failure."""
     threads: str = ""
-    """The threads that it waits for, once its script has ended well."""
+    """Threads that it waits for after its script ended without an error."""
 
 
 class RunStatus:
-    """The status of one attempt of a run, in memory that the launcher shares with its workers.
+    """Status of one attempt of a run, in memory that the launcher shares with its workers.
 
     Args:
         devices: number of workers.
     """
 
     def __init__(self, devices: int) -> None:
-        # Closed on exec as Python opens them; the workers get theirs by `pass_fds` alone.
+        # Python opens them close-on-exec; workers get only those in `pass_fds`.
         self.table = memory_file("onefold-progress")
         """Descriptor of the table of steps."""
         self.reports = [memory_file(f"onefold-report-{number}") for number in range(devices)]
         """Descriptor of each worker's report."""
         self.stacks = [memory_file(f"onefold-stacks-{number}") for number in range(devices)]
-        """Descriptor of the memory in which each worker writes its stacks when it is asked."""
+        """Descriptor of the memory to which each worker writes its stacks on request."""
         self.store = memory_file()
         """Descriptor of the file through which the workers' process group is formed."""
         os.ftruncate(self.table, Progress.nbytes(devices))
         self.progress = Progress(self.table, devices)
 
     def report(self, rank: int) -> WorkerReport:
-        """The worker's report if it left a whole one; else an empty one."""
+        """Return the worker's report if it is complete, else an empty one."""
         descriptor = self.reports[rank]
         text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         return WorkerReport(**json.loads(text)) if text.endswith(b"\n") else WorkerReport()
 
     def close(self) -> None:
-        """Close the descriptors; the memory goes with the last process that has it."""
+        """Close the descriptors; the kernel frees the memory with the last process that has it."""
         for descriptor in (self.table, self.store, *self.reports, *self.stacks):
             os.close(descriptor)
 
 
 def write_report(descriptor: int, report: WorkerReport) -> None:
-    """Write a worker's report, in place of an earlier one."""
+    """Write a worker's report, replacing an earlier one."""
     os.ftruncate(descriptor, 0)
     os.lseek(descriptor, 0, os.SEEK_SET)
-    # The process may be killed at any moment: only what has its line's end is whole.
+    # The process may be killed at any moment: a report is complete only with its newline.
     write_all(descriptor, json.dumps(asdict(report)).encode() + b"\n")
 
 
 class Logs:
     """Files for the output of some devices of one run.
 
-    They are called ``device-1.log`` and so on. If one of these names is taken, by an earlier run or
-    anything else, all of them are called ``device-1.run-2.log`` and so on, with the first number
-    that is free.
+    The files are named ``device-1.log`` and so on. If an earlier run or anything else uses one of
+    these names, all of them are named ``device-1.run-2.log`` and so on, with the first free number.
 
     Args:
-        folder: where they lie, made if it does not exist; empty for a private folder, which stays
-            if `place` has named it.
+        folder: folder of the logs, created if it does not exist; empty for a private folder, which
+            is kept once `place` returns it.
         ranks: numbers of the devices that have a log.
     """
 
@@ -506,21 +504,21 @@ class Logs:
         self._folder = Path(folder) if self._private is None else self._private.path
         self._folder.mkdir(parents=True, exist_ok=True)
         self.descriptors: dict[int, int] = {}
-        """Those of the logs, by device."""
+        """Descriptors of the logs, by device."""
         self._number = 1
         while not self._make(ranks):
             self._number += 1
         self._is_named = False
         if ranks and self._number > 1:
-            tell(f"{folder} has logs already: those of this run are {self._path('*')}")
+            tell(f"{folder} contains logs of an earlier run. This run writes {self._path('*')}")
 
     def _make(self, ranks: Sequence[int]) -> bool:
-        """Make the logs, unless one of the names is taken; return whether they are made."""
+        """Create the logs unless one of the names is taken; return whether they were created."""
         try:
             for rank in ranks:
                 self.descriptors[rank] = create_file(self._path(rank), append=True)
-        # Made only where there was nothing, so that two runs at once never share a file: whoever
-        # comes second takes back what it made, and tries the next number.
+        # Exclusive creation, so that two simultaneous runs never share a file: the second one
+        # removes the files it created and tries the next number.
         except FileExistsError:
             while self.descriptors:
                 rank, descriptor = self.descriptors.popitem()
@@ -534,18 +532,18 @@ class Logs:
         return self._folder / f"device-{rank}{run}.log"
 
     def place(self, *, failed: bool) -> str:
-        """Where the logs are, for a user who is to read them; empty if nothing is worth reading."""
+        """Return where the logs are, for the user; empty if none is worth reading."""
         if self._private is None:
             useful = bool(self.descriptors)
         else:
             sizes = (os.fstat(descriptor).st_size for descriptor in self.descriptors.values())
             useful = failed and any(sizes) and self._private.is_there()
-        # A path that the user has read must last, so this decides that the folder is kept.
+        # The user may open a path that was shown, so the folder is kept from here on.
         self._is_named |= useful
         return str(self._folder if self._number == 1 else self._path("*")) if useful else ""
 
     def close(self) -> None:
-        """Close the files, and remove a private folder that nobody was told of."""
+        """Close the files; remove a private folder unless it was shown to the user."""
         for descriptor in self.descriptors.values():
             os.close(descriptor)
         if self._private is not None:

@@ -1,7 +1,7 @@
-"""The accelerators of this machine, whatever their kind: CUDA, ROCm, XPU, NPU and others.
+"""The accelerators of this machine, of any type: CUDA, ROCm, XPU, NPU and others.
 
-All of it goes by `torch.accelerator`, and by the module that PyTorch has for each kind of device.
-What only CUDA has is in `onefold.system.cuda`. A device of type ``cpu`` is no accelerator.
+Uses `torch.accelerator` and PyTorch's module for each device type. `onefold.system.cuda` has what
+is specific to CUDA. A device of type ``cpu`` is not an accelerator.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The dtypes that safetensors can store, and their names there."""
+"""Dtypes that safetensors can store, with their names there."""
 
 _WITHOUT = ("mps",)
-"""Kinds that lack what is needed here: several devices, or numbers of 64 bits."""
+"""Types that lack required features: several devices, or 64-bit numbers."""
 _NOTHING = nullcontext()
 
 
 def kind() -> str:
-    """The kind of accelerator that PyTorch sees on this machine; ``cpu`` where there is none.
+    """Return the type of accelerator that PyTorch sees on this machine; ``cpu`` if there is none.
 
     >>> kind() == "cpu" or count() > 0
     True
@@ -69,24 +69,24 @@ def kind() -> str:
 
 
 def count() -> int:
-    """How many accelerators PyTorch sees."""
+    """Return the number of accelerators that PyTorch sees."""
     return 0 if kind() == "cpu" else torch.accelerator.device_count()
 
 
 def name_of(device: torch.device) -> str:
-    """What an accelerator is called."""
+    """Return the product name of an accelerator."""
     return str(_module_of(device).get_device_name(device))
 
 
 def capacity_bytes(device: torch.device) -> int:
-    """All memory of a device; of the host, what this process may take of it."""
+    """Return the total memory of a device, or the host memory that this process may use."""
     if device.type == "cpu":
         return host_bytes()
     return int(_module_of(device).get_device_properties(device).total_memory)
 
 
 def card_of(device: torch.device) -> str:
-    """Which card of this machine an accelerator is, or is a part of; empty where nobody knows."""
+    """Identify the card that an accelerator is, or is a part of; empty if unknown."""
     if device.type == "cpu":
         return ""
     about = _module_of(device).get_device_properties(device)
@@ -97,7 +97,7 @@ def card_of(device: torch.device) -> str:
 
 
 def traits_of(device: torch.device) -> dict[str, str]:
-    """What the kernels that an accelerator runs may depend on, in words."""
+    """Return the properties of an accelerator that its kernels may depend on, in words."""
     about = _module_of(device).get_device_properties(device)
     found = {"type": name_of(device)}
     for name in _TRAITS:
@@ -107,21 +107,21 @@ def traits_of(device: torch.device) -> dict[str, str]:
 
 
 _TRAITS = ("multi_processor_count", "major", "minor", "gcnArchName", "driver_version")
-"""Fields of PyTorch's device properties, as far as a kind of device has them."""
+"""Fields of PyTorch's device properties; a device type may lack some of them."""
 
 
 def make_current(device: torch.device) -> None:
-    """Make an accelerator the one on which libraries allocate that are not told where."""
+    """Make an accelerator the default one, on which libraries allocate."""
     torch.accelerator.set_device_index(device.index)
 
 
 def as_current(device: torch.device) -> AbstractContextManager[object]:
-    """A block in which an accelerator is the one that ``device="cuda"`` and its like refer to."""
+    """Return a block in which ``device="cuda"`` and the like mean this accelerator."""
     return _NOTHING if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
 def same_stream(device: torch.device) -> AbstractContextManager[object]:
-    """A block, entered in another thread, that queues on a device's stream of this thread."""
+    """Return a block for another thread that uses this thread's stream of a device."""
     if device.type == "cpu":
         return _NOTHING
     return _on_stream(device, torch.accelerator.current_stream(device))
@@ -139,14 +139,14 @@ def _on_stream(device: torch.device, stream: torch.Stream) -> Iterator[None]:
 
 
 def record_event(device: torch.device, *, timing: bool = False) -> torch.Event:
-    """An event that comes once all work is done that was queued on a device's stream until now."""
+    """Record an event that fires when all work queued so far on a device's stream is done."""
     event = torch.Event(device, enable_timing=timing)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """PyTorch's generator of random numbers of a device."""
+    """Return PyTorch's random number generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     found: torch.Generator = _module_of(device).default_generators[device.index]
@@ -154,20 +154,20 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give back what PyTorch's allocator holds of a device's memory without using it."""
+    """Release device memory that PyTorch's allocator caches without using it."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
 
 
 def collective_backend(kind: str) -> str:
-    """What `torch.distributed` is to use between devices of a kind, and between hosts' memories."""
+    """Return the `torch.distributed` backends for devices of a type, and for host memory."""
     if kind == "cpu":
         return "gloo"
     return f"cpu:gloo,{kind}:{dist.Backend.default_device_backend_map[kind]}"
 
 
 class HostCopy:
-    """A device's values on their way to the host, where nobody waits until they are read.
+    """A copy of a device's values to the host that blocks only when it is read.
 
     Args:
         values: on any device; they may be overwritten afterwards.
@@ -181,15 +181,15 @@ class HostCopy:
         if values.device.type == "cpu":
             self._values = values.clone()
             return
-        # Pinned, or the host would wait; PyTorch uses this memory again only after the copy.
+        # Pinned: otherwise the host would wait. PyTorch reuses this memory only after the copy.
         self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._values.copy_(values, non_blocking=True)
         self._there = record_event(values.device)
 
     def read(self) -> torch.Tensor:
-        """Return the values on the host, once they are there."""
+        """Return the values on the host, waiting for them if necessary."""
         if self._there is not None and not self._there.query():
-            # For the copy alone, and not for what was queued behind it.
+            # Wait only for the copy, not for work that was queued after it.
             self._there.synchronize()
         return self._values
 

@@ -1,4 +1,4 @@
-"""Where large tensors on the host lie; `onefold.system.file_memory` has other places."""
+"""Allocates large tensors on the host; `onefold.system.file_memory` allocates them in files."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ __all__ = ["DEFAULT_ALLOCATOR", "TensorAllocator"]
 
 
 class TensorAllocator:
-    """PyTorch's own memory."""
+    """Allocates PyTorch's own memory."""
 
     apart: bool = False
-    """Whether devices compute in other memory than this, so that what is kept here is a copy."""
+    """Whether devices compute in other memory, so that tensors kept here are copies."""
     on_disk: bool = False
-    """Whether what is large lies in a file."""
+    """Whether large tensors are stored in a file."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 of any content, on the host."""
+        """Return uninitialized memory on the host, (nbytes,) uint8."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 of zeros, on the host."""
+        """Return zeros on the host, (nbytes,) uint8."""
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor of any content, with shape, device and dense strides of another one.
+        """Return an uninitialized tensor with another one's shape, device and dense strides.
 
         Args:
-            tensor: the other one.
-            dtype: its dtype; if absent, that of the other one.
+            tensor: the other tensor.
+            dtype: dtype of the result; by default that of ``tensor``.
         """
         return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor, with its dense strides."""
+        """Return a copy of a tensor, with dense strides."""
         return self.like(tensor).copy_(tensor)
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself if it lies here; else a copy that does."""
+        """Return the tensor itself if it is in this allocator's memory, else a copy that is."""
         return tensor
 
     def trim(self) -> None:
-        """Give the system what the C library keeps of memory that was freed, if memory is short."""
+        """Return freed memory that the C library caches to the system, if memory is short."""
 
 
 DEFAULT_ALLOCATOR = TensorAllocator()
-"""The allocator of all that need not lie elsewhere."""
+"""Allocator of all tensors that may be stored in ordinary memory."""

@@ -1,25 +1,25 @@
-"""Runs a job beside training: in a thread (`Background`), or in a forked process (`Child`).
+"""Runs a job in parallel with training: in a thread (`Background`) or a forked process (`Child`).
 
-Note: who sees a failure
+Note: reporting a failure
+-------------------------
+A thread cannot raise to its caller. Its exception is stored, and raised once by the training
+thread's next call of `wait`. Exceptions that are still stored when the program ends are logged.
+Only the training thread calls the methods, so the one write that crosses threads, of the failure,
+is always read after ``join`` and needs no lock.
+
+Note: what a fork copies
 ------------------------
-A thread has nobody to raise to. Its exception is kept, and raised once, by the first call of the
-training thread that looks (`wait`). What nobody has looked at when the program ends is written to
-the log. Only the training thread calls the methods, so the one write that crosses threads, of the
-failure, is always read after ``join``, and needs no lock.
+The child starts with a copy of this process's memory, in the thread that forked it. So nothing has
+to be sent to it, and everything that a computation may depend on is the same, including the state
+of the thread: autocast, modes, the state of the script's objects. The child's changes are lost when
+it ends, except in shared memory.
 
-Note: what a fork takes along
------------------------------
-The child begins with a copy of all memory of this process and goes on in the thread that forked it.
-So it needs nothing sent to it, and all that a computation may depend on is as it is here, down to
-what belongs to a thread: autocast, modes, the state of a script's own objects. Whatever it changes
-is gone with it, except in memory that processes share.
-
-Other threads do not come along. Those of OpenMP, among which PyTorch divides its kernels, are
-dissolved first: the next kernel makes them anew, here and in the child. A new pool in the child
-alone would take a new thread to own it, which would lack all that belongs to this one. PyTorch's
-backward pass has threads of its own for accelerators alone; where it has made some, it refuses to
-run in the child, and says so. A lock that another thread holds during the fork stays locked in the
-child, which then waits in vain: so whoever asks for the result names a limit.
+Other threads are not copied. OpenMP's threads, among which PyTorch divides its kernels, are ended
+first; the next kernel creates them again, here and in the child. If only the child created a new
+pool, it would need a new thread as its owner, which would lack this thread's state. PyTorch's
+backward pass has its own threads only for accelerators; if it has created some, it raises an error
+in the child. A lock that another thread holds during the fork stays locked in the child, which then
+hangs. So the caller passes a limit when it requests the result.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["Background", "Child", "ChildError", "finish_all", "has_idle_cores", 
 _log = logging.getLogger("onefold")
 
 _NICENESS = 10
-"""Of the thread, so that it runs mostly while training waits."""
+"""Nice value of the thread, so that it runs mostly while training waits."""
 _all: weakref.WeakSet[Background] = weakref.WeakSet()
 
 
@@ -57,8 +57,8 @@ class Background:
     """Runs one job at a time in a thread.
 
     Args:
-        what: what the jobs do, for messages.
-        gives_way: whether training goes on meanwhile, and takes precedence.
+        what: description of the jobs, for messages.
+        gives_way: whether training continues in the meantime, and takes precedence.
     """
 
     def __init__(self, what: str, *, gives_way: bool = True) -> None:
@@ -71,30 +71,30 @@ class Background:
         _all.add(self)
 
     def start(self, job: Callable[[], None]) -> None:
-        """Begin a job; an earlier one must have been waited for."""
-        # No daemon: a checkpoint must not be cut off half-written when the program ends.
+        """Start a job; an earlier one must have been waited for."""
+        # Not a daemon thread: the end of the program must not cut off a checkpoint.
         self._thread = threading.Thread(target=self._run, args=(job,), name=self.what)
         self._thread.start()
 
     def wait(self, limit_s: float | None = None) -> bool:
-        """Wait for the job; return whether it has ended, and raise what it has raised.
+        """Wait for the job; return whether it has ended, and raise its exception.
 
         Args:
-            limit_s: the longest wait; without limit if None.
+            limit_s: maximum wait in seconds; unlimited if None.
         """
         if self._thread is not None:
             self._thread.join(limit_s)
             if self._thread.is_alive():
                 return False
             self._thread = None
-        # Forgotten before it is raised: a script that survives it may save once more.
+        # Clear before raising, because a script that handles the exception may save again.
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
         return True
 
     def abandon(self) -> None:
-        """Wait for the job and ignore its outcome, as another failure came first."""
+        """Wait for the job and ignore its outcome, because another failure came first."""
         if self._thread is not None:
             self._thread.join()
         self._thread = self._failure = None
@@ -109,8 +109,8 @@ class Background:
 
 
 def _give_way() -> None:
-    """Lower the priority of this thread, where the system allows it."""
-    # On Linux a priority is a thread's own, though the call is made for "a process".
+    """Lower the priority of this thread if the system allows it."""
+    # On Linux each thread has a priority, although the call is documented for processes.
     thread = threading.get_native_id()
     with suppress(OSError):
         lower = max(os.getpriority(os.PRIO_PROCESS, thread), _NICENESS)
@@ -118,7 +118,7 @@ def _give_way() -> None:
 
 
 def finish_all() -> None:
-    """Wait for all jobs, and raise what one of them has raised."""
+    """Wait for all jobs, and raise the exception of the first that failed."""
     for background in list(_all):
         background.wait()
 
@@ -127,23 +127,23 @@ def _tell_unraised() -> None:
     for background in list(_all):
         try:
             background.wait()
-        # Nobody is left to catch it.
+        # No caller is left to raise to.
         except BaseException as failure:
             _log.error("%s failed: %s: %s", background.what, type(failure).__name__, failure)
 
 
 _PAUSE_SOFT = 1
-"""OpenMP's ``omp_pause_soft``: settings are kept."""
+"""OpenMP's ``omp_pause_soft``, which keeps the settings."""
 _DIVIDED_NUMEL = 1 << 18
-"""Of a tensor that PyTorch divides among all threads."""
+"""Size of a tensor that PyTorch divides among all threads."""
 
 
 class ChildError(Exception):
-    """The child has raised an error, has ended, or has not answered in time."""
+    """The child raised an error, ended without a result, or did not answer in time."""
 
 
 class Child:
-    """A forked copy of this process, which computes one value and ends.
+    """A forked copy of this process that computes one value and ends.
 
     Args:
         function: returns bytes; runs in the child.
@@ -159,11 +159,11 @@ class Child:
         _dissolve_pools()
         core, parent = ctypes.CDLL(None).sched_getcpu(), os.getpid()
         self._reader, writer = Pipe(duplex=False)
-        # The child leaves it to this process to stop for a signal, and ends with it.
+        # The child ignores stop signals: this process handles them, and the child ends with it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, *NOTICES))
         try:
             with ctrl_c_later(), warnings.catch_warnings():
-                # Python warns of the locks that other threads may hold: see the note above.
+                # Python warns about locks that other threads may hold: see the note above.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self._pid = os.fork()
             if not self._pid:
@@ -175,7 +175,7 @@ class Child:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def result(self, limit_s: float) -> bytes:
-        """Wait for what the function returns, once; the child is gone afterwards.
+        """Wait for the function's result, once. The child has ended afterwards.
 
         Raises:
             ChildError: there is no result within the limit, in seconds.
@@ -193,9 +193,9 @@ class Child:
         return value
 
     def end(self) -> None:
-        """End the child, whatever it does; without effect once it is gone."""
+        """Kill the child if it still runs."""
         if self._pid:
-            # A script may collect all of its children itself: then this one is gone.
+            # The script may reap all of its children itself, including this one.
             with suppress(ChildProcessError, ProcessLookupError):
                 if os.waitpid(self._pid, os.WNOHANG) == (0, 0):
                     os.kill(self._pid, signal.SIGKILL)
@@ -205,16 +205,16 @@ class Child:
 
 
 def has_idle_cores() -> bool:
-    """Whether a child has cores to itself while this process computes.
+    """Whether this process leaves enough cores idle for a child.
 
-    Where it has not, the two would wait for each other at the end of every kernel.
+    Otherwise the two would wait for each other at the end of every kernel.
     """
     return len(os.sched_getaffinity(0)) >= 2 * torch.get_num_threads()
 
 
 @contextmanager
 def on_other_cores() -> Iterator[None]:
-    """Have this thread compute on other cores than its present one, as far as there are enough."""
+    """Move this thread to other cores inside the block, if there are enough."""
     allowed = os.sched_getaffinity(0)
     with suppress(ChildError):
         _dissolve_pools()
@@ -224,29 +224,29 @@ def on_other_cores() -> Iterator[None]:
     finally:
         _move_to(allowed)
         with suppress(ChildError):
-            _dissolve_pools()  # the threads that were made meanwhile lack that core
+            _dissolve_pools()  # threads created in the block may not use that core
 
 
 def _dissolve_pools() -> None:
-    """End this thread's pools of threads for kernels, in each OpenMP library that is loaded."""
+    """End this thread's OpenMP thread pools, in each OpenMP library that is loaded."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    # PyTorch brings one of its own, and other libraries theirs. LLVM's looks after forks itself.
+    # PyTorch and other libraries may each have their own libgomp. LLVM's OpenMP handles forks.
     for library in {path for line in lines if "/libgomp" in (path := line.split(maxsplit=5)[-1])}:
         try:
             failed = ctypes.CDLL(library).omp_pause_resource_all(_PAUSE_SOFT)
         except (OSError, AttributeError):
-            failed = True  # replaced since it was loaded, or older than OpenMP 5
+            failed = True  # the file was replaced since it was loaded, or is older than OpenMP 5
         if failed:
             raise ChildError(f"the threads of {library} cannot be ended")
 
 
 def _become(function: Callable[[], bytes], writer: Connection, parent: int, core: int) -> NoReturn:
-    """Be the child, and end."""
+    """Run the function as the child, and exit."""
     try:
         die_with_parent(parent)
-        # What is collected may belong to threads or devices that are not here.
+        # Collected objects may belong to threads or devices that the child does not have.
         gc.disable()
-        # What a function prints and logs was printed and logged by this process's parent.
+        # The parent has printed and logged the function's output already.
         logging.disable()
         with open(os.devnull, "w") as null:
             sys.stdout = sys.stderr = null
@@ -261,17 +261,17 @@ def _become(function: Callable[[], bytes], writer: Connection, parent: int, core
 
 
 def _leave(core: int) -> None:
-    """Have this thread, and those that it makes, compute on other cores than this one."""
+    """Move this thread, and the threads that it creates, to other cores than this one."""
     others = os.sched_getaffinity(0) - {core}
     if 0 < len(others) < torch.get_num_threads():
-        # All cores are needed. Threads that are made before this one moves have all of them; it
-        # does its part of each kernel on a core that did another part before.
+        # All cores are needed. Threads created before this one moves may use all of them; this
+        # thread then runs its part of each kernel on a core that already ran another part.
         torch.ones(_DIVIDED_NUMEL).mul_(2.0)
     if others:
         _move_to(others)
 
 
 def _move_to(cores: Set[int]) -> None:
-    """Have this thread compute on these cores, unless a container does not let it choose."""
+    """Move this thread to these cores, unless a container forbids it."""
     with suppress(PermissionError):
         os.sched_setaffinity(0, cores)

@@ -1,20 +1,20 @@
-"""Finds a place for code that PyTorch compiles and keeps, where no other user can put any.
+"""Finds a folder for PyTorch's compiled code that no other user can write to.
 
-What a compiler finds in its cache is loaded into this process. By default PyTorch looks in a folder
-of the temporary directory whose name anybody can tell, and who makes it first owns it.
+A compiler's cached code is loaded into this process. By default PyTorch uses a folder of the
+temporary directory whose name is predictable, and the user who creates it first owns it.
 
 Note: who can change a folder
 -----------------------------
-Its owner and root, whoever may write to it, and whoever could put another folder in its place: so
-each folder on the way counts, and each folder that a link on the way leads through. In a folder
-with the sticky bit, such as ``/tmp``, others may add names and may not replace ours.
+Its owner and root, users with write permission, and users who could replace the folder. So each
+folder on the path counts, including folders that links on the path lead through. In a folder with
+the sticky bit, such as ``/tmp``, other users can add names but cannot replace ours.
 
-Note: one cache for each kind of host
--------------------------------------
-A home is often shared by several hosts, and compiled code is for the processor and by the compiler
-that were found when it was made, which PyTorch's own keys leave out. So its folder is named by
-both, and by the instructions that ``ATEN_CPU_CAPABILITY`` allows: code for others reads and writes
-past the end of arrays.
+Note: one cache per type of host
+--------------------------------
+Several hosts often share a home directory, and compiled code depends on the CPU and the compiler,
+which PyTorch's keys do not include. So the folder's name depends on both, and on the instructions
+that ``ATEN_CPU_CAPABILITY`` allows: code for other instructions reads and writes past the end of
+arrays.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from pathlib import Path
 __all__ = ["INDUCTOR", "check_named", "default_of_torch", "other_caches", "place_of_code"]
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-"""Holds everything of ``torch.compile``: graphs, kernels, what was tuned, and its locks."""
+"""Variable for the folder of ``torch.compile``: graphs, kernels, tuning results, and locks."""
 _MOST_LINKS = 40
 
 
 def place_of_code(environment: Mapping[str, str]) -> Path:
-    """Return the user's folder for compiled code, made if it was not there.
+    """Return the user's folder for compiled code; create it if necessary.
 
     Raises:
         ValueError: another user could change it.
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     place = _cache_home(environment) / "onefold" / "compiled" / _kind_of_host(environment)
     check_cache(place, create=True)
@@ -54,17 +54,17 @@ def place_of_code(environment: Mapping[str, str]) -> Path:
 
 
 def other_caches(environment: Mapping[str, str], place: Path) -> dict[str, str]:
-    """Check the other caches of PyTorch, and return variables for those that are not safe.
+    """Check PyTorch's other caches, and return new variables for those that are not safe.
 
     Args:
-        environment: what the user has set.
-        place: a folder of this user alone.
+        environment: variables that the user set.
+        place: folder that only this user can write to.
 
     Raises:
-        ValueError: the user has named a folder that another user could change.
+        ValueError: the user chose a folder that another user could change.
     """
     home, cache = Path(os.path.expanduser("~")), _cache_home(environment)
-    # The folder that is used if the variable is not set; None for one in the temporary directory.
+    # The folder used if the variable is not set; None for one in the temporary directory.
     defaults = {
         "TRITON_CACHE_DIR": place,  # under Inductor's
         "TRITON_HOME": home / ".triton",
@@ -83,22 +83,22 @@ def other_caches(environment: Mapping[str, str], place: Path) -> dict[str, str]:
 
 
 def check_named(name: str, folder: str) -> None:
-    """Refuse a cache that the user has named by a variable if another user could change it.
+    """Refuse a cache folder that the user set in a variable if another user could change it.
 
     Raises:
-        ValueError: as above.
+        ValueError: another user could change it, or it is not a folder.
     """
     try:
         check_cache(Path(os.path.abspath(folder)), create=True)
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"{name} names {folder}, and compiled code is loaded from there: {error}. Name a "
-            f"folder that only you can write to (chmod 700), or unset {name}"
+            f"{name}={folder} is not safe to load compiled code from: {error}. Choose a folder "
+            f"that only you can write to (chmod 700), or unset {name}"
         ) from None
 
 
 def default_of_torch() -> str:
-    """The folder that PyTorch chooses, and writes into the environment, where nobody names one."""
+    """Return the folder that PyTorch chooses by default, and sets in the environment."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -108,19 +108,19 @@ def default_of_torch() -> str:
 
 
 def check_cache(folder: Path, *, create: bool) -> None:
-    """Refuse a folder that another user could change; see the note at the head.
+    """Refuse a folder that another user could change; see the note above.
 
     Args:
-        folder: its path, which must be absolute.
-        create: whether to make what is missing of it, for this user alone; otherwise the part of
-            the path that is there is looked at.
+        folder: an absolute path.
+        create: whether to create missing folders, for this user only; otherwise only the existing
+            part of the path is checked.
 
     Raises:
-        ValueError: another user could change it, or it is no folder.
-        OSError: it cannot be made or looked at.
+        ValueError: another user could change it, or it is not a folder.
+        OSError: it cannot be created or checked.
     """
     if not folder.is_absolute():
-        raise ValueError(f"{folder} is no absolute path")
+        raise ValueError(f"{folder} is not an absolute path")
     at, names, links = Path("/"), list(folder.parts[1:]), 0
     while names:
         name = names.pop(0)
@@ -147,7 +147,7 @@ def check_cache(folder: Path, *, create: bool) -> None:
             continue
         if not stat.S_ISDIR(found.st_mode):
             raise ValueError(f"{entry} is not a folder")
-        # Only on the way: in the cache itself others could add what is then loaded.
+        # Sticky is safe only for parents: in the cache itself, others could add code to be loaded.
         is_sticky = found.st_mode & stat.S_ISVTX and names
         if found.st_mode & 0o022 and not is_sticky:
             raise ValueError(f"others may write to {entry} (mode {found.st_mode & 0o7777:o})")
@@ -167,7 +167,7 @@ def _cache_home(environment: Mapping[str, str]) -> Path:
 
 
 def _kind_of_host(environment: Mapping[str, str]) -> str:
-    """A name for what compiled code depends on beside its source."""
+    """Return a name derived from everything but the source that compiled code depends on."""
     with open("/proc/cpuinfo") as file:
         first = file.read().split("\n\n", 1)[0].splitlines()
     wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")

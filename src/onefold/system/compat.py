@@ -1,8 +1,8 @@
-"""Every private name of PyTorch that onefold uses all the same, in one place.
+"""All of PyTorch's private names that onefold uses, in one place.
 
-Those about modules, optimizers, kernels and the compiler are next door, in ``internals.py``.
-Any of them may disappear with the next release of PyTorch. ``tests/system/test_compat.py`` says for
-each what would break, and is the first to fail.
+``internals.py`` has those about modules, optimizers, kernels and the compiler. Any of them may
+disappear with the next release of PyTorch. ``tests/system/test_compat.py`` shows for each name what
+would break, and fails first.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ __all__ = [
 _C: Any = torch._C
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-"""The number of times that a tensor was written to in place."""
+"""Number of in-place writes to a tensor."""
 
 
 address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
-"""A number that is another one for every storage that there is, also on the meta device."""
+"""A number that is unique among existing storages, even on the meta device."""
 
 
 writes_to_arguments: Callable[[Any], bool] = operator.attrgetter("_schema.is_mutable")
@@ -59,22 +59,22 @@ writes_to_arguments: Callable[[Any], bool] = operator.attrgetter("_schema.is_mut
 
 
 hidden_from_classes: Callable[[], AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
-"""A block in which classes of tensors see nothing of what is called."""
+"""A block in which tensor subclasses do not intercept calls."""
 
 
 @contextmanager
 def hidden_from_modes() -> Iterator[None]:
-    """Have modes, and classes of tensors, see nothing of what is called inside this context."""
+    """Hide calls inside the block from modes and tensor subclasses."""
     with _C.DisableTorchFunction(), _C._DisableTorchDispatch():
         yield
 
 
 @contextmanager
 def replacing_truncated_normal(record: Callable[..., Any]) -> Iterator[None]:
-    """Have ``torch.nn.init.trunc_normal_`` call something else inside this context.
+    """Make ``torch.nn.init.trunc_normal_`` call another function inside the block.
 
     Args:
-        record: is given what draws otherwise, and its arguments, a tensor first.
+        record: is called with the original function and its arguments, a tensor first.
     """
     before = torch.nn.init._no_grad_trunc_normal_
     torch.nn.init._no_grad_trunc_normal_ = functools.partial(record, before)
@@ -85,8 +85,8 @@ def replacing_truncated_normal(record: Callable[..., Any]) -> Iterator[None]:
 
 
 def holders_of(storage: torch.UntypedStorage) -> int:
-    """How many tensors there are that lie in a storage."""
-    # Each of Python's own objects for a storage counts as well, and here there is this one.
+    """Return the number of tensors that use a storage."""
+    # Each Python object of a storage counts as well, and the argument here is one.
     return int(_C._storage_Use_Count(address_of(storage))) - 1
 
 
@@ -95,7 +95,7 @@ is_transformed: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrap
 
 
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
-"""Copy each source to its target, the first argument, in as few kernels as possible."""
+"""Copy each source (second argument) to its target (first), in as few kernels as possible."""
 
 
 add_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
@@ -115,11 +115,11 @@ def limit_each(tensors: list[torch.Tensor], magnitude: float) -> None:
 
 
 class Groups:
-    """What torch.distributed keeps to itself about process groups."""
+    """PyTorch's private functions for process groups."""
 
     @staticmethod
     def default_store() -> Any:
-        """The `torch.distributed.Store` behind the process group that a script has formed."""
+        """Return the `torch.distributed.Store` of the script's default process group."""
         return torch.distributed.distributed_c10d._get_default_store()
 
     @staticmethod
@@ -132,18 +132,18 @@ class Groups:
         limit: timedelta,
         device: torch.device | None,
     ) -> torch.distributed.ProcessGroup:
-        """Make a group of all processes that is not the default one, which there may not be.
+        """Create a group of all processes that does not need, or become, the default group.
 
-        PyTorch makes others beside a default group alone. It is known nowhere but to who has it, so
-        that a script may make and destroy the default group as it likes.
+        PyTorch creates further groups only if there is a default group. This group is registered
+        nowhere, so that a script may create and destroy the default group at any time.
 
         Args:
             backend: as for `torch.distributed.init_process_group`.
-            store: where the processes find each other, for this group alone.
-            rank: of this process.
-            size: how many there are.
-            limit: the longest that anything waits in it.
-            device: the GPU that it is bound to.
+            store: store for the rendezvous of this group only.
+            rank: rank of this process.
+            size: number of processes.
+            limit: timeout of the group's operations.
+            device: GPU to which the group is bound.
         """
         inner: Any = torch.distributed.distributed_c10d
         world = inner._world
@@ -169,7 +169,7 @@ class Groups:
 
     @staticmethod
     def adopt(group: torch.distributed.ProcessGroup, size: int) -> None:
-        """Have messages between two processes of a group find them, whoever has made it."""
+        """Register the ranks of a group, so that point-to-point messages work in it."""
         ranks: Any = torch.distributed.distributed_c10d._world.pg_group_ranks
         ranks[group] = {number: number for number in range(size)}
 
@@ -181,17 +181,17 @@ class Groups:
 
     @staticmethod
     def end(group: torch.distributed.ProcessGroup) -> None:
-        """Tear a group down that `beside_default` has made."""
+        """Shut down a group that `beside_default` created."""
         Groups.forget(group)
         group.shutdown()
 
     @staticmethod
     def set_limit(group: torch.distributed.ProcessGroup, limit: timedelta) -> None:
-        """Change how long whatever begins from now on may wait for other processes."""
+        """Change the timeout of operations that start from now on."""
         torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def is_in_function() -> bool:
-    """Whether the caller is called by the forward of a torch.autograd.Function."""
-    # Such a forward has forward-mode derivatives switched off, as torch.no_grad has not.
+    """Whether the caller runs inside the forward of a torch.autograd.Function."""
+    # Such a forward disables forward-mode derivatives, but torch.no_grad does not.
     return not _C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()

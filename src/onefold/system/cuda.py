@@ -1,6 +1,6 @@
-"""What only CUDA has: its versions and precisions, and NVIDIA's list of GPUs (NVML).
+"""Features of CUDA only: versions, precisions, and NVIDIA's list of GPUs (NVML).
 
-NVML is asked by a script, in a process that can be killed; see `onefold.launcher.devices`.
+A script queries NVML, in a process that can be killed; see `onefold.launcher.devices`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["ASK_NVML", "DEVICE_NODE", "DRIVER", "SIGNS", "described", "has_bfloat16", "visible"]
 
 DRIVER = Path("/proc/driver/nvidia/version")
-"""Exists where the driver is loaded, even in containers that have no GPU."""
+"""Exists if the driver is loaded, even in containers without a GPU."""
 DEVICE_NODE = Path("/dev/nvidiactl")
-"""Exists where this machine or container is given GPUs."""
+"""Exists if this machine or container has GPUs."""
 _WINDOWS_NODE = Path("/dev/dxg")
 """Exists instead under Windows Subsystem for Linux, which passes its GPUs through."""
 SIGNS = (DRIVER, DEVICE_NODE, _WINDOWS_NODE)
-"""One of these exists where there are GPUs of NVIDIA's."""
+"""If there are NVIDIA GPUs, one of these exists."""
 
 ASK_NVML = """
 import json
@@ -45,16 +45,16 @@ nvmlInit()
 rows = filter(None, map(row, range(nvmlDeviceGetCount())))
 print(json.dumps({"gpus": [gpu[1:] for gpu in sorted(rows)]}))
 """
-"""Prints a row for each GPU: UUID, whether it is split into parts, name, bytes in all, free bytes.
-They have the order of the PCI bus, as workers number them."""
+"""Prints a row per GPU: UUID, whether it is split into parts, name, total bytes, free bytes. Rows
+are in PCI bus order, which is the workers' numbering."""
 
 
 def visible(rows: Sequence[Sequence[Any]], allowed: str | None) -> list[Sequence[Any]]:
-    """Pick the GPUs that CUDA_VISIBLE_DEVICES names, in its order, as CUDA does.
+    """Select the GPUs in CUDA_VISIBLE_DEVICES, in its order, as CUDA does.
 
     Args:
-        rows: of `ASK_NVML`.
-        allowed: the variable's value; None where it is unset.
+        rows: output of `ASK_NVML`.
+        allowed: value of the variable; None if it is not set.
     """
     if allowed is None:
         return list(rows)
@@ -62,23 +62,23 @@ def visible(rows: Sequence[Sequence[Any]], allowed: str | None) -> list[Sequence
     for item in (part.strip() for part in allowed.split(",")):
         match = [row for i, row in enumerate(rows) if str(i) == item or row[0].startswith(item)]
         if not item or not match:
-            break  # CUDA, too, stops at the first that it does not know
+            break  # CUDA also stops at the first unknown item
         seen.append(match[0])
     return seen
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device of CUDA's has kernels in bfloat16, by its compute capability."""
-    import torch  # not at the top: the launcher does without it
+    """Whether a CUDA device has bfloat16 kernels, by its compute capability."""
+    import torch  # not at the top: the launcher does not load PyTorch
 
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def described() -> dict[str, str]:
-    """What the bits depend on of CUDA and its libraries, in words."""
+    """Describe the versions and settings of CUDA and its libraries that affect the bits."""
     import torch
 
-    # One by one: asked for both at once, PyTorch raises where a script has set one of them.
+    # Query them one by one: PyTorch's combined query raises if a script has set only one of them.
     cudnn: Any = torch.backends.cudnn
     return {
         "the version of CUDA": str(torch.version.cuda),

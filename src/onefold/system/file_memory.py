@@ -1,23 +1,23 @@
-"""Memory in files: of the processes of a host, on the disk, or without values yet.
+"""Memory in files: shared by the processes of a host, on a disk, or without values yet.
 
-`MmapAllocator` is a file of which the system keeps a part in memory. `SparseAllocator` takes no
-space until it is provided, and reads as NaN until then. `naming_limits` makes an error name the
-size that was wanted, and the limit of the system that refused it.
+`MmapAllocator` allocates tensors in a file that the kernel caches in memory. `SparseAllocator`
+allocates tensors that use no space until they are provided, and that read as NaN until then.
+`naming_limits` adds to an error the requested size and the limit that was exceeded.
 
-Note: what a file is for
-------------------------
-Pages of a mapped file that nobody needs just now go back to the disk when memory is short, while
-those of ordinary memory stay until the process is killed. The file has no name, so it is gone with
-the last process that has it open, whatever ended that process. Room on the disk is reserved before
-it is mapped: writing to a page for which there is no room would end the process without a word.
+Note: why files
+---------------
+If memory is short, the kernel writes unused pages of a mapped file back to the disk, but it keeps
+pages of ordinary memory until the process is killed. The file has no name, so it disappears with
+the last process that has it open, however that process ends. Space on the disk is reserved before
+it is mapped: writing to a page without space would kill the process without a message.
 
-Note: what is read too early
-----------------------------
-Nobody is to read bare memory before `SparseAllocator.provide`, and all that goes through PyTorch's
-functions is kept from it. What goes past them (a compiled extension, an address) must not find
-zeros, which look like values. So one small piece of memory, each byte of which is 0xFF, is mapped
-again and again: that is a NaN in every floating point dtype, and -1 in integers. Written to, a page
-becomes the writer's own.
+Note: reading too early
+-----------------------
+Memory without values must not be read before `SparseAllocator.provide`; reads through PyTorch's
+functions are prevented. Other reads (a compiled extension, an address) must not find zeros, which
+look like values. So one small block of memory, in which each byte is 0xFF, is mapped over and over:
+this is NaN in every floating point dtype, and -1 in integers. A page that is written to becomes a
+private copy.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ __all__ = [
 
 
 _FULL = (
-    "Name a folder on a larger disk by --offload-dir or ONEFOLD_OFFLOAD_DIR; `onefold plan` shows "
-    "how large a model becomes there"
+    "Choose a folder on a larger disk with --offload-dir or ONEFOLD_OFFLOAD_DIR; `onefold plan` "
+    "shows how much space a model needs there"
 )
 
 
 _ADVICE = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
-    errno.EFBIG: "The limit for the size of files holds for it (ulimit -f)",
-    errno.ENOMEM: "The limits for memory (ulimit -v) and for the number of mappings hold for it",
+    errno.EFBIG: "It exceeds the limit for file sizes (ulimit -f)",
+    errno.ENOMEM: "It exceeds the limit for memory (ulimit -v) or for the number of mappings",
 }
 
 
 @contextmanager
 def naming_limits(wanted: str) -> Iterator[None]:
-    """Have an error of the system inside this block say what was wanted, and what to do.
+    """Add to system errors of this block what was requested, and advice.
 
     Args:
-        wanted: what follows "expected".
+        wanted: the request, as a noun phrase.
 
     Raises:
-        OSError: the same one, in these words.
+        OSError: the original error, with a longer message.
     """
     try:
         yield
     except OSError as error:
         number = error.errno or 0
         advice = f". {_ADVICE[number]}" if number in _ADVICE else ""
-        raise OSError(number, f"expected {wanted}, got: {error.strerror}{advice}") from error
+        raise OSError(number, f"cannot get {wanted}: {error.strerror}{advice}") from error
 
 
 _log = logging.getLogger("onefold")
@@ -93,23 +93,23 @@ _LEAST_PART_BYTES = 64 << 20
 
 
 LEAST_BYTES = mmap.PAGESIZE
-"""Of a tensor that goes to the file, where each takes whole pages."""
+"""Minimum size of a tensor that is stored in the file, where each one occupies whole pages."""
 
 
 class MmapAllocator(TensorAllocator):
-    """A file without a name. What is small is PyTorch's all the same.
+    """A file without a name. Small tensors use PyTorch's own memory.
 
-    A tensor's place in the file is used again once nothing refers to its memory any more. The file
-    is mapped in few parts, each as large as all before it: a process may have so many mappings,
-    and each of Python's holds a descriptor.
+    A tensor's place in the file is reused once nothing refers to its memory. The file is mapped in
+    few parts, each as large as all earlier ones together, because the number of mappings is
+    limited and each of Python's holds a descriptor.
 
     Args:
-        folder: where the file is; on a file system that is itself in memory nothing is gained.
-        apart: whether what is on a GPU is copied here when it is to be kept; otherwise it stays
-            there.
+        folder: folder of the file. A file system in memory would save nothing.
+        apart: whether tensors on a GPU are copied to the file in order to be kept; otherwise they
+            stay on the GPU.
 
     Raises:
-        OSError: no file can be made there.
+        OSError: the file cannot be created there.
     """
 
     on_disk = True
@@ -119,19 +119,19 @@ class MmapAllocator(TensorAllocator):
         self._descriptor = new_disk_file(folder, 0)
         weakref.finalize(self, os.close, self._descriptor)
         self._nbytes = 0
-        """Of the file up to here there are places, used or free."""
+        """Bytes of the file that belong to places, used or free."""
         self._mapped = 0
-        """Up to here it is mapped."""
+        """Bytes of the file that are mapped."""
         self._newest: memoryview | None = None
-        """The part that is mapped last."""
+        """The part that was mapped last."""
         self._free: dict[int, list[memoryview]] = defaultdict(list)
         self._live: set[int] = set()
 
     @classmethod
     def at(cls, folder: str, *, apart: bool = False) -> MmapAllocator:
-        """Make one in a folder; in that of temporary files if none is named.
+        """Create an allocator in a folder; by default in that of temporary files.
 
-        Says so if that is no disk.
+        Warns if the folder is not on a disk.
         """
         made = cls(home_of(folder), apart=apart)
         warn_of_memory(made.folder)
@@ -145,12 +145,12 @@ class MmapAllocator(TensorAllocator):
         return self._tensor(free.pop() if free else self._grown(size), nbytes)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        # A new place: the pages of one that was used before would all have to be written.
+        # A new place: a used one would have to be filled with zeros, page by page.
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         return self._tensor(self._grown(size), nbytes)
 
     def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        # On the meta device nothing is allocated, and the rules for strides are PyTorch's own.
+        # The meta device allocates nothing, and applies PyTorch's own rules for strides.
         shape = torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
         if tensor.device.type != "cpu" and not self.apart:
             return super().like(tensor, dtype)
@@ -170,9 +170,9 @@ class MmapAllocator(TensorAllocator):
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
     def _grown(self, size: int) -> memoryview:
-        """A new place, of zeros."""
+        """Return a new place, filled with zeros."""
         if self._newest is None or self._mapped - self._nbytes < size:
-            # What was left of the part before has no room on the disk yet, and takes none.
+            # The rest of the previous part is not reserved on the disk yet, so it wastes nothing.
             self._nbytes = self._mapped
             self._newest = self._next_part(size)
             self._mapped = self._nbytes + len(self._newest)
@@ -182,11 +182,11 @@ class MmapAllocator(TensorAllocator):
         return self._newest[stop - size : stop]
 
     def _next_part(self, size: int) -> memoryview:
-        """Map the file from where it ends: much of it, or as little as must be."""
+        """Map the next part of the file: a large one, or the smallest possible one."""
         try:
             return self._part(max(_LEAST_PART_BYTES, size, self._nbytes))
         except OSError:
-            # A limit of the process may leave room for what is needed, and for no more.
+            # A limit of the process may allow no more than the requested size.
             with naming_limits(_words_of(size, self._nbytes, self.folder)):
                 return self._part(size)
 
@@ -195,8 +195,8 @@ class MmapAllocator(TensorAllocator):
         return memoryview(mmap.mmap(self._descriptor, nbytes, offset=self._nbytes))
 
     def _tensor(self, place: memoryview, nbytes: int) -> torch.Tensor:
-        # A view of its own, which the tensor keeps alive, and nobody else: so it is known when the
-        # last tensor there is gone, and the place can be used again as it is.
+        # Create a separate view that only the tensor keeps alive. Its end shows that no tensor uses
+        # the place any more, so that the place can be reused.
         view = place[:]
         memory = torch.frombuffer(view, dtype=torch.uint8)
         self._live.add(memory.data_ptr())
@@ -206,33 +206,33 @@ class MmapAllocator(TensorAllocator):
 
 
 def home_of(folder: str) -> Path:
-    """The folder of a model's files; that of temporary files if none is named."""
+    """Return the folder for a model's files; by default that of temporary files."""
     return Path(folder or tempfile.gettempdir())
 
 
 def warn_of_memory(folder: Path) -> None:
-    """Warn if files in a folder are in memory themselves, as far as the system says so."""
+    """Warn if files in a folder are themselves in memory, as far as the kernel shows it."""
     device, lines = folder.stat().st_dev, list[str]()
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    # Number, parent, device, ..., a hyphen, the kind of file system; see proc(5).
+    # Number, parent, device, ..., a hyphen, the file system type; see proc(5).
     found = (line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == wanted)
     kind = next(found, "")
     if kind in _IN_MEMORY:
         _log.warning(
-            "the model is to lie in a file in %s, which is itself in memory (%s): nothing is "
-            "saved by that. Name a folder on a disk by --offload-dir or ONEFOLD_OFFLOAD_DIR",
+            "the file for the model is in %s, which is itself in memory (%s), so it saves no "
+            "memory. Choose a folder on a disk with --offload-dir or ONEFOLD_OFFLOAD_DIR",
             folder,
             kind,
         )
 
 
 def new_disk_file(folder: Path, nbytes: int) -> int:
-    """Make a file without a name, of zeros; return its descriptor, which the caller closes.
+    """Create a file of zeros without a name; return its descriptor, which the caller closes.
 
     Raises:
-        OSError: no file can be made there, or the disk has no room for it.
+        OSError: the file cannot be created there, or the disk has no space for it.
     """
     try:
         with tempfile.TemporaryFile(dir=folder, prefix="onefold-") as file:
@@ -240,8 +240,8 @@ def new_disk_file(folder: Path, nbytes: int) -> int:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"expected a folder in which files can be made, got {folder}: {error.strerror}. Name "
-            f"another one, on a disk, by --offload-dir or ONEFOLD_OFFLOAD_DIR",
+            f"cannot create a file in {folder}: {error.strerror}. Choose another folder, on a "
+            f"disk, with --offload-dir or ONEFOLD_OFFLOAD_DIR",
         ) from error
     with ExitStack() as leaving:
         leaving.callback(os.close, descriptor)
@@ -257,8 +257,8 @@ def _reserve(descriptor: int, start: int, nbytes: int, folder: Path) -> None:
 
 
 def _words_of(nbytes: int, before: int, folder: Path) -> str:
-    beside = f", beside {before:,} that it has there" if before else ""
-    return f"room for {nbytes:,} more bytes of the model in {folder}{beside}"
+    beside = f", in addition to {before:,} bytes there" if before else ""
+    return f"{nbytes:,} more bytes for the model in {folder}{beside}"
 
 
 def _let_go(
@@ -269,21 +269,21 @@ def _let_go(
 
 
 _PIECE_BYTES = 4 << 20
-"""A process may have some 65,000 mappings."""
+"""Size of a mapped block. Few blocks: a process may have about 65,000 mappings."""
 
 
 _MAP_FIXED = 0x10
-"""As Linux has it on all processors that PyTorch runs on; Python does not name it."""
+"""Value on Linux on all CPUs that PyTorch supports; Python does not define it."""
 
 
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class SparseAllocator:
-    """Tensors without room, which is made in files without names when they are to have values.
+    """Tensors without disk space; files without names provide the space once they get values.
 
     Args:
-        folder: where the files are.
+        folder: folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -297,10 +297,10 @@ class SparseAllocator:
         self._warned = False
 
     def room(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 of 0xFF, to be read and written by nobody before `provide`.
+        """Return (nbytes,) uint8 of 0xFF, not to be read or written before `provide`.
 
         Raises:
-            OSError: this process may have no more memory, or mappings.
+            OSError: this process may not use more memory or mappings.
         """
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with naming_limits(f"{size:,} bytes for a tensor without values"):
@@ -311,10 +311,10 @@ class SparseAllocator:
         return memory[:nbytes]
 
     def provide(self, memory: torch.Tensor) -> None:
-        """Make room on the disk for what `room` has returned: it holds zeros now.
+        """Reserve disk space for memory returned by `room`, which then holds zeros.
 
         Raises:
-            OSError: the disk has no room.
+            OSError: the disk has no space.
         """
         if not self._warned:
             warn_of_memory(self.folder)
@@ -329,12 +329,12 @@ class SparseAllocator:
 
 
 def map_over(address: int, nbytes: int, kind: int, descriptor: int) -> None:
-    """Map the beginning of a file in the place of memory that this process has mapped before.
+    """Map the beginning of a file over memory that this process mapped before.
 
-    Python's object for that memory unmaps this as well.
+    Python's object for that memory will unmap this as well.
 
     Raises:
-        OSError: this process may have no more memory, or mappings.
+        OSError: this process may not use more memory or mappings.
     """
     map_at = ctypes.CDLL(None, use_errno=True).mmap
     integer = ctypes.c_int

@@ -1,12 +1,13 @@
-"""Holds back what a resumed script prints until it is known whether it was shown before.
+"""Holds back the output of a resumed script until it is known whether it was shown before.
 
-A resumed script runs again from its beginning. Whether it is answered from the record of its run,
-so that all it prints has been shown, is known once its Trainer is made. So the lead's process holds
-what is printed before: `drop_output` if it was shown, else `show_output`, at the end of the process
-at the latest. What does not pass through ``sys.stdout``, as of other programs, is always shown.
+A resumed script runs again from its beginning. Whether the run is replayed from its record, and all
+its output was therefore shown before, is known once Trainer is created. So the lead's process holds
+the output until then: `drop_output` discards it, and `show_output` shows it, at the end of the
+process at the latest. Output that does not pass through ``sys.stdout``, such as that of other
+programs, is always shown.
 
-The stream in its place stays there to the end: the script may have kept it, or have changed it by
-``reconfigure``.
+The replacement of ``sys.stdout`` stays in place until the end, because the script may have stored
+it, or changed it with ``reconfigure``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Output(io.BufferedIOBase):
         stream.flush()
         self._stream = stream
         self._held: deque[bytes] | None = deque()
-        # A child that the script forks prints as ever, and not a second time what is held here.
+        # A forked child prints directly, and must not print what its parent holds.
         os.register_at_fork(after_in_child=self._forget)
         self.text = io.TextIOWrapper(
             self,
@@ -73,13 +74,13 @@ class _Output(io.BufferedIOBase):
 
 
 _output: _Output | None = None
-"""Of this process, while it holds or drops what is printed."""
+"""Output of this process while it is held or dropped, else None."""
 
 
 def hold_output() -> None:
-    """Hold what is printed from here on."""
+    """Hold the output from here on."""
     global _output
-    # A process may have no standard output, and one that is not its own may have no bytes.
+    # A process may have no standard output, and a replaced one may not accept bytes.
     if _output is None and hasattr(sys.stdout, "buffer"):
         _output = _Output(sys.stdout)
         sys.stdout = _output.text
@@ -87,14 +88,14 @@ def hold_output() -> None:
 
 
 def drop_output() -> None:
-    """Drop what is held, and what is printed from here on."""
+    """Drop the held output and all output from here on."""
     hold_output()
     if _output is not None:
         _output.drop()
 
 
 def show_output() -> None:
-    """Show what is held, and what is printed from here on."""
+    """Show the held output and all output from here on."""
     global _output
     output, _output = _output, None
     if output is not None:

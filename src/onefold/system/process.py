@@ -1,18 +1,18 @@
-"""What the Linux kernel knows about processes and does with them.
+"""Uses what the Linux kernel offers for processes: states, signals, cores and memory limits.
 
-`ctrl_c_later` delays Ctrl-C where Python would lose it, or where a change would stay unfinished.
+`ctrl_c_later` delays Ctrl-C where Python would lose it, or where it would interrupt a change.
 
 Note: where Ctrl-C is lost
 --------------------------
 Python raises KeyboardInterrupt wherever the main thread happens to be. In a destructor, and in the
-functions that run before and after a fork, an exception is printed and dropped, and the program
+functions that run before and after a fork, Python prints and drops exceptions, and the program
 continues as if nothing had happened. PyTorch ends the worker processes of a pass in a destructor,
 and forks new ones for the next pass.
 """
 
 from __future__ import annotations
 
-# `signal` wraps these functions and looks up names for each call: 24 us a block instead of 3.
+# `signal` wraps these functions and looks up names in each call: 24 us per block instead of 3.
 import _signal  # type: ignore[import-not-found]
 import ctypes
 import os
@@ -42,17 +42,17 @@ __all__ = [
 
 
 LOOK_S = 0.5
-"""The interval at which somebody who waits for processes looks at them."""
-# Four seconds: a process may be stopped briefly, by a debugger that attaches or a batch system.
+"""Interval, in seconds, at which a waiting process samples the state of others."""
+# Four seconds: a debugger that attaches or a batch system may suspend a process briefly.
 _STILL_LOOKS = 8
 _PR_SET_PDEATHSIG = 1
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or by a debugger."""
+    """Whether a process is suspended, by a signal or by a debugger."""
     try:
-        # The state follows the name in parentheses, which may itself hold parentheses and blanks:
-        # so it is found from the right. T is stopped by a signal, t by a debugger.
+        # Search from the right: the name before the state may contain parentheses and spaces. T
+        # means suspended by a signal, t by a debugger.
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
     except OSError:
@@ -60,10 +60,10 @@ def _is_stopped(pid: int) -> bool:
 
 
 class StoppedProcess:
-    """Notices that a process has been stopped and stays so; call `sample_state` every `LOOK_S`.
+    """Detects that a process stays suspended; call `sample_state` every `LOOK_S` seconds.
 
-    A stopped process is alive and never responds: without this, whoever waits for it would wait
-    until the timeout and not know why.
+    A suspended process is alive but never responds. Without this check, a process that waits for it
+    would wait until the timeout without knowing why.
 
     Args:
         pid: id of the process.
@@ -75,49 +75,49 @@ class StoppedProcess:
 
     @property
     def is_still(self) -> bool:
-        """Whether the last look found the process stopped."""
+        """Whether the last sample found the process suspended."""
         return self._looks > 0
 
     def sample_state(self) -> bool:
-        """Look once; return whether it was stopped for so many looks that it will not continue."""
+        """Sample the state; return whether it was suspended too often in a row to continue."""
         self._looks = self._looks + 1 if _is_stopped(self._pid) else 0
         return self._looks >= _STILL_LOOKS
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however it ends.
+    """Make the kernel kill this process when its parent ends for any reason.
 
     Args:
-        parent: process id of the parent; if it has already ended, this process ends here.
+        parent: process id of the parent; if it has already ended, this process exits here.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The race: a parent that ended before the call above will never end again. Asked afterwards, as
-    # one that ends from now on is the kernel's business. Without clean-up, which a SIGKILL would
-    # not have allowed either.
+    # The race: a parent that ended before the call above will not end again. Check after the call,
+    # because the kernel handles a parent that ends from now on. Exit without cleanup, as after a
+    # SIGKILL.
     if os.getppid() != parent:
         os._exit(1)
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The signals that ask a program to stop: Ctrl-C, a scheduler or user, a terminal that closes."""
+"""Signals that ask a program to stop: Ctrl-C, a scheduler or user, a closing terminal."""
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-"""The signals by which schedulers announce an end, such as Slurm's ``--signal=USR1@60``. They ask
-a run that saves itself to stop, however often they come, and nobody else: a program that does not
-save has no use for them, and one that has a handler of its own keeps it."""
+"""Signals with which schedulers announce an end, such as Slurm's ``--signal=USR1@60``. They ask a
+run that saves itself to stop, however often they arrive. They have no effect on other programs,
+and do not replace a handler that the program has set."""
 
 TOOLS_VARIABLE = "ONEFOLD_TOOLS"
-"""Environment variable with the options of tools of a run, as JSON; see `RunOptions.tools`."""
+"""Environment variable with the options of a run's tools, as JSON; see `RunOptions.tools`."""
 
 STOPPED_CODE = 75
-"""Exit code of a run that was asked to stop, has saved itself, and can go on (EX_TEMPFAIL)."""
+"""Exit code of a run that was asked to stop, saved itself, and can be resumed (EX_TEMPFAIL)."""
 
 _Handler = Callable[[int, FrameType | None], Any]
 
 
 @dataclass(slots=True)
 class _Later:
-    """A handler that notes that a signal came, such as that Ctrl-C was pressed."""
+    """A handler that notes that its signal arrived."""
 
     before: _Handler
     block: weakref.ref[ctrl_c_later]
@@ -125,26 +125,26 @@ class _Later:
 
     @property
     def is_left(self) -> bool:
-        """Whether an interrupt kept the end of the block from restoring the former handler."""
+        """Whether an interrupt prevented the end of the block from restoring the handler."""
         return self.block() is None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if not (self.came or self.is_left):
             self.came = True
             return
-        # The user pressed Ctrl-C twice and does not want to wait.
+        # A second Ctrl-C: the user does not want to wait.
         times, self.came = 1 + self.came, False
         for _ in range(times):
             self.before(number, frame)
 
 
-class ctrl_c_later:  # noqa: N801 (used as a function is)
+class ctrl_c_later:  # noqa: N801 (used like a function)
     """Delay Ctrl-C until the block ends, or until `deliver` is called.
 
     A second Ctrl-C is delivered at once.
 
     Args:
-        others: signals that are delayed as well.
+        others: other signals to delay.
     """
 
     __slots__ = ("__weakref__", "_later", "_numbers")
@@ -154,14 +154,14 @@ class ctrl_c_later:  # noqa: N801 (used as a function is)
         self._later: list[tuple[int, _Later]] = []
 
     def __enter__(self) -> Self:
-        # Handlers run, and may be set, in the main thread only.
+        # Python runs and sets signal handlers in the main thread only.
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in self._numbers:
             handler = _signal.getsignal(number)
             while isinstance(handler, _Later) and handler.is_left:
                 handler = handler.before
-            # Without a handler in Python nothing is raised, so nothing can be lost.
+            # Without a Python handler nothing is raised, so nothing can be lost.
             if callable(handler):
                 later = _Later(handler, weakref.ref(self))
                 self._later.append((number, later))
@@ -169,30 +169,30 @@ class ctrl_c_later:  # noqa: N801 (used as a function is)
         return self
 
     def deliver(self) -> None:
-        """Call the former handlers of the signals that arrived."""
+        """Call the original handlers of the signals that arrived."""
         for number, later in self._later:
             if later.came:
                 later.came = False
                 later.before(number, None)
 
     def __exit__(self, *_: object) -> None:
-        # The old handlers first: one will raise, and a second Ctrl-C must find it in place.
+        # Restore first: a handler may raise, and a second Ctrl-C must find the original handler.
         for number, later in self._later:
             _signal.signal(number, later.before)
         self.deliver()
 
 
 def ctrl_c_as_before() -> None:
-    """Undo `ctrl_c_later` in a process that was forked inside of such a block."""
+    """Undo `ctrl_c_later` in a process that was forked inside such a block."""
     handler = signal.getsignal(signal.SIGINT)
-    # Blocks may be nested, and the child has left none of them.
+    # Blocks may be nested, and the child will not leave any of them.
     while isinstance(handler, _Later):
         handler = handler.before
     signal.signal(signal.SIGINT, handler)
 
 
 def cores() -> int:
-    """Number of processor cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -200,16 +200,16 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def host_bytes() -> int:
-    """All memory of the host of which this process may take a part."""
+    """Return the memory, in bytes, that this process may share with others on its host."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([whole, *_limits()])
 
 
 def _limits() -> Iterator[int]:
-    """The limits of the control groups that this process is in; none where they are not used."""
+    """Yield the limits of this process's control groups, if any."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            # Number, what is controlled, path; of version 2 the number is 0, the second is empty.
+            # Group number, controllers, path; in version 2 the number is 0 and the second is empty.
             _, controlled, path = line.split(":", 2)
             if not controlled:
                 yield from _read_limits(_GROUPS, path, "memory.max")
@@ -218,8 +218,8 @@ def _limits() -> Iterator[int]:
 
 
 def _read_limits(root: Path, path: str, name: str) -> Iterator[int]:
-    """The limits of a group and of all that it is in."""
+    """Yield the limits of a group and of the groups around it."""
     own = root / path.lstrip("/")
     for folder in (own, *own.parents):
-        with suppress(OSError, ValueError):  # it is "max" where there is none
+        with suppress(OSError, ValueError):  # "max" means no limit
             yield int((folder / name).read_text())

@@ -1,19 +1,18 @@
-"""Creates files that belong to this run, never in the place of others, and reads any with care.
+"""Creates files without overwriting others', and reads files of unknown origin safely.
 
-Note: what lies under a name
-----------------------------
-In a folder that others may write to, there may be a symbolic link, a pipe, or a file that was never
-ours under any name. So a new file is created with O_EXCL, which follows no link; a file that
-replaces an older one is written aside and renamed, over a regular file alone; and a folder is
-removed only as long as it is the one that was created, by its inode number. Asking what a name
-stands for and opening it afterwards would not do, as somebody may exchange it in between: what is
-opened is checked by its descriptor.
+Note: names in shared folders
+-----------------------------
+In a folder that others may write to, any name may be a symbolic link, a pipe, or a file of another
+program. So a new file is created with O_EXCL, which does not follow links; a file that replaces an
+older one is written aside and renamed, over a regular file only; and a folder is removed only while
+it is still the one that was created, by its inode number. Checking a path before opening it would
+not be safe, because another process may replace it in between, so the open descriptor is checked.
 
-Note: what is read
-------------------
-`read_plain` reads files that anybody may have put in place: regular ones only, and never without a
-limit. A link could lead anywhere, opening a FIFO would wait, a device has no end, and JSON may be
-nested until Python gives up. Each of these ends here, in an `OSError` or a `ValueError`.
+Note: reading files of unknown origin
+-------------------------------------
+`read_plain` reads files that another user may have created: only regular files, and only up to a
+limit. A link could lead anywhere, opening a FIFO would block, a device has no end, and JSON may be
+nested too deeply for Python. All these cases raise an `OSError` or a `ValueError`.
 `system/whole_files.py` writes files.
 """
 
@@ -57,40 +56,40 @@ __all__ = [
 
 
 LONGEST_TEMPORARY_PATH = 107 - len("/pymp-12345678/listener-12345678")
-"""In bytes: the room in the address of a Unix socket, less what multiprocessing appends to the path
-of the temporary folder."""
+"""Maximum length, in bytes, of the path of the temporary folder: the size of a Unix socket address
+without the part that multiprocessing appends."""
 
 _MARK = ".onefold-boot"
-"""A file in a private folder, which its process has locked for as long as it lives. It holds what
-`_boot` returns."""
+"""File in a private folder with the content of `_boot`. The folder's process holds a lock on the
+folder for as long as it lives."""
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-"""The errors by which a file system says that it has no locks."""
+"""Errors of file systems that do not support locks."""
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK, or opening a FIFO would wait for its other end; O_NOCTTY, or a terminal would become
-# ours, and its Ctrl-C with it.
+# O_NONBLOCK, because opening a FIFO would wait for its other end. O_NOCTTY, because a terminal
+# would become this process's controlling terminal, and send it Ctrl-C.
 _LOOKING = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class PrivateFolder:
-    """A new folder in the temporary directory that only its owner can look into.
+    """A new folder in the temporary directory that only its owner can read.
 
-    A cleaner of temporary files leaves it alone if it respects locks, as systemd-tmpfiles does; if
-    the folder is removed all the same, leaving the block is not an error.
+    Cleaners of temporary files that respect locks, such as systemd-tmpfiles, do not remove it. If
+    it is removed anyway, leaving the block raises no error.
 
     Args:
-        prefix: how the folder's name begins.
+        prefix: prefix of the folder's name.
     """
 
     def __init__(self, prefix: str = "onefold-") -> None:
         _sweep(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        # Shared, so that nobody else who merely reads is shut out; some file systems have no locks.
+        # A shared lock does not block other readers. Some file systems do not support locks.
         with suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            # Only now: a sweep, which looks for this name, finds the lock with it, or neither.
+            # Write the mark after locking: a sweep looks for the mark, and must then see the lock.
             (self.path / _MARK).write_bytes(_boot())
 
     def __enter__(self) -> Self:
@@ -100,43 +99,43 @@ class PrivateFolder:
         self.remove()
 
     def is_there(self) -> bool:
-        """Whether the folder under this name is still the one that was created."""
+        """Whether the folder at this path is still the one that was created."""
         try:
             found = os.lstat(self.path)
         except OSError:
             return False
-        # While the descriptor is open the inode number cannot be given to another folder.
+        # While the descriptor is open, no other folder can have the same inode number.
         return os.path.samestat(found, os.fstat(self._descriptor))
 
     def remove(self) -> None:
-        """Remove the folder with everything in it."""
+        """Remove the folder with all its content."""
         if self.is_there():
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._descriptor)
 
     def keep(self) -> None:
-        """Leave the folder to the user, and let go of it."""
-        # Before the lock goes with the descriptor: a folder without a mark is nobody's to remove.
+        """Leave the folder to the user, and release it."""
+        # Remove the mark before closing releases the lock: a folder without a mark is never swept.
         if self.is_there():
             (self.path / _MARK).unlink(missing_ok=True)
         os.close(self._descriptor)
 
 
 def _boot() -> bytes:
-    """What is alike for processes of this host, and for no others, until it is started again."""
+    """Return an id that all processes of this host share until the next boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes()
 
 
 def _sweep(directory: Path) -> None:
-    """Remove private folders whose process was killed, so that it could not do so itself."""
+    """Remove private folders of processes that were killed before they could remove them."""
     for path in directory.glob("onefold-*"):
-        # Whatever is not as it must be is left alone: it is somebody else's, or in use.
+        # Leave everything unexpected alone: it belongs to another user, or is in use.
         with suppress(OSError), ExitStack() as leaving:
             folder = os.open(path, _LOOKING | os.O_NOFOLLOW | os.O_DIRECTORY)
             leaving.callback(os.close, folder)
             there = os.fstat(folder)
             is_ours = there.st_uid == os.geteuid() and stat.S_IMODE(there.st_mode) == stat.S_IRWXU
-            # On another host, or before a restart, the lock would say nothing of the process.
+            # On another host, or before a reboot, the lock says nothing about the process.
             if is_ours and read_plain(path / _MARK) == _boot():
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.lstat(path), there):
@@ -144,16 +143,16 @@ def _sweep(directory: Path) -> None:
 
 
 def gather_sockets_in(folder: str) -> None:
-    """Have processes that this one makes by `multiprocessing` put their sockets into a folder.
+    """Make `multiprocessing` put the sockets of this process's children into a folder.
 
-    They remove them when they end, unless they are killed. Where the folder's path would make those
-    of sockets too long, they stay where they would be.
+    The children remove the sockets when they end, unless they are killed. If the folder's path is
+    too long for sockets, nothing changes.
     """
     if len(os.fsencode(folder)) > LONGEST_TEMPORARY_PATH:
         return
     before, tempfile.tempdir = tempfile.tempdir, folder
     try:
-        # Made at the first call, and handed on to all processes.
+        # The first call creates the folder, which is then passed on to all processes.
         multiprocessing.util.get_temp_dir()
     finally:
         tempfile.tempdir = before
@@ -162,8 +161,8 @@ def gather_sockets_in(folder: str) -> None:
 def memory_file(label: str = "onefold") -> int:
     """Open a new file in memory that has no name, and return its descriptor.
 
-    ``/proc`` shows the label. Where the kernel, or a container by seccomp, knows no memfd it is a
-    file of ``/dev/shm``.
+    ``/proc`` shows the label. If the kernel or a container (seccomp) does not allow memfd, the file
+    is in ``/dev/shm``.
     """
     try:
         return os.memfd_create(label, os.MFD_CLOEXEC)
@@ -178,47 +177,47 @@ def create_file(path: Path, *, append: bool = False) -> int:
     """Create a file, and return its descriptor for writing.
 
     Raises:
-        FileExistsError: the name is taken, even if by a link to nowhere.
+        FileExistsError: the path exists, even as a dangling link.
     """
     return os.open(path, _NEW | (os.O_APPEND if append else 0), 0o666)
 
 
 def write_all(descriptor: int, content: bytes | memoryview) -> None:
-    """Write everything to an open file: a single write takes 2 GiB at most, and may take less."""
+    """Write everything to an open file: one write accepts at most 2 GiB, and may write less."""
     while content:
         content = content[os.write(descriptor, content) :]
 
 
 def local_path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Refuse an address of object storage or of the web, which would be taken for a folder.
+    """Refuse URLs of object storage or the web, which would otherwise be taken for folders.
 
     Args:
-        name: what the user calls it.
-        path: what the user gave.
+        name: the user's name of the option or argument.
+        path: the user's value.
 
     Raises:
-        ValueError: it is an address.
+        ValueError: the value is a URL.
 
     >>> local_path("--checkpoint", "runs/a")
     PosixPath('runs/a')
     """
-    # A Path has lost one of the slashes.
+    # pathlib collapses the two slashes of a URL into one.
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text := os.fspath(path)):
         raise ValueError(
-            f"expected {name} to be a local folder or file, got {text}: onefold reads and writes "
-            f"local files alone. Mount the storage, or copy the folder when the run has ended"
+            f"{name} must be a local folder or file, but got {text}. Mount the storage, or copy "
+            f"the folder after the run"
         )
     return Path(path)
 
 
 def open_regular(path: Path, flags: int, mode: int = 0o666, *, follow: bool = False) -> int:
-    """Open a regular file, or create it if ``flags`` say so, without waiting.
+    """Open a regular file without blocking, or create it if ``flags`` allow it.
 
     Args:
         path: path of the file.
         flags: as for `os.open`.
         mode: permissions of a new file.
-        follow: whether to follow links, as is right if the user has named a file to be read.
+        follow: whether to follow links; right for a file that the user chose to be read.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -232,7 +231,7 @@ def open_regular(path: Path, flags: int, mode: int = 0o666, *, follow: bool = Fa
         if error.errno == errno.ENXIO:
             raise _not_plain(path, "a FIFO or a socket") from None
         raise
-    # Asked of the descriptor: a path may be exchanged between a look at it and its opening.
+    # Check the descriptor, because the path may be replaced between a check and the opening.
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
         os.close(descriptor)
@@ -245,19 +244,19 @@ def _not_plain(path: Path, came: str) -> OSError:
 
 
 RECORD_BYTES = 64 << 20
-"""The largest text file that is read whole: records and options."""
+"""Maximum size of text files that are read at once: records and options."""
 
 _DEEPEST = 200
-"""How many lists and dicts may be nested in JSON; what onefold writes has far fewer."""
+"""Maximum nesting of lists and dicts in JSON; onefold writes far less."""
 
 
 def open_plain(path: Path, *, follow: bool = False) -> BufferedReader:
-    """Open a regular file for reading; arguments and errors are those of `open_regular`."""
+    """Open a regular file for reading; arguments and errors as for `open_regular`."""
     return os.fdopen(open_regular(path, os.O_RDONLY, follow=follow), "rb")
 
 
 def read_plain(path: Path, limit_bytes: int = RECORD_BYTES) -> bytes:
-    """Read all of a regular file.
+    """Read a regular file completely.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -265,20 +264,20 @@ def read_plain(path: Path, limit_bytes: int = RECORD_BYTES) -> bytes:
     """
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
-        # One byte beyond the limit: the file may grow, or report a size of 0 as those in /proc do.
+        # Read one byte beyond the limit: the file may grow, or report a size of 0, as in /proc.
         content = file.read(limit_bytes + 1) if size <= limit_bytes else b""
     if max(size, len(content)) > limit_bytes:
-        got = f"{size:,}" if size > limit_bytes else "more"  # it has grown, or claims no size
-        raise OSError(errno.EFBIG, f"expected {limit_bytes:,} bytes at most, got {got}", str(path))
+        got = f"{size:,}" if size > limit_bytes else "more"  # it has grown, or reports no size
+        raise OSError(errno.EFBIG, f"expected at most {limit_bytes:,} bytes, got {got}", str(path))
     return content
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text.
+    """Parse JSON text.
 
     Raises:
-        ValueError: the text is not JSON, is nested too deeply, or has a number of thousands of
-            digits.
+        ValueError: the text is not JSON, is nested too deeply, or contains a number with thousands
+            of digits.
     """
     try:
         value = json.loads(text)
@@ -290,15 +289,15 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Write a value as JSON that every reader takes.
+    """Convert a value to JSON that every reader accepts.
 
-    Numbers that are not finite are null, bytes are their number, tensors and arrays their dtype and
-    shape.
+    Numbers that are not finite become null, bytes become their length, and tensors and arrays
+    become their dtype and shape.
 
     >>> json_text({"loss": float("nan"), "rows": b"abc"})
     '{"loss": null, "rows": 3}'
     """
-    # The only control character that JSON leaves as it is.
+    # JSON escapes all control characters but this one.
     return json.dumps(_plain(value), allow_nan=False, indent=indent).replace("\x7f", r"\u007f")
 
 
@@ -317,8 +316,8 @@ def _plain(value: Any) -> Any:
 
 
 def nested_too_deeply(value: object) -> bool:
-    """Whether lists and dicts are nested more deeply than anything that onefold writes."""
-    # Level by level, not by recursion, which is what such a value would exhaust.
+    """Whether lists and dicts are nested more deeply than onefold ever writes."""
+    # Level by level: recursion would fail on such a value.
     level = [value]
     for _ in range(_DEEPEST):
         level = [
@@ -336,15 +335,15 @@ def append_line(path: Path, record: Mapping[str, object]) -> None:
     """Append one line to a file, without following links.
 
     Raises:
-        OSError: the file cannot be written, or is a link or no regular file.
+        OSError: the file cannot be written, is a link, or is not a regular file.
     """
-    # Opened for each line, so that a file that is moved away during the run is simply begun again.
+    # Open the file for each line, so that a new one is started if the user moves it during the run.
     descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with os.fdopen(descriptor, "a") as file:
         file.write(json.dumps(dict(record)) + "\n")
 
 
 def read_record(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The lines of ``NAME.jsonl`` in a folder; none if the file does not exist."""
+    """Return the lines of ``NAME.jsonl`` in a folder; none if the file does not exist."""
     path = folder / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,13 +1,13 @@
-"""How requests to stop arrive: signals of a user, a scheduler or a terminal that closes.
+"""Receives requests to stop: signals of a user, a scheduler or a closing terminal.
 
-`StopSignals` and `take_requests` note them, and `stopped_by_signals` has them raise `Stopped`.
+`StopSignals` and `take_requests` note them; `stopped_by_signals` makes them raise `Stopped`.
 
 Note: signals of the launcher
 -----------------------------
-A signal handler that raises may do so anywhere: after a worker was started and before it was
-recorded, or while a folder is being removed. So while a launcher watches over workers, nothing is
-raised. Signals are noted, and the launcher, which waits for a descriptor that wakes it, looks at
-them when its own affairs are in order.
+A signal handler that raises may do so anywhere: after a worker was started but before it was
+recorded, or while a folder is being removed. So a launcher's handlers raise nothing while it
+watches workers. They note the signals and wake the launcher through a descriptor, and it acts on
+the signals when its state is consistent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["StopSignals", "Stopped", "stopped_by_signals", "take_requests"]
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised when SIGTERM or SIGHUP arrives; whatever handles Ctrl-C handles it, too."""
+    """Raised when SIGTERM or SIGHUP arrives. Code that handles Ctrl-C handles it, too."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -36,22 +36,22 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class _Raise:
-    """A handler that raises the signal that arrived as `Stopped`."""
+    """A handler that raises `Stopped` for the signal that arrived."""
 
     came: list[signal.Signals]
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        # Noted before it is raised: somebody may catch the exception, or it may be lost.
+        # Note before raising: the exception may be caught or lost.
         self.came.append(signal.Signals(number))
         raise Stopped(number)
 
 
 @contextmanager
 def stopped_by_signals() -> Iterator[list[signal.Signals]]:
-    """Have SIGTERM and SIGHUP raise `Stopped` in the block, so that it can clean up after itself.
+    """Make SIGTERM and SIGHUP raise `Stopped` in the block, so that it can clean up.
 
-    Signals that are ignored (SIGHUP under ``nohup``) or that the program handles are left alone.
-    Yields the list of those that arrived, for code that does not see the exception.
+    Signals that are ignored (SIGHUP under ``nohup``) or that the program handles are unaffected.
+    Yields the list of signals that arrived, for code that does not see the exception.
     """
     before: dict[int, Any] = {}
     came: list[signal.Signals] = []
@@ -67,15 +67,15 @@ def stopped_by_signals() -> Iterator[list[signal.Signals]]:
 
 
 def take_requests(numbers: Iterable[signal.Signals], note: Callable[[], None]) -> None:
-    """Have signals ask this process to stop, in place of what they would do.
+    """Make signals request a stop of this process instead of their usual effect.
 
-    The second one ends it as it would have, but for `NOTICES`, which may come several times.
+    The second signal has its usual effect, except for `NOTICES`, which may arrive several times.
 
     Args:
-        numbers: the signals. A hang-up that nohup has had ignored stays ignored.
+        numbers: the signals. SIGHUP stays ignored under ``nohup``.
         note: called in a signal handler when this process is asked to stop.
     """
-    before: dict[int, Any] = {}  # signal: the handler that it had
+    before: dict[int, Any] = {}  # the original handler of each signal
     process, asked = os.getpid(), list[int]()
 
     def request(number: int, frame: object) -> None:
@@ -84,10 +84,10 @@ def take_requests(numbers: Iterable[signal.Signals], note: Callable[[], None]) -
             asked.extend([] if notice else [number])
             note()
             return
-        # Slurm gives notice to every process of a step, and loader workers must go on.
+        # Slurm sends notices to every process of a step, and loader workers must continue.
         if notice:
             return
-        # The second signal, or one to a child of the script: end as the signal would have.
+        # The second signal, or a signal to a forked child: let it have its usual effect.
         signal.signal(number, before[number])
         os.kill(os.getpid(), number)
 
@@ -97,11 +97,11 @@ def take_requests(numbers: Iterable[signal.Signals], note: Callable[[], None]) -
 
 
 class StopSignals:
-    """A block in which signals to stop are noted, and nothing is raised.
+    """A block in which stop signals are noted, and nothing is raised.
 
-    Signals that the program handles itself are left to it, unless the run saves itself; those that
-    are ignored stay ignored, except SIGINT and SIGTERM in such a run. In a thread other than the
-    main one nothing is noted, because Python handles signals in the main thread only.
+    Signals that the program handles keep their handlers, unless the run saves itself. Ignored
+    signals stay ignored, except SIGINT and SIGTERM in such a run. Outside the main thread nothing
+    is noted, because Python handles signals in the main thread only.
 
     Args:
         saves: whether the run saves itself when it is asked to stop.
@@ -111,18 +111,18 @@ class StopSignals:
         self._saves = saves
         self._before: dict[int, Any] = {}
         self.came: list[signal.Signals] = []
-        """The signals that arrived, in that order."""
+        """Signals in their order of arrival."""
 
     def __enter__(self) -> Self:
-        # An eventfd rather than a pipe: a counter, which a flood of signals cannot fill up so that
-        # the handler would block. Workers must not inherit it.
+        # An eventfd instead of a pipe: it is a counter, so a flood of signals cannot fill it and
+        # block the handler. Workers must not inherit it.
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Readable once a signal has arrived that `drain` has not counted."""
+        """Readable once a signal arrives that `drain` has not counted."""
         if threading.current_thread() is not threading.main_thread():
             return self
         if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
             # If SIGCHLD is ignored, the kernel reaps dead workers itself: their exit codes are
-            # lost, and their process ids may belong to strangers by the time we send a signal.
+            # lost, and their process ids may belong to other processes when a signal is sent.
             self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in (*STOP_SIGNALS, *NOTICES):
             if self._takes(number):
@@ -132,13 +132,13 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        # Closed last: until the handlers are restored, a signal still writes to it.
+        # Close last: until the handlers are restored, a signal still writes to the descriptor.
         os.close(self.descriptor)
 
     def drain(self) -> int:
-        """Clear the descriptor, and return how many signals but `NOTICES` have arrived so far."""
-        # Cleared before counting: a signal in between is counted and wakes the launcher once too
-        # often. The other way round it would be missed.
+        """Clear the descriptor; return the number of signals so far, without `NOTICES`."""
+        # Clear before counting: a signal in between is counted, and causes one extra wake-up. In
+        # the other order it would be missed.
         with suppress(BlockingIOError):
             os.eventfd_read(self.descriptor)
         return sum(number not in NOTICES for number in self.came)
@@ -147,13 +147,13 @@ class StopSignals:
         before = signal.getsignal(number)
         if number in NOTICES:
             return self._saves and before == signal.SIG_DFL
-        # None stands for a handler that was not set from Python; it could not be restored.
+        # None means a handler that was not set from Python, which could not be restored.
         if before is None or before == signal.SIG_IGN:
             return before is not None and self._saves and number != signal.SIGHUP
         ends_program = before in (signal.SIG_DFL, signal.default_int_handler)
         return self._saves or ends_program or isinstance(before, _Raise)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # First the note, then the wake-up: whoever is woken must find something.
+        # Note the signal before the wake-up, so that the woken launcher finds it.
         self.came.append(signal.Signals(number))
         os.eventfd_write(self.descriptor, 1)

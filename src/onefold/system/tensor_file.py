@@ -1,14 +1,14 @@
 """Writes tensors to a safetensors file as a stream, and seals it with a digest.
 
-The library's own writer needs every tensor whole and in one stretch, and a digest would take
-another pass over the file. Here a tensor may lie in parts, as the devices of a run hold them;
-nothing is copied, and Python's global lock is released while bytes are hashed and written, so that
-training continues meanwhile. Reading is left to the library.
+The library's own writer needs each tensor in one contiguous piece, and a digest would take another
+pass over the file. Here a tensor may consist of several parts, as the devices of a run hold them.
+Nothing is copied, and Python's global lock is released while bytes are hashed and written, so that
+training continues in the meantime. The library reads the files.
 
-Note: who owns the bytes
-------------------------
-The parts are views of memory that training will write to again. The caller guarantees that they
-stay as they are until `write_tensors` returns; nothing here keeps them beyond that.
+Note: memory ownership
+----------------------
+The parts are views of memory that training overwrites later. The caller guarantees that they do not
+change until `write_tensors` returns; no reference is kept after that.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ class Seal(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class TensorParts:
-    """A tensor on the host whose elements lie in several stretches of memory."""
+    """A tensor on the host whose elements are stored in several contiguous parts."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Strides in elements, counted through all parts; those of a dense tensor."""
+    """Strides in elements, across all parts, of a dense tensor."""
     parts: Iterable[Bytes]
-    """The bytes of all elements in the order in which they lie in memory, part after part; may be
-    made only when they are asked for, once."""
+    """Bytes of all elements in memory order, part after part. The iterable may create them on
+    demand, and is used once."""
 
     @classmethod
     def in_rows(
         cls, name: str, dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[Bytes]
     ) -> TensorParts:
-        """A tensor whose elements lie in row-major order already."""
+        """Return a tensor whose elements are in row-major order already."""
         return cls(name, dtype, shape, _row_major(shape), parts)
 
     @property
@@ -72,11 +72,11 @@ class TensorParts:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def in_order(self) -> Iterable[Bytes]:
-        """The bytes in row-major order (the last index changes fastest), as the format has them."""
+        """Return the bytes in row-major order (the last index changes fastest), as in the file."""
         if self.stride == _row_major(self.shape):
             return self.parts
-        # Only such a tensor, channels_last for one, is copied. As opaque elements of its width:
-        # NumPy lacks some of the dtypes.
+        # Only tensors in another order, such as channels_last, are copied. They are viewed as
+        # opaque elements of the same width, because NumPy lacks some of the dtypes.
         itemsize = self.dtype.itemsize
         elements = np.concatenate([*self.parts]).view(f"V{itemsize}")
         strides = tuple(step * itemsize for step in self.stride)
@@ -89,27 +89,27 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def write_tensors(path: Path, tensors: Iterable[TensorParts]) -> Seal:
-    """Write a new safetensors file; it is on the disk when this returns.
+    """Write a new safetensors file. When this returns, the file is on the disk.
 
     Args:
-        path: path of the file, which must not exist yet.
+        path: path of the file, which must not exist.
         tensors: tensors with different names.
 
     Raises:
-        OSError: the file could not be written; the message names it.
+        OSError: the file cannot be written; the message contains its path.
         ValueError: two tensors have the same name.
     """
-    # Widest first: then every tensor begins at a multiple of its own element size.
+    # Widest first, so that every tensor starts at a multiple of its element size.
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     digest, size = hashlib.sha256(), 0
     try:
-        # Unbuffered: Python's buffer would copy every byte once more.
+        # Unbuffered, because Python's buffer would copy every byte once more.
         with open(path, "xb", buffering=0) as file:
             for stretch in _stretches(ordered):
                 digest.update(stretch)
                 write_all(file.fileno(), stretch)
                 size += len(stretch)
-            # Some disks and network file systems report only here that there was no room.
+            # Some disks and network file systems report a lack of space only here.
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, f"{path} could not be written: {error.strerror}") from error
@@ -117,14 +117,14 @@ def write_tensors(path: Path, tensors: Iterable[TensorParts]) -> Seal:
 
 
 def digest_file(path: Path, most_bytes: int) -> Seal:
-    """Compute the seal that `write_tensors` returned, from the file as it is now.
+    """Compute the seal that `write_tensors` returned, from the current content of the file.
 
     Args:
         path: path of a regular file.
-        most_bytes: a file larger than this is not read; its digest is empty.
+        most_bytes: maximum size; a larger file is not read, and its digest is empty.
 
     Raises:
-        OSError: the file could not be read, or the path is a link, a FIFO or a device.
+        OSError: the file cannot be read, or the path is a link, a FIFO or a device.
     """
     digest, size = hashlib.sha256(), 0
     with open_plain(path) as file:
@@ -132,7 +132,7 @@ def digest_file(path: Path, most_bytes: int) -> Seal:
         if there > most_bytes:
             return Seal(there, "")
         room = memoryview(bytearray(_CHUNK_BYTES))
-        # A file that grows meanwhile is read no further than just beyond the limit.
+        # If the file grows in the meantime, stop reading just beyond the limit.
         while size <= most_bytes and (came := file.readinto(room)):
             digest.update(room[:came])
             size += came
@@ -144,7 +144,7 @@ def _stretches(tensors: Sequence[TensorParts]) -> Iterator[memoryview]:
     for tensor in tensors:
         for part in tensor.in_order():
             whole = part.data
-            # In chunks, which are hashed and written while they lie in the cache.
+            # In chunks, so that each is still in the CPU cache when it is written.
             for start in range(0, len(whole), _CHUNK_BYTES):
                 yield whole[start : start + _CHUNK_BYTES]
 
@@ -154,7 +154,7 @@ def _header(tensors: Sequence[TensorParts]) -> bytes:
     start = 0
     for tensor in tensors:
         if tensor.name in places:
-            raise ValueError(f"two tensors of a file are called {tensor.name}")
+            raise ValueError(f"two tensors of a file have the same name, {tensor.name}")
         stop = start + tensor.nbytes
         places[tensor.name] = {
             "dtype": DTYPES[tensor.dtype],
@@ -163,6 +163,6 @@ def _header(tensors: Sequence[TensorParts]) -> bytes:
         }
         start = stop
     text = json.dumps(places, separators=(",", ":")).encode()
-    # Padded with blanks, as the format allows, so that the first tensor begins at a multiple of 8.
+    # Pad with spaces, as the format allows, so that the first tensor starts at a multiple of 8.
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     return len(text).to_bytes(8, "little") + text

@@ -1,14 +1,15 @@
-"""Writes files into folders that others may write to: whole, in place of our own, through no link.
+"""Writes complete files into folders that others may write to, without following links.
 
-Note: below the folder that was named
--------------------------------------
-`aside_of` is how every file gets into a folder that we did not create. The user names a folder, by
-links perhaps; below it no part of a path may be one. Each part is opened from the descriptor of the
-one before, and names are used with that descriptor, so that a folder that is exchanged for a link
-meanwhile leads nowhere.
+Note: paths below the user's folder
+-----------------------------------
+Every file in a folder that onefold did not create is written through `aside_of`. The user's path to
+that folder may contain links, but the part of the path below the folder may not. Each part is
+opened relative to the descriptor of its parent, and names are used relative to that descriptor, so
+that replacing a folder by a link in the meantime has no effect.
 
-A reader finds either the old file or the new one, whole, as it is written under another name and
-renamed. What is replaced is a regular file; a link, a FIFO or a device was never ours.
+A reader sees either the complete old file or the complete new one, because the new file is written
+under another name and renamed. Only a regular file is replaced: a link, a FIFO or a device cannot
+be onefold's.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def open_folder(path: Path, below: Path | None = None, *, make: bool = False) ->
 
     Args:
         path: path of the folder.
-        below: the folder that the user has named; None if it is ``path``. Links lead up to it, and
-            none from there on.
-        make: whether to make what is missing below it.
+        below: folder that the user chose; None if it is ``path``. The path may contain links up to
+            this folder, but not below it.
+        make: whether to create missing folders below it.
 
     Raises:
-        OSError: a part of the path is a link or no folder, or cannot be opened.
+        OSError: a part of the path is a link, is not a folder, or cannot be opened.
     """
     folder = os.open(below or path, _FOLDER)
     try:
@@ -48,7 +49,7 @@ def open_folder(path: Path, below: Path | None = None, *, make: bool = False) ->
                 with suppress(FileExistsError):
                     os.mkdir(part, dir_fd=folder)
             if part == ".." or stat.S_ISLNK(os.lstat(part, dir_fd=folder).st_mode):
-                words = f"expected folders of its own, got the link {part}"
+                words = f"every part must be a folder, but {part} is a link"
                 raise OSError(errno.EINVAL, words, str(path))
             inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
@@ -60,32 +61,32 @@ def open_folder(path: Path, below: Path | None = None, *, make: bool = False) ->
 
 @contextmanager
 def aside_of(path: Path, *, below: Path | None = None, new: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new file that gets this path when all is written, or leaves nothing behind.
+    """Yield a new file that is renamed to ``path`` when complete, and removed after an error.
 
     Args:
         path: path of the file.
-        below: as for `open_folder`; folders between it and the file are made.
-        new: whether nothing may be replaced.
+        below: as for `open_folder`; missing folders between it and the file are created.
+        new: whether the path must be unused.
 
     Raises:
         FileExistsError: the path is a link, a folder or a device, or with ``new`` anything at all.
-        OSError: the file cannot be written; what was there before is unchanged.
+        OSError: the file cannot be written; an existing file is unchanged.
     """
     with open_folder(path.parent, below, make=True) as folder:
         _check_replaceable(path, folder, new=new)
-        # In the same folder: a rename is atomic only within one file system.
+        # In the same folder, because a rename is atomic only within one file system.
         aside = f".onefold-{uuid.uuid4().hex}.part"
         try:
             with os.fdopen(os.open(aside, _NEW, 0o666, dir_fd=folder), "wb") as file:
                 yield file
-            # After the file is closed, so that everything is written by then. A name that must be
-            # new is taken first, as a rename replaces whatever is there.
+            # Close the file first, so that everything is written. With `new`, create the name
+            # exclusively before the rename, which would replace any other file.
             _check_replaceable(path, folder, new=new)
             if new:
                 os.close(os.open(path.name, _NEW, 0o666, dir_fd=folder))
             os.replace(aside, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         finally:
-            # After the rename nothing has this name; after an error the half-written file has.
+            # After the rename this name is unused; after an error it is the incomplete file.
             with suppress(FileNotFoundError):
                 os.unlink(aside, dir_fd=folder)
 
@@ -100,7 +101,7 @@ def _check_replaceable(path: Path, folder: int, *, new: bool) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file by a new one with this text and the old one's permissions."""
+    """Replace a file by a new one with this text, keeping its permissions."""
     with aside_of(path) as file:
         with suppress(FileNotFoundError):
             os.fchmod(file.fileno(), stat.S_IMODE(os.lstat(path).st_mode) & 0o666)
@@ -108,18 +109,18 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = True, **where: Any) -> None:
-    """Write a file aside, and move it to its path when it is whole.
+    """Write a complete file aside, then rename it to its path.
 
     Args:
         path: path of the file.
-        content: everything that it will hold.
-        sync: whether it must be on the disk before it replaces what was there.
+        content: complete content of the file.
+        sync: whether the content must be on the disk before it replaces an existing file.
         where: ``below`` and ``new``; these and the errors are those of `aside_of`.
     """
     with aside_of(path, **where) as file:
         file.write(content)
-        # A rename may reach the disk before the bytes do: after a power failure the name would
-        # stand for an empty file, and the old one would be gone.
+        # The disk may store the rename before the bytes: after a power failure, the path would
+        # then hold an empty file, and the old file would be lost.
         if sync:
             file.flush()
             os.fsync(file.fileno())

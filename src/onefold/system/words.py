@@ -1,8 +1,8 @@
-"""How messages count things and list names, and where those to the user of a command go.
+"""Formats counts, lists and errors for messages, and prints messages to the user of a command.
 
-Whoever made a file chose its names and texts, and a terminal obeys control characters in them. So
-`visible` spells these out wherever text leaves: here, in the screens of commands
-(`onefold.cli.Screen`), and in messages of the logger ``onefold``.
+File names and other texts may contain control characters, which a terminal obeys. `visible` escapes
+them wherever text is shown: in this module, in the output of commands (`onefold.cli.Screen`), and
+in messages of the logger ``onefold``.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ __all__ = [
 
 _LONGEST_MESSAGE = 4000
 _HIDDEN, _JOINERS = {"Cc", "Cf", "Cs", "Zl", "Zp"}, "\u200c\u200d"
-"""Categories of characters that a terminal obeys or does not show; and two that words need."""
+"""Unicode categories that a terminal obeys or hides, and two joiners that some languages need."""
 _LAYOUT = "\n\t"
-"""What messages of several lines have of these."""
+"""Control characters that messages of several lines use."""
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Write out control characters, marks of direction, line separators and lone surrogates.
+    """Escape control characters, direction marks, line separators and lone surrogates.
 
     Args:
-        text: of anybody's.
-        keep: characters to leave as they are.
+        text: any text.
+        keep: characters not to escape.
 
     >>> print(visible("one\\ttwo\\x1b[2J\\u202e"))
     one\\ttwo\\x1b[2J\\u202e
@@ -56,14 +56,14 @@ def visible(text: str, keep: str = "") -> str:
 
 def _spelled(letter: str) -> str:
     code = ord(letter)
-    if 0xDC80 <= code <= 0xDCFF:  # so Python holds bytes of a name that are not UTF-8
+    if 0xDC80 <= code <= 0xDCFF:  # Python's form of a byte in a name that is not UTF-8
         return f"\\x{code - 0xDC00:02x}"
-    # As shells and JSON read it, to which two digits stand for a byte.
+    # Four digits, because two stand for a byte in shells and JSON.
     return f"\\u{code:04x}" if 0x80 <= code <= 0xFF else letter.encode("unicode_escape").decode()
 
 
 class _Spelling(logging.Filter):
-    """Spells out what a message of a logger has of control characters."""
+    """Escapes the control characters in a logger's messages."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -77,7 +77,7 @@ for _name in ("onefold", "onefold.waiting"):
 
 
 def seconds_of(time: str) -> float:
-    """Read a time; 0 if it is none.
+    """Convert a duration to seconds; 0 if the text is not a duration.
 
     >>> seconds_of("90s"), seconds_of("1h30m"), seconds_of("30")
     (90.0, 5400.0, 0.0)
@@ -88,7 +88,7 @@ def seconds_of(time: str) -> float:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun.
+    """Format a number with its noun.
 
     >>> counted(1, "device"), counted(5000, "class")
     ('1 device', '5,000 classes')
@@ -99,7 +99,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def in_shell(*words: object) -> str:
-    """Words of a command as a shell takes them: every command in a message is made by it.
+    """Quote the words of a command for the shell. Every command in a message is built by this.
 
     >>> in_shell("predict", "my runs/a", "PATH")
     "predict 'my runs/a' PATH"
@@ -110,13 +110,13 @@ def in_shell(*words: object) -> str:
 
 
 def _quoted(word: str) -> str:
-    # A shell reads what is spelled out in these quotes alone.
+    # A shell resolves escapes only inside these quotes.
     plain = word.replace("\\", r"\\").replace("'", r"\'")
     return shlex.quote(word) if visible(word) == word else f"$'{visible(plain)}'"
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
-    """The first names, and how many more there are.
+    """List the first names and the number of the others.
 
     >>> listed(["red", "green", "blue"], most=2)
     'red, green and 1 more'
@@ -127,39 +127,39 @@ def listed(names: Iterable[str], most: int = 5) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """The message of an exception of anybody's: of no great length, and what any file can hold.
+    """Return the message of any exception, shortened and safe to write to any file.
 
     >>> message_of(ValueError("no room"))
     'no room'
     """
     try:
         text = str(error)
-    # It must not take the place of the error whose message it is.
+    # A failing __str__ must not replace the error whose message is requested.
     except Exception as failed:
-        text = f"its message cannot be shown, as its own str() raised {type(failed).__name__}"
+        text = f"its message cannot be shown, because str() raised {type(failed).__name__}"
     return text[:_LONGEST_MESSAGE].encode(errors="backslashreplace").decode()
 
 
 def tell(text: str, screen: TextIO | None = None) -> None:
-    """Print a message of onefold's own; stdout is left to the script."""
+    """Print a message of onefold to stderr; stdout belongs to the script."""
     print(f"onefold: {visible(text, _LAYOUT)}", file=screen or sys.stderr, flush=True)
 
 
 def show_traceback(text: str) -> None:
-    """Print the traceback of a process that has failed; empty for none."""
+    """Print the traceback of a failed process; nothing if it is empty."""
     print(visible(text, _LAYOUT), file=sys.stderr, end="")
 
 
 def words_of_failure(failure: BaseException, step: int) -> str:
-    """What the other devices are told of the end of one.
+    """Describe the failure of one device to the others.
 
     >>> words_of_failure(SystemExit(0), 3)
-    'ended by sys.exit(0) in step 3, which all devices must do alike or none'
+    'ended by sys.exit(0) in step 3; either all devices must call it, or none'
     """
     if isinstance(failure, SystemExit):
         return (
-            f"ended by sys.exit({message_of(failure)}) in step {step}, which all devices must do "
-            f"alike or none"
+            f"ended by sys.exit({message_of(failure)}) in step {step}; either all devices must "
+            f"call it, or none"
         )
     return f"failed in step {step}: {type(failure).__name__}: {message_of(failure)}"
 
@@ -168,14 +168,14 @@ _OURS = str(Path(__file__).parent.parent)
 
 
 def script_line() -> str:
-    """The file and line of the innermost caller that is not part of onefold.
+    """Return the file and line of the innermost caller outside onefold.
 
     >>> script_line().endswith(":1")
     True
     """
     frame = sys._getframe(1)
-    # A block is entered and left by way of contextlib, a mapping is read by frozen modules, and a
-    # model is called by way of PyTorch.
+    # Skip contextlib, which enters and leaves blocks, frozen modules, which read mappings, and
+    # PyTorch, which calls models.
     torch = str(getattr(sys.modules.get("torch"), "__path__", [_OURS])[0])
     ours = (_OURS, contextlib.__file__, "<frozen ", torch)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
