@@ -39,7 +39,7 @@ def test_refused_memory_is_named(refused: str, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(shared.os if refused == "ftruncate" else shared.mmap, refused, refuse)
-    words = r"expected 12,345 bytes of memory that all devices of this host share, got: Cannot all"
+    words = r"cannot get 12,345 bytes of memory that all devices of this host share: Cannot all"
     with pytest.raises(OSError, match=words) as caught:
         new_file(12_345)
     assert caught.value.errno == errno.ENOMEM

@@ -86,7 +86,8 @@ def test_what_devices_keep_is_chosen_by_the_environment(launched: dict[str, str]
         == "partition"
     )
     with pytest.raises(
-        LaunchError, match="ONEFOLD_PLACEMENT='some': placement must be one of replicate"
+        LaunchError,
+        match="ONEFOLD_PLACEMENT='some' is not valid: placement must be one of replicate",
     ):
         read_context({**launched, "ONEFOLD_PLACEMENT": "some"})
     found = read_context(

@@ -41,7 +41,7 @@ def test_the_cause_below_the_words_of_libraries_is_named() -> None:
 def test_the_end_of_a_device_is_told_as_what_it_was() -> None:
     assert words_of_failure(KeyError("a"), 2) == "failed in step 2: KeyError: 'a'"
     assert words_of_failure(Silent(), 2).startswith("failed in step 2: Silent: its message cannot")
-    assert words_of_failure(SystemExit(0), 2).startswith("ended by sys.exit(0) in step 2, which")
+    assert words_of_failure(SystemExit(0), 2).startswith("ended by sys.exit(0) in step 2; either")
 
 
 COMMANDS: Any = get_command(app)
