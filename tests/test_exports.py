@@ -112,6 +112,6 @@ def test_the_commands_of_the_jobs_are_loaded_when_they_are_called(tmp_path: Path
     code_, _, said = printed("train", "classify", PYTHONPATH=str(tmp_path))
     assert code_ == "2"
     assert said == (
-        "onefold: onefold train is part of the jobs, which are not installed here; run: "
+        "onefold: onefold train is part of onefold-jobs, which is not installed. Run: "
         "pip install 'onefold[jobs]'\n"
     )

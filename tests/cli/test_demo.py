@@ -40,7 +40,7 @@ def test_the_verdict_compares_fingerprints(tmp_path: Path) -> None:
 def test_a_picture_of_others_is_not_written_over(tmp_path: Path) -> None:
     picture = tmp_path / "one.png"
     picture.write_bytes(b"theirs")
-    with pytest.raises(ValueError, match="expected a new file, or the curves of an earlier demo"):
+    with pytest.raises(ValueError, match="exists and is not a figure of an earlier demo"):
         digits.demo(picture)
     assert picture.read_bytes() == b"theirs"
 

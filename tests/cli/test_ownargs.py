@@ -52,21 +52,21 @@ def test_a_script_that_refuses_one_of_ours_is_explained(
     done = ended("run", "--devices", "cpu:1", str(script), option, "5")
     assert done.returncode == 2
     assert f"unrecognized arguments: {option} 5" in done.stderr
-    words = f"what stands after the script is the script's: give {option} before it"
+    words = f"If {option} was meant for onefold run, put it before the script"
     assert (words in done.stderr) is explained
 
 
 @for_each(
     ("words", "text"),
     [
-        ("run nowhere.py", "there is no script nowhere.py"),
+        ("run nowhere.py", "script nowhere.py does not exist"),
         ("run --devices 0 a-file", "devices must be at least 1, but got 0"),
         ("run --exchange pigeon a-file", "the exchange must be one of"),
         ("run --timeout 1e12 a-file", "the timeout must be finite and at most 2073600 s"),
         ("verify --steps 0 a-file", "Invalid value for '--steps'"),
-        ("run --max-restarts 2 a-file", "--max-restarts: expected with --checkpoint, which names"),
-        ("run --checkpoint a-file a-file", "--checkpoint a-file: expected a folder, this is a"),
-        ("run --checkpoint c --save-every 0 a-file", "--save-every 0: expected a number of steps"),
+        ("run --max-restarts 2 a-file", "--max-restarts requires --checkpoint DIR"),
+        ("run --checkpoint a-file a-file", "--checkpoint a-file must be a folder, but is a file"),
+        ("run --checkpoint c --save-every 0 a-file", "--save-every 0 is not valid. Pass a number"),
         ("run --checkpoint c --keep-last 0 a-file", "keep_last must be at least 1, but got 0"),
         ("run --placement 3 a-file", f"placement must be one of {described()}, but got '3'"),
         ("run --checkpoint c --grace-period 0 a-file", "expected the grace period to be more than"),

@@ -61,14 +61,14 @@ def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "options", "text"),
     [
-        ("none", "", "onefold: the script made no Trainer"),
+        ("none", "", "onefold: the script created no Trainer"),
         ("broken", "", "ArithmeticError: the fault that was asked for"),
-        ("adamw", "--devices 2,many", "--devices 2,many: expected counts of devices"),
-        ("adamw", "--devices 0", "--devices 0: expected counts of devices"),
+        ("adamw", "--devices 2,many", "device counts, such as 1,2,4, but got 2,many"),
+        ("adamw", "--devices 0", "device counts, such as 1,2,4, but got 0"),
         (
             "adamw",
             "--offload-dir absent",
-            "expected --offload-dir or ONEFOLD_OFFLOAD_DIR to be a folder",
+            "--offload-dir or ONEFOLD_OFFLOAD_DIR must be an existing folder",
         ),
         pytest.param("lbfgs", "--devices 1", "", marks=pytest.mark.full),  # no Trainer takes it
     ],

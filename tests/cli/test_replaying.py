@@ -77,7 +77,7 @@ def test_a_step_is_computed_again_and_put_into_a_bundle(tmp_path: Path) -> None:
     before = content(tmp_path)
     code, text = onefold(tmp_path, "replay", "run", "--step", "7", "--shard", "2")
     assert code == 0, text
-    assert "step 7, computed again from step 5 on: 16 samples" in text
+    assert "step 7, recomputed from step 5: 16 samples" in text
     assert "8 shards have the bits of the record." in text
     assert "float32 (1, 4), from " in text
     assert content(tmp_path) == before
@@ -91,7 +91,7 @@ def test_a_step_is_computed_again_and_put_into_a_bundle(tmp_path: Path) -> None:
     assert "4 shards have the bits of the record." in text
     code, text = onefold(tmp_path, "replay", "run", "--step", "3")
     assert code == 2
-    assert "train.py is missing: expected the script of the run, where it was" in text
+    assert "train.py is missing, but the run's script is needed to recompute it" in text
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
@@ -99,14 +99,14 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     for words, said in (
         (
             ["replay", "run", "--step", "13"],
-            "has steps 1 to 12, but not the requested step 13",
+            "has steps 1 to 12, but got step 13. Pass one of its steps",
         ),
-        (["replay", "run"], "has steps 1 to 12: expected one of these, got no --step N"),
-        (["replay", "run", "--step", "1", "--call", "no.py:look"], "expected FILE:FUNCTION"),
-        (["replay", "run", "--step", "1", "--bundle", "train.py"], "expected a new file"),
+        (["replay", "run"], "has steps 1 to 12, but got no --step N"),
+        (["replay", "run", "--step", "1", "--call", "no.py:look"], "--call must be FILE:FUNCTION"),
+        (["replay", "run", "--step", "1", "--bundle", "train.py"], "must be a new file"),
         (["replay", "other", "--step", "1"], "other does not exist. Pass the directory of a run"),
-        (["compare", "run"], "expected two runs to compare, behind all options, got run"),
-        (["compare", "--git", "HEAD", "--", "onefold", "run"], "expected GOOD..BAD"),
+        (["compare", "run"], "compare takes two runs, after all options, but got run"),
+        (["compare", "--git", "HEAD", "--", "onefold", "run"], "--git must be GOOD..BAD"),
     ):
         code, text = onefold(tmp_path, *words)
         assert code == 2, text
@@ -131,7 +131,9 @@ def test_the_sample_that_made_the_loss_jump_is_named(tmp_path: Path) -> None:
     trained(tmp_path, "last", "short", "heavy")
     code, text = onefold(tmp_path, "why", "last")
     assert code == 0, text
-    assert "It has 2 samples, where 16 are usual: fewer samples give larger gradients" in text
+    assert (
+        "It has 2 samples instead of the usual 16, and fewer samples give larger gradients" in text
+    )
     trained(tmp_path, "sound")
     code, text = onefold(tmp_path, "why", "sound")
     assert (code, "Nothing stands out in 12 steps." in text) == (1, True), text
@@ -170,20 +172,20 @@ def test_a_block_that_changed_the_model_is_named(tmp_path: Path) -> None:
     code, text = onefold(tmp_path, "compare", "one", "six")
     assert code == 1, text
     assert "Before step 7 the model differs in 0.weight." in text
-    assert "All operations of step 6 have equal results. /" in text, text
-    assert f"/six/run.record alone then ran trainer.modifying, at train.py:{line}." in text, text
+    assert "All operations of step 6 have equal results. Only /" in text, text
+    assert f"/six/run.record then ran trainer.modifying, at train.py:{line}." in text, text
     _, text = onefold(tmp_path, "compare", "six", "more")
-    what = f"or what trainer.modifying changed next differs, at train.py:{line}"
+    what = f"or the next change by trainer.modifying differs, at train.py:{line}"
     assert f"Its update differs, {what}." in text, text
     _, text = onefold(tmp_path, "compare", "begin", "one")
-    assert "No step was made yet. /" in text, text
-    assert f"/begin/run.record alone then ran trainer.modifying, at train.py:{line}." in text, text
+    assert "No step has been made yet. Only /" in text, text
+    assert f"/begin/run.record then ran trainer.modifying, at train.py:{line}." in text, text
     trained(tmp_path, "wide", "shift=0:0.2")
     _, text = onefold(tmp_path, "compare", "begin", "wide")
-    assert f"No step was made yet. The models differ from the start, {what}." in text, text
+    assert f"No step has been made yet. The models differ from the start, {what}." in text, text
     trained(tmp_path, "twice", "shift=0:0.1", "shift=0:0.1")
     _, text = onefold(tmp_path, "compare", "begin", "twice")
-    alone = "/twice/run.record alone then ran trainer.modifying 2 times, not 1, at train.py"
+    alone = "/twice/run.record then ran trainer.modifying 2 times, not 1, at train.py"
     assert f"{alone}:{line}." in text, text
     # A line above the block is edited; and a model that the script has made otherwise.
     trained(tmp_path, "edited", "shift=6:0.2", script=f"# A comment.\n{SCRIPT}")
@@ -191,7 +193,7 @@ def test_a_block_that_changed_the_model_is_named(tmp_path: Path) -> None:
     assert f"Its update differs, {what}, edited.py:{line + 1}." in text, text
     trained(tmp_path, "seeded", script=SCRIPT.replace("manual_seed(0)", "manual_seed(1)"))
     _, text = onefold(tmp_path, "compare", "one", "seeded")
-    assert "No step was made yet. The models differ from the start.\n" in text, text
+    assert "No step has been made yet. The models differ from the start.\n" in text, text
 
 
 def test_the_commit_that_changed_the_bits_is_named(tmp_path: Path) -> None:

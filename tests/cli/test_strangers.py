@@ -91,8 +91,8 @@ def test_a_record_of_another_user_is_shown_and_not_run(
     if command == "compare":
         words = [str(changed(run))]
     said = typed(monkeypatch, capfd, command, str(run), *words)
-    assert "run.record is another user's, and names the command above" in said
-    assert "add --yes if you trust whoever made it" in said
+    assert "run.record belongs to another user, and has the command above" in said
+    assert "pass --yes if you trust its author" in said
     assert f"{made / 'own' / 'train.py'}" in said
     assert f"in folder {begun.folder}" in said
     assert not (made / "own" / "ran").exists()
@@ -143,8 +143,8 @@ def test_a_bundle_runs_only_if_the_user_agrees(
         bundle.writestr("about.json", "{}")
         bundle.writestr("step.pt", b"cos\nsystem\n(S'touch /tmp/ran'\ntR.")
     said = typed(monkeypatch, capfd, "replay", str(path))
-    assert f"{path} is a bundle, which holds code." in said
-    assert "add --yes" in said
+    assert f"{path} is a bundle, which contains code." in said
+    assert "pass --yes" in said
 
 
 def test_a_record_of_any_number_of_differences_is_compared_in_few_lines(

@@ -67,7 +67,7 @@ TABLE: list[tuple[list[dict[str, Any]], bool, str]] = [
         ),
     ),
     ([{"evaluation": False}], True, "The loss cannot be computed in evaluation mode"),
-    ([{}, ROUNDED], True, f"A part of the loss is computed in a lower precision|{AGREE} 0.0001"),
+    ([{}, ROUNDED], True, f"Part of the loss is computed in a lower precision|{AGREE} 0.0001"),
 ]
 
 

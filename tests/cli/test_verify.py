@@ -92,7 +92,7 @@ def test_every_trainer_is_compared_and_what_differs_is_named(tmp_path: Path) -> 
     assert "Trainer 6 made no step" in said
     for trainer, step, hint in (
         (1, 1, "attribute calls of module model (Counting): changed while the shards"),
-        (3, 1, "torch's global generator before step 1: it was drawn from between steps on some"),
+        (3, 1, "torch's global generator before step 1: drawn from between steps on some devices"),
         (4, 1, "numpy.random.default_rng() without a seed ("),
         (5, 0, "the models differ before the first step: seed the initial values"),
     ):
@@ -144,7 +144,7 @@ def test_without_a_hint_the_first_run_is_repeated(fault: str, words: str, tmp_pa
 FLOAT64 = f"{BITS_AGREE}|same loss and gradient, to 1e-09 (float64"
 SAID = [("bf16", 0, FLOAT64), ("fp16-params", 0, FLOAT64)]
 SAID += [
-    ("data", 1, "onefold refuses the script on 2 devices: DisagreementError: |data set of device")
+    ("data", 1, "onefold rejects the script on 2 devices: DisagreementError: |data set of device")
 ]
 SAID += [("zero", 1, "Nothing was trained: the loss was exactly 0 in each of 2|to 0.0001 (float32")]
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     assert "RuntimeError: no run at all" in said
     missing, options = ["missing.py"], RunOptions(quiet=True)
     for devices in ("1", "", "1,x", "0,1", "1,cpu:2", "cpu:2"):
-        with pytest.raises(ValueError, match=r"expected (two or more ways|counts of devices)"):
+        with pytest.raises(ValueError, match=r"must (give two or more ways|be device counts)"):
             verify_script(missing, devices, options=options)
     words = f"placement must be one of {re.escape(described())}, but got 'spam'"
     with pytest.raises(ValueError, match=words):

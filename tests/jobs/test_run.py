@@ -203,7 +203,7 @@ def test_a_run_that_ended_early_is_replayed(
     replay = [sys.executable, "-m", "onefold", "replay", said["folder"], "--step", "1"]
     done = subprocess.run(replay, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "computed again" in done.stdout
+    assert "step 1, recomputed from step" in done.stdout
     assert (tmp_path / "opened").read_text() == "once "
     assert {each: each.lstat().st_mtime_ns for each in (tmp_path / "runs").rglob("*")} == before
 

@@ -1,10 +1,10 @@
-"""The command line: how commands are declared, also those of other distributions, and their help.
+"""The command line: declares commands, including those of other distributions, and formats help.
 
 The help of a command has its usage, one sentence, examples, further paragraphs, and its options
-under the headings that they were declared with, in 80 columns. `Commands` lists commands likewise.
-Plain text, so that it looks the same on a terminal, in a file and in the documentation. The words
-of messages (`counted`, `listed`, `in_shell`, `tell`, `visible`) are those of onefold's own
-commands.
+under the headings of their groups, in 80 columns. `Commands` formats lists of commands in the same
+way. The help is plain text, so that it looks the same on a terminal, in a file and in the docs.
+Other distributions format their messages with the functions of onefold's own commands: `counted`,
+`listed`, `in_shell`, `tell`, `visible`.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ __all__ = [
 ]
 
 ENTRY_POINTS = "onefold.commands"
-"""The group of entry points by which other distributions add commands."""
+"""Group of entry points through which other distributions add commands."""
 _Function = TypeVar("_Function", bound=Callable[..., None])
 _Record = tuple[str, str]
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""What typer raises for arguments that it cannot use; the class has no public name."""
+"""Exception that typer raises for arguments it cannot use; the class has no public name."""
 _FEW = 3
-"""If more commands have an option, an error names none of them."""
+"""Maximum number of commands with an option that an error lists; beyond that it lists none."""
 _OTHER = "Other"
-"""The heading of what was declared without one; it comes last."""
+"""Heading of options that were declared without one; it comes last."""
 
 
 def with_examples(text: str, examples: Iterable[_Record]) -> str:
-    """Put examples behind the first paragraph of a help.
+    """Insert examples after the first paragraph of a help text.
 
     Args:
-        text: the help; its first paragraph is one sentence.
-        examples: commands, each with what it does.
+        text: the help text; its first paragraph is one sentence.
+        examples: commands, each with a description.
 
     >>> print(with_examples("Sum up.", [("onefold sum a", "the rows of a")]).replace("\\b", "|"))
     Sum up.
@@ -70,7 +70,7 @@ def with_examples(text: str, examples: Iterable[_Record]) -> str:
     first, _, rest = text.strip().partition("\n\n")
     width = max((len(command) for command, _ in pairs), default=0)
     lines = [f"  {command:<{width}}  # {what}" for command, what in pairs]
-    # By the first character of a paragraph, its lines are kept as they are.
+    # The first character of a paragraph tells typer to keep its line breaks.
     shown = ["\n".join(["\b", "Examples:", *lines])] if lines else []
     return "\n\n".join([first, *shown, *([rest] if rest else [])])
 
@@ -88,17 +88,17 @@ def declare(
     """Declare a function as a command.
 
     Args:
-        app: what the command becomes part of.
-        name: of the command.
-        group: the heading under which it is listed.
-        examples: commands, each with what it does.
-        text: the help, where it is not the function's docstring.
-        cls: class of the command; None for `Command`.
-        settings: of `typer.Typer.command`.
+        app: application that the command is added to.
+        name: name of the command.
+        group: heading under which it is listed.
+        examples: commands, each with a description.
+        text: help text, if it is not the function's docstring.
+        cls: class of the command; `Command` if None.
+        settings: arguments of `typer.Typer.command`.
     """
 
     def declared(function: _Function) -> _Function:
-        # Without the indentation of a docstring, which paragraphs would keep.
+        # Remove the docstring's indentation, which paragraphs would keep.
         lines = (text or function.__doc__ or "").split("\n")
         help = with_examples("\n".join(line.strip() for line in lines), examples)
         app.command(name, cls=cls or Command, help=help, rich_help_panel=group, **settings)(
@@ -110,13 +110,13 @@ def declare(
 
 
 class Command(TyperCommand):
-    """A command whose help has its options under headings."""
+    """A command whose help lists its options under headings."""
 
     other_names: ClassVar[Mapping[str, str]] = {}
-    """The names that other programs have for its options, without dashes, to suggest its own."""
+    """Names that other programs use for this command's options, without dashes, for suggestions."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; say which other command has an option that this one has not."""
+        """Parse the arguments; if an option is unknown, name the commands that have it."""
         try:
             rest = super().parse_args(ctx, args)
             for parameter in self.params:
@@ -125,12 +125,12 @@ class Command(TyperCommand):
             return rest
         except _UsageError as wrong:
             error: Any = wrong
-            # The library that checks values begins all of its messages with these words.
+            # The library that checks values starts all of its messages with these words.
             error.message = error.message.replace("Value error, ", "")
             others = getattr(getattr(ctx.parent, "command", None), "commands", {})
             name = getattr(error, "option_name", "")
             have = [each for each, its in others.items() if any(name in p.opts for p in its.params)]
-            # Of the library's errors, that of an unknown option alone names similar ones.
+            # Only the error for an unknown option suggests similar names.
             if hasattr(error, "possibilities"):
                 usual = self.other_names.get(name.lstrip("-").replace("-", "_"), name)
                 few = 0 < len(have) <= _FEW
@@ -153,15 +153,15 @@ class Command(TyperCommand):
 
 
 class LateCommand(Command):
-    """A command of another distribution, which is imported when it is called.
+    """A command of another distribution, imported when it is called.
 
-    An entry point of the group ``onefold.commands`` names an instance, in a module that imports
-    little: ``onefold --help`` loads that of every command.
+    An entry point of the group ``onefold.commands`` names an instance, in a module with few
+    imports, because ``onefold --help`` loads these modules of all commands.
 
     Args:
-        name: of the command.
-        group: the heading under which ``onefold --help`` lists it.
-        summary: its line in that list, one sentence.
+        name: name of the command.
+        group: heading under which ``onefold --help`` lists it.
+        summary: its description in that list, one sentence.
         make: imports the command and returns it; called once.
     """
 
@@ -171,19 +171,19 @@ class LateCommand(Command):
 
     @cached_property
     def made(self) -> Any:
-        """The command itself."""
+        """The imported command."""
         return self._make()
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        """Read the arguments of the command itself."""
+        """Parse the arguments of the imported command."""
         return self.made.make_context(info_name, args, parent, **extra)
 
 
 class Commands(TyperGroup):
-    """Commands, listed under their headings."""
+    """A group of commands, listed under headings."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options of all commands, and behind them the commands."""
+        """Write the commands, then the options of the group."""
         self.format_commands(ctx, formatter)
         records = [parameter.get_help_record(ctx) for parameter in self.get_params(ctx)]
         _write(formatter, [("Options", record) for record in records if record is not None])
@@ -216,25 +216,25 @@ def _write(formatter: Any, found: Iterable[tuple[str, _Record]]) -> None:
 
 
 class Screen(Console):
-    """Where the text of a command goes: stdout, or stderr if stdout has a JSON object.
+    """Console for the text of a command: stdout, or stderr if stdout has a JSON object.
 
-    Text is shown as it is, without markup, and control characters in it are spelled out. Lines are
-    printed each by itself, as a line break in a text may come from a file.
+    Text is printed without markup, and control characters in it are escaped. Each line is printed
+    separately, because a line break in a text may come from a file.
 
     Args:
         as_json: whether stdout has a JSON object.
-        settings: of `rich.console.Console`.
+        settings: arguments of `rich.console.Console`.
     """
 
     def __init__(self, *, as_json: bool = False, **settings: Any) -> None:
         super().__init__(stderr=as_json, highlight=False, markup=False, emoji=False, **settings)
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """Make text, also of each cell of a table, what can be shown."""
+        """Escape control characters in text, including the cells of tables."""
         return super().render_str(visible(text), **settings)
 
     def headed(self, style: str, head: str, text: str = "") -> None:
-        """Print a line that begins in a style."""
+        """Print a line whose beginning has a style."""
         self.print(Text.assemble((visible(head), style), visible(text)))
 
 
@@ -244,6 +244,6 @@ def print_json(value: Any) -> None:
 
 
 def tell_next(command: str) -> None:
-    """Name the command that usually comes next, in the last line; on terminals alone."""
+    """Print the next command that a user usually needs, but only on a terminal."""
     if sys.stderr.isatty():
         tell(f"next: {command}")

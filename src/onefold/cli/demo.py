@@ -1,16 +1,16 @@
-"""The demo: real handwritten digits, one residual network, on one device and then on all of them.
+"""The demo: trains a residual network on real digits, on one device and then on all of them.
 
-The data are the 1,797 images of scikit-learn's ``load_digits``, which need no download.
+The data are the 1,797 images of scikit-learn's ``load_digits``, which require no download.
 
-`results_table`, `verdict` and `draw_curves` make what the demo shows: the table of its runs, the
-verdict on them and their learning curves. They train nothing; a `Run` comes from `train`.
+`results_table`, `verdict` and `draw_curves` create the demo's output from its runs: a table, a
+verdict, and the learning curves. They train nothing; `train` returns a `Run`.
 
 Note: what must be the same on all devices
 ------------------------------------------
-Each device is a process that calls `train` by itself. The initial weights and the split of the data
-are drawn with fixed seeds, so all devices have the same. The shifts are drawn from PyTorch's global
-generator, which the trainer's loader seeds for every sample. So a sample is shifted in the same way
-whichever device reads it.
+Each device is a process that calls `train`. The initial weights and the split of the data are drawn
+with fixed seeds, so they are the same on all devices. The shifts are drawn from PyTorch's global
+generator, which the trainer's loader seeds for every sample, so that a sample is shifted in the
+same way on whichever device reads it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["demo"]
 
 
 _SOFTWARE = "onefold demo"
-"""The software that made it, in the head of each PNG: marks the files of the demo."""
+"""Value of the Software field of each PNG, which identifies files of the demo."""
 _HEAD_BYTES = 1024
 
 CURVE_STYLES = (
@@ -53,34 +53,34 @@ class Epoch:
     """One pass over the training set."""
 
     loss: float
-    """Mean training loss of the samples, each as of its own step."""
+    """Mean training loss of the samples, each computed in its own step."""
 
     accuracy: float
-    """Share of the test images that are classified correctly afterwards."""
+    """Fraction of test images that are classified correctly after the epoch."""
 
     duration_s: float
-    """Time of the training, without the evaluation."""
+    """Duration of training, without the evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One training from beginning to end."""
+    """One training run, from beginning to end."""
 
     devices: tuple[str, ...]
-    """Every device of the run, such as ``("cuda:0", "cuda:1")``."""
+    """Devices of the run, such as ``("cuda:0", "cuda:1")``."""
 
     samples: int
     """Size of the training set."""
 
     epochs: tuple[Epoch, ...]
-    """What happened in each epoch."""
+    """Results of each epoch."""
 
     fingerprint: str
-    """Fingerprint of the trained model; the same for the same bits."""
+    """Fingerprint of the trained model; equal for equal bits."""
 
     @property
     def epoch_s(self) -> float:
-        """Duration of a typical epoch: the median, so that the start-up does not count."""
+        """Median duration of an epoch, so that start-up does not count."""
         return median(epoch.duration_s for epoch in self.epochs)
 
     @property
@@ -90,12 +90,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Number and kind of the devices, such as ``2 x cpu``."""
+        """Number and type of the devices, such as ``2 x cpu``."""
         return f"{len(self.devices)} x {self.devices[0].partition(':')[0]}"
 
 
 def results_table(runs: Sequence[Run]) -> Table:
-    """Build a table with one row for each run; the speed-up is over the first."""
+    """Build a table with one row per run; the speed-up is relative to the first."""
     table = Table(title="The same training, on different numbers of devices")
     table.add_column("devices")
     for heading in ("s/epoch", "samples/s", "speed-up", "test accuracy", "fingerprint"):
@@ -113,11 +113,11 @@ def results_table(runs: Sequence[Run]) -> Table:
 
 
 def verdict(first: Run, second: Run) -> tuple[bool, str]:
-    """Whether two runs trained the same model, and the sentence that says so."""
+    """Return whether two runs trained the same model, and a sentence with the result."""
     if first.fingerprint != second.fingerprint:
         return False, (
             f"The models differ: {first.fingerprint} on {first.name}, "
-            f"{second.fingerprint} on {second.name}. This must not happen on devices of one kind."
+            f"{second.fingerprint} on {second.name}. This must not happen on devices of one type."
         )
     both = f"{first.name} and {second.name}"
     if len(first.devices) == len(second.devices):
@@ -130,13 +130,13 @@ def draw_curves(runs: Sequence[Run], path: Path) -> None:
     """Draw test accuracy and training loss by epoch, as a PNG file.
 
     Args:
-        runs: one or two runs; where two agree, the second is drawn inside the first.
-        path: the file to write; its folder is made if need be.
+        runs: one or two runs; if two curves agree, the second is drawn inside the first.
+        path: path of the file; its folder is created if necessary.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    # Not pyplot: that would choose a backend, which may want a display, and keep every figure.
+    # Not pyplot, which would choose a backend that may need a display, and keep every figure.
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     accuracy_axes, loss_axes = figure.subplots(1, 2)
     accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -152,17 +152,17 @@ def draw_curves(runs: Sequence[Run], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Once more: two trainings have passed since the first look.
+    # Check again, because the file may have appeared during the two runs.
     require_new(path)
     with aside_of(path) as file:
         figure.savefig(file, format="png", dpi=150, metadata={"Software": _SOFTWARE})
 
 
 def require_new(path: Path) -> None:
-    """Refuse to overwrite a file that the demo has not written.
+    """Refuse to overwrite a file that the demo did not write.
 
     Raises:
-        ValueError: the path holds something that the demo has not written.
+        ValueError: the path holds something that the demo did not write.
     """
     if not path.exists() and not path.is_symlink():
         return
@@ -170,12 +170,12 @@ def require_new(path: Path) -> None:
     head = b""
     if regular:
         with path.open("rb") as file:
-            # PNG has its texts before the pixels.
+            # A PNG file stores its text fields before the pixels.
             head = file.read(_HEAD_BYTES)
     if not regular or (head and _SOFTWARE.encode() not in head):
         raise ValueError(
-            f"--output {path}: expected a new file, or the curves of an earlier demo; this is "
-            f"something else: remove it, or give another name"
+            f"--output {path} exists and is not a figure of an earlier demo. Remove it, or choose "
+            f"another path"
         )
 
 
@@ -193,7 +193,7 @@ class ResidualBlock(nn.Module):
 
     Args:
         before: channels of the input.
-        after: channels of the output; a block that has more of them halves the image.
+        after: channels of the output; a block with more of them halves the image.
     """
 
     def __init__(self, before: int, after: int) -> None:
@@ -238,7 +238,7 @@ class Digits(Dataset[tuple[torch.Tensor, int]]):
     Args:
         pixels: (n, 8, 8) uint8.
         labels: (n,) int64.
-        shifted: whether each image moves by up to one pixel, by new draws at every reading.
+        shifted: whether each image is shifted by up to one pixel, at random at every read.
     """
 
     def __init__(self, pixels: torch.Tensor, labels: torch.Tensor, *, shifted: bool) -> None:
@@ -255,11 +255,11 @@ class Digits(Dataset[tuple[torch.Tensor, int]]):
 
 
 def read_digits() -> tuple[Digits, Digits]:
-    """Read the digits, to train and to test with: a share of each class is for testing."""
+    """Read the digits for training and for testing, with the same fraction of each class."""
     from sklearn.datasets import load_digits
 
     source = load_digits()
-    # Its gray levels are 0.0 to 16.0 in float64.
+    # The source has gray levels from 0.0 to 16.0 in float64.
     pixels = torch.from_numpy(source.images * (255 / 16)).to(torch.uint8)
     labels = torch.from_numpy(source.target).to(torch.int64)
     generator = torch.Generator().manual_seed(SEED)
@@ -278,10 +278,10 @@ def train(epochs: int) -> Run:
     """Train the network on the devices of this run.
 
     Args:
-        epochs: how many times the training set is read.
+        epochs: number of passes over the training set.
 
     Returns:
-        What happened; but for the times, the same on any number of devices of one kind.
+        The results. Except for durations, they are equal on any number of devices of one type.
     """
     torch.manual_seed(SEED)
     model = residual_network()
@@ -297,7 +297,7 @@ def train(epochs: int) -> Run:
     trainer = onefold.Trainer(model, optimizer, loss, shards=SHARDS, seed=SEED)
     train_set, test_set = read_digits()
     batches = trainer.loader(train_set, batch_size=BATCH_SIZE, shuffle=True)
-    # Stepped by hand, as its length is known only once there is a loader, and so a trainer.
+    # Stepped by hand, because its length is known only once there is a trainer and its loader.
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(batches))
     history: list[Epoch] = []
     console = Screen()
@@ -306,7 +306,7 @@ def train(epochs: int) -> Run:
         for batch in batches:
             step = trainer.step(batch)
             scheduler.step()
-            # Waits for a GPU in every step: no harm with the 23 steps of an epoch.
+            # Waits for the GPU in every step, which is acceptable for 23 steps per epoch.
             total += float(step.loss) * step.samples
             samples += step.samples
         duration_s = time.perf_counter() - start_s
@@ -324,7 +324,7 @@ def train(epochs: int) -> Run:
 
 
 def one_of(devices: str) -> str:
-    """Name one device of the kind that ``devices`` asks for."""
+    """Return one device of the type of ``devices``."""
     if devices.startswith("cpu"):
         return "cpu:1"
     return devices.split(",")[0].strip() if devices.startswith("cuda") else "1"
@@ -334,27 +334,27 @@ def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
     """Train on one device and on several, and report whether the models are the same.
 
     Args:
-        output: the picture of the learning curves: a ``.png`` file, or a folder to put
-            ``digits.png`` in.
-        devices: the devices of the second run, as after ``onefold run --devices``.
-        epochs: how many times each run reads the training set.
+        output: path for the figure of the learning curves: a ``.png`` file, or a folder for
+            ``digits.png``.
+        devices: devices of the second run, as for ``onefold run --devices``.
+        epochs: number of passes over the training set in each run.
 
     Returns:
-        The exit code: 0 if the two models have the same bits, else 1.
+        Exit code: 0 if the two models have the same bits, else 1.
 
     Raises:
         LaunchError: the packages of the extra ``[demo]`` are not installed.
-        ValueError: ``epochs`` is less than 1, or the picture would replace a file that the demo has
-            not written.
+        ValueError: ``epochs`` is less than 1, or the figure would replace a file that the demo did
+            not write.
     """
     missing = [each for each in ("sklearn", "matplotlib") if not importlib.util.find_spec(each)]
     if missing:
         raise LaunchError(
-            f"the demo needs packages that are not installed here ({', '.join(missing)}); "
-            f'run: pip install "onefold[demo]"'
+            f"the demo needs packages that are not installed ({', '.join(missing)}). "
+            f'Run: pip install "onefold[demo]"'
         )
     if epochs < 1:
-        raise ValueError(f"expected 1 epoch or more, got {epochs}")
+        raise ValueError(f"epochs must be at least 1, but got {epochs}")
     require_new(picture_in(output))
     console = Screen()
     console.print(
@@ -367,12 +367,12 @@ def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
 
 
 def picture_in(output: Path) -> Path:
-    """The path of the picture with the learning curves."""
+    """Return the path of the figure."""
     return output if output.suffix == ".png" else output / "digits.png"
 
 
 def report(console: Screen, first: Run, second: Run, output: Path) -> int:
-    """Print the two runs and draw their curves; return the exit code of the demo."""
+    """Print the two runs and draw their curves; return the demo's exit code."""
     console.print(results_table([first, second]))
     if len(second.devices) == 1:
         console.print("Only one device was found, so the second run repeats the first.")

@@ -1,15 +1,15 @@
 """The commands of ``onefold``.
 
-What the commands do is in the modules that they call; ``onefold run`` is in `onefold.cli.running`.
-Other distributions add commands by entry points of the group ``onefold.commands``, each of which
+The modules that the commands call do the work; ``onefold run`` is in `onefold.cli.running`. Other
+distributions add commands through entry points of the group ``onefold.commands``, each of which
 names a `LateCommand`; onefold-jobs adds ``train``, ``predict`` and others.
 
-Note: imports inside of commands
---------------------------------
-typer reads every command before it runs one. A command imports what it needs, so that
-``onefold run`` starts without the tables and the comparison. Entry points are read only if the
-command is not one of onefold's own. The docstring of a command is its help; its first sentence fits
-a line of the list of commands.
+Note: imports inside commands
+-----------------------------
+typer reads all commands before it runs one. Each command imports what it needs, so that ``onefold
+run`` starts without the tables and the comparison. Entry points are read only if the command is not
+one of onefold's own. A command's docstring is its help; the first sentence fits into one line of
+the list of commands.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ from onefold.system.words import in_shell, tell, visible
 
 __all__ = ["main"]
 
-_TRAIN, _CHECK, _LOOK = "Train", "Check before a run", "Look into a run"
+_TRAIN, _CHECK, _LOOK = "Train", "Check before a run", "Inspect a run"
 _DEFAULTS = RunOptions()
 _OF_JOBS = ("train", "init", "predict", "evaluate", "export", "report")
-"""Commands of onefold-jobs: an error names the extra that installs them."""
+"""Commands of onefold-jobs; an error names the extra that installs them."""
 
 
 class _Onefold(Commands):
-    """The commands declared here, and those that entry points of other distributions name."""
+    """The commands declared here, and those of other distributions' entry points."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands, in the order of the list."""
+        """Return the names of all commands, in their order in the list."""
         self._add_others()
         return super().list_commands(ctx)
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """Return a command, or None if there is none of that name.
+        """Return a command; None if no command has this name.
 
         Raises:
-            LaunchError: the command is part of the jobs, which are not installed.
+            LaunchError: the command belongs to onefold-jobs, which is not installed.
         """
         if name not in self.commands:
             self._add_others()
         if name not in self.commands and name in _OF_JOBS:
             raise LaunchError(
-                f"onefold {name} is part of the jobs, which are not installed here; run: "
-                f"pip install 'onefold[jobs]'"
+                f"onefold {name} is part of onefold-jobs, which is not installed. Run: pip install "
+                f"'onefold[jobs]'"
             )
         return super().get_command(ctx, name)
 
@@ -107,11 +107,11 @@ def _app(
         Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Train on any number of devices and get the one model you would have got on one.
+    """Train on any number of devices and get bit-identical weights.
 
-    Exit codes: 0 it went well; 1 what was compared differs, or the script failed; 2 the command or
-    its data cannot be used; 75 the run has saved itself after a signal, and the same command
-    resumes it; 128 + N it was ended by signal N.
+    Exit codes: 0: success; 1: a comparison found a difference, or the script failed; 2: the command
+    or its data is not valid; 75: the run saved itself after a signal, and the same command resumes
+    it; 128 + N: the run was ended by signal N.
     """
 
 
@@ -131,11 +131,11 @@ declare(
 @declare(app, "demo", group=_TRAIN, examples=[("onefold demo", "takes a minute")])
 def demo(
     output: Annotated[
-        Path, Option("--output", "-o", metavar="DIR", help="Folder for the learning curve.")
+        Path, Option("--output", "-o", metavar="DIR", help="Folder for the learning curves.")
     ] = Path("runs/demo"),
     devices: Devices = "auto",
 ) -> None:
-    """Train on real digits, on one device and on all, and compare."""
+    """Train on real digits on one device and on all, and compare the bits."""
     from onefold.cli.demo import demo as run_demo
 
     code = run_demo(output, devices=devices)
@@ -167,7 +167,7 @@ def verify(
         Option(
             min=1,
             metavar="N",
-            help="End the script after so many Trainers.",
+            help="End the script after this many Trainers.",
             show_default="all",
         ),
     ] = None,
@@ -176,16 +176,16 @@ def verify(
         Option(
             min=0,
             metavar="N",
-            help="Instead, stop the script at so many random steps, and resume it.",
+            help="Test resuming instead: stop at N random steps and resume.",
         ),
     ] = 0,
     placement: Annotated[
         str,
         Option(
             envvar=PLACEMENT_VARIABLE,
-            show_envvar=False,  # it names one, and this may be several
+            show_envvar=False,  # the variable has one placement, this option several
             metavar="PLACEMENTS",
-            help="Placements, each with every count: replicate,partition.",
+            help="Placements to compare, such as replicate,partition.",
         ),
     ] = DEFAULT_PLACEMENT,
     as_json: AsJson = False,
@@ -193,26 +193,26 @@ def verify(
     exchange: Exchange = "auto",
     timeout: Timeout = _DEFAULTS.timeout_s,
 ) -> None:
-    """Say whether a script has the same bits on several device counts.
+    """Check that a script computes the same bits on several device counts.
 
-    The bits of every Trainer are compared after each of its first steps. The script then goes
-    on to its end or its next Trainer, but computes no more steps: each returns the last one
-    again. Its own code still runs and takes time; --trainers 1 ends the script at that point.
-    Then the same steps are made once more in float64, without dropout and with batch norm by
-    its statistics, and each batch is computed as one shard as well, as a plain loop would: loss
-    and gradient must be the same to 1e-9. If not, the likely cause is named: a sum that is read
-    as a mean, class weights, ignored targets, a loss of the whole batch, a batch that is cut
-    along time. The whole batch must fit on one device.
+    The bits of every Trainer are compared after each of its first steps. The script then continues
+    to its end or its next Trainer, but computes no more steps: each returns the last result again.
+    Its own code still runs and takes time; --trainers 1 ends the script at that point. Then the
+    same steps run once more in float64, without dropout and with batch norm in eval mode. Each
+    batch is also computed as a single shard, as in a plain loop: loss and gradient must agree to
+    1e-9. If they do not, the likely cause is reported: a sum that is read as a mean, class weights,
+    ignored targets, a loss of the whole batch, a batch that is cut along time. The whole batch must
+    fit on one device.
 
-    With --resume N the script is run to its end, and then N times with a stop at a random step,
-    each resumed on another of the counts with the record of its run, as by onefold run
-    --checkpoint. The ends are compared: the model, all steps and all results.
+    With --resume N, the script runs to its end once, and then N times with a stop at a random step.
+    Each stopped run is resumed on another of the device counts from its record, as by onefold run
+    --checkpoint. The model, all steps and all results must be the same at the end.
 
-    trainer.save, torch.save and safetensors write to a temporary folder meanwhile (not with
-    --resume), and trainer.load(..., if_any=True) finds nothing but what was saved there. Other
-    files of the script are written as usual.
+    During the check, trainer.save, torch.save and safetensors write to a temporary folder (not with
+    --resume), and trainer.load(..., if_any=True) finds only what was saved there. Other files of
+    the script are written as usual.
 
-    Exit code 0: everything agrees; 1: it does not, nothing was trained, or onefold refuses the
+    Exit codes: 0: everything agrees; 1: it does not, nothing was trained, or onefold rejects the
     script; 2: a run failed.
     """
     from onefold.cli.verify import read_ways, verify_resume, verify_script
@@ -254,10 +254,10 @@ def plan(
     as_json: AsJson = False,
     offload_dir: OffloadDir = None,
 ) -> None:
-    """Show how much memory a script's model takes on each device.
+    """Show how much memory a script's model needs on each device.
 
-    Its stages are shown as well, at which it can be cut. The script runs until it makes its first
-    Trainer, and ends there: nothing is trained.
+    The stages into which the model can be split are shown, too. The script runs until it creates
+    its first Trainer, and ends there: nothing is trained.
     """
     from onefold.cli.plan import plan_script
 
@@ -279,13 +279,13 @@ def show_devices(as_json: AsJson = False) -> None:
 
 
 RunFolder = Annotated[Path, Argument(metavar="RUN", help="A run's folder, or its run.record.")]
-Yes = Annotated[bool, Option("--yes", help="Run what a file of another user, or a bundle, names.")]
+Yes = Annotated[bool, Option("--yes", help="Run code from a bundle or another user's record.")]
 OneOfItsKind = Annotated[
     str,
     Option(
         metavar="N|auto|LIST",
         help="Devices to compute on, as for onefold run.",
-        show_default="one of the kind that the run had",
+        show_default="one of the run's type",
     ),
 ]
 
@@ -297,7 +297,7 @@ app.add_typer(record_app, name="record", rich_help_panel=_LOOK)
 
 @record_app.callback()
 def _group() -> None:
-    """Have `show` be named, though it is the only command."""
+    """Make `show` a named subcommand, although it is the only one."""
 
 
 @declare(
@@ -307,19 +307,19 @@ def _group() -> None:
     examples=[
         ("onefold record show ckpt", "the last steps"),
         ("onefold record show ckpt --step 40", "one step, with its shards"),
-        ("onefold record show ckpt --json", "everything, a line for each entry"),
+        ("onefold record show ckpt --json", "everything, one entry per line"),
     ],
 )
 def show(
     folder: RunFolder,
     as_json: Annotated[
-        bool, Option("--json", help="Print all entries, one JSON object a line.")
+        bool, Option("--json", help="Print all entries, one JSON object per line.")
     ] = False,
     step: Annotated[
-        int | None, Option(metavar="N", help="Only this step, with its shards.")
+        int | None, Option(metavar="N", help="Show only this step, with its shards.")
     ] = None,
 ) -> None:
-    """Show the steps of a run, their shards, and who took part."""
+    """Show the steps of a run, their shards, and the devices."""
     from onefold.cli.records import show_record
 
     show_record(folder, as_json=as_json, step=step)
@@ -337,7 +337,7 @@ def why(
     step: Annotated[
         int | None,
         Option(
-            min=1, metavar="N", help="Look at this step.", show_default="the first that stands out"
+            min=1, metavar="N", help="Step to explain.", show_default="the first that stands out"
         ),
     ] = None,
     devices: OneOfItsKind = "",
@@ -345,9 +345,9 @@ def why(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say which shard, sample and operation made a loss or norm jump.
+    """Find the shard, sample and operation that made a loss or norm jump.
 
-    Exit code 0: something stands out; 1: nothing does; 2: the run could not be computed again.
+    Exit codes: 0: something stands out; 1: nothing does; 2: the run could not be recomputed.
     """
     from onefold.cli.replay import explain
 
@@ -365,7 +365,7 @@ def why(
     examples=[
         ("onefold replay ckpt --step 40", "its norms and samples"),
         ("onefold replay ckpt --step 40 --shard 3 --pdb", "a prompt in the step"),
-        ("onefold replay ckpt --step 40 --bundle step.zip", "to be computed elsewhere"),
+        ("onefold replay ckpt --step 40 --bundle step.zip", "for another machine"),
     ],
 )
 def replay(
@@ -373,32 +373,32 @@ def replay(
         Path, Argument(metavar="RUN", help="A run's folder, its run.record, or a bundle.")
     ],
     step: Annotated[
-        int, Option(min=0, metavar="N", help="Number of the step. A bundle has but one.")
+        int, Option(min=0, metavar="N", help="Step to recompute. A bundle has only one.")
     ] = 0,
     shard: Annotated[
-        int | None, Option(min=0, metavar="K", help="Look into this shard alone.")
+        int | None, Option(min=0, metavar="K", help="Inspect only this shard, sample by sample.")
     ] = None,
     devices: OneOfItsKind = "",
     placement: PlacementOption = DEFAULT_PLACEMENT,
     bundle: Annotated[
         Path | None,
-        Option(metavar="FILE", help="Put the step into this file, to be computed elsewhere."),
+        Option(metavar="FILE", help="File to store the step in, for another machine."),
     ] = None,
     call: Annotated[
-        str, Option(metavar="FILE:FUNCTION", help="Call function(model, shards, step) there.")
+        str, Option(metavar="FILE:FUNCTION", help="Call function(model, shards, step) in the step.")
     ] = "",
     pdb: Annotated[bool, Option("--pdb", help="Open a Python prompt in the step.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compute one step of a run again, on any devices.
+    """Recompute one step of a run, on any devices.
 
-    The run's command goes on from the checkpoint before the step. Every step on the way is compared
-    with the record. What the step consists of is printed: its loss, the norm of each parameter's
+    The run's command resumes from the checkpoint before the step. Every recomputed step is compared
+    with the record. The details of the step are printed: its loss, the norm of each parameter's
     gradient, the samples of each shard. Nothing is written to the run.
 
-    Exit code 0: all shards have the bits of the record; 1: they differ; 2: the run could not be
-    computed again.
+    Exit codes: 0: all shards have the bits of the record; 1: they differ; 2: the run could not be
+    recomputed.
     """
     from onefold.cli.replay import replay_step
 
@@ -426,41 +426,39 @@ def replay(
     context_settings=SCRIPT,
     examples=[
         ("onefold compare runs/a runs/b", "the first difference"),
-        ("onefold compare --git v1..HEAD -- onefold run a.py", "by which commit"),
+        ("onefold compare --git v1..HEAD -- onefold run a.py", "find the commit"),
     ],
 )
 def compare(
     context: typer.Context,
     first: Annotated[
-        str | None, Argument(metavar="A B", help="Two runs' folders, or their run.record.")
+        str | None, Argument(metavar="A B", help="Folders of two runs, or their run.record.")
     ] = None,
     devices: OneOfItsKind = "",
     git: Annotated[
         str | None,
-        Option(metavar="GOOD..BAD", help="Name the commit that changed the bits of a command."),
+        Option(metavar="GOOD..BAD", help="Find the commit that changed a command's bits."),
     ] = None,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say where two runs differ first, and why.
+    """Find where two runs differ first, and why.
 
-    With --git GOOD..BAD -- onefold run ..., the command is run in worktrees of the commits between
-    the two, and the first one whose bits differ is named.
+    With --git GOOD..BAD -- onefold run ..., the command runs in worktrees of the commits between
+    the two, and the first commit whose bits differ is reported.
 
-    Exit code 0: nothing differs; 1: something does; 2: a run could not be used.
+    Exit codes: 0: nothing differs; 1: something does; 2: a run could not be used.
     """
     from onefold.cli.records import compare_runs, find_commit
 
     given = [each for each in (first, *context.args) if each is not None]
     if git is not None and as_json:
-        raise LaunchError(
-            "--json: expected two runs to compare, got --git, which prints text alone"
-        )
+        raise LaunchError("--json cannot be combined with --git, which prints text only")
     if git is not None:
         raise typer.Exit(find_commit(git, given[given[0] == "--" :] if given else []))
     if len(given) != 2:
         raise LaunchError(
-            f"expected two runs to compare, behind all options, got {in_shell(*given) or 'none'}"
+            f"compare takes two runs, after all options, but got {in_shell(*given) or 'none'}"
         )
     code = compare_runs(*map(Path, given), devices=devices, confirmed=yes, as_json=as_json)
     if code:
@@ -469,20 +467,20 @@ def compare(
 
 
 def main() -> None:
-    """Run the command line; errors that were foreseen become one line instead of a traceback."""
+    """Run the command line; print expected errors as one line instead of a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # As stderr does: names of files may hold bytes that are not UTF-8.
+        # Like stderr: file names may contain bytes that are not UTF-8.
         sys.stdout.reconfigure(errors="backslashreplace")
     launched = False
     try:
-        launched = onefold.is_launched()  # refused if a launcher has left something out
+        launched = onefold.is_launched()  # raises if a launcher did not set all variables
         signals: AbstractContextManager[list[signal.Signals]] = nullcontext([])
         with signals if launched else stopped_by_signals() as came:
             try:
                 app()
             except SystemExit as end:
-                # SIGTERM and SIGHUP raise a KeyboardInterrupt of ours. typer takes that for Ctrl-C,
-                # and ends with the exit code of another signal than the one that came.
+                # SIGTERM and SIGHUP raise a subclass of KeyboardInterrupt, which typer takes for
+                # Ctrl-C, and exits with the code of SIGINT instead of that of the real signal.
                 if came and end.code == 128 + signal.SIGINT:
                     raise Stopped(came[0]) from None
                 raise
@@ -491,10 +489,10 @@ def main() -> None:
         sys.exit(128 + stop.number)
     except (OnefoldError, ValueError, OSError) as error:
         if launched:
-            raise  # in a worker the launcher reports errors, and handles signals
+            raise  # in a worker, the launcher reports errors and handles signals
         text = str(error)
         if isinstance(error, OSError) and error.filename and error.strerror:
-            # Without the system's number for it.
+            # Without the error number.
             text = f"{visible(str(error.filename))}: {error.strerror}"
         tell(text)
         sys.exit(error.exit_code if isinstance(error, RunFailed) else 2)

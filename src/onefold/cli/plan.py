@@ -1,4 +1,4 @@
-"""Shows where a script's model may be cut and what memory it would take, and lists the devices.
+"""Shows a model's stages and the memory it needs, and lists the devices of this machine.
 
 `plan_script` prints the plan of a model, `show_devices` the table of ``onefold devices``.
 """
@@ -22,20 +22,20 @@ from onefold.system.words import counted, show_traceback, tell
 __all__ = ["plan_script", "read_counts", "show_devices"]
 
 _FILE = ":file"
-"""Ends the names of sizes that no device has: of files."""
+"""Suffix of the names of sizes that belong to files instead of devices."""
 
 
 def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as_json: bool) -> int:
-    """Run a script up to its first Trainer, and print what that would take.
+    """Run a script up to its first Trainer, and print the memory that its model needs.
 
     Args:
         command: the script and its arguments.
         devices: device counts, such as ``1,2,4``.
-        options: of the run.
-        as_json: print one JSON object, with sizes in bytes, in place of tables.
+        options: options of the run.
+        as_json: print one JSON object, with sizes in bytes, instead of tables.
 
     Returns:
-        0, or 2 if the script failed or made no Trainer.
+        0, or 2 if the script failed or created no Trainer.
     """
     counts = read_counts(devices)
     with PrivateFolder("onefold-plan-") as private:
@@ -49,12 +49,12 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as
         outcome = supervise(command, select_devices(1), settled)
         if outcome.exit_code or not path.exists():
             show_traceback(outcome.traceback)
-            tell(outcome.message or "the script made no Trainer")
+            tell(outcome.message or "the script created no Trainer")
             return 2
         found = json.loads(path.read_text())
     *gpus, processor = list_devices()
     together = found["together"]
-    # CPU devices share what the host has left; what a card has, its device has alone.
+    # CPU devices share the host's free memory; each GPU device has the memory of its card.
     memory = processor.free_bytes if together else min((gpu.total_bytes for gpu in gpus), default=0)
     found["available_bytes"] = memory
     names = [name for name in found["rows"][0] if name != "devices"]
@@ -71,14 +71,14 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as
 
 
 def read_counts(devices: str) -> tuple[int, ...]:
-    """Read counts of devices.
+    """Parse device counts.
 
     Raises:
-        ValueError: one is no number, or below 1.
+        ValueError: a count is not a number, or is below 1.
     """
     parts = [part.strip() for part in devices.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"--devices {devices}: expected counts of devices, such as 1,2,4")
+        raise ValueError(f"--devices must be device counts, such as 1,2,4, but got {devices}")
     return tuple(map(int, parts))
 
 
@@ -91,38 +91,38 @@ def _print(console: Screen, found: dict[str, Any], names: Sequence[str]) -> None
     console.print(_stages(found["stages"]))
     console.print(_rows(found["rows"], names))
     console.print(
-        "Besides, a device needs PyTorch itself, its batch, and the activations of one shard."
+        "In addition, a device needs PyTorch itself, its batch, and the activations of one shard."
     )
     owner = "The smallest GPU of this machine has"
     if found["together"]:
-        console.print("CPU devices of one host have the parameters once; each counts its part.")
+        console.print("CPU devices of one host share the parameters; each counts its part.")
         owner = "The CPU devices of this machine can together use"
     if not found["state_is_known"]:
-        console.print("What this optimizer keeps is not known: two numbers a parameter are taken.")
+        console.print("This optimizer's state is unknown; two numbers per parameter are assumed.")
     fits = []
     for row in found["rows"]:
         some = "all" if row["fits"] == found["placements"] else ", ".join(row["fits"])
         fits.append(f"with {counted(row['devices'], 'device')} {some or 'nothing'}")
-    alone = "by parameters, gradients and optimizer state alone"
+    alone = "counting only parameters, gradients and optimizer state"
     gibibytes = f"{found['available_bytes'] / 2**30:.1f} GiB"
     console.print(f"{owner} {gibibytes}. What fits, {alone}: {'; '.join(fits)}.")
     largest = max(found["stages"], key=lambda stage: int(stage["bytes"]))
     first = found["rows"][0]
-    # With a file of the model, a device needs no more than a stage.
+    # If the model is in a file, a device needs only one stage at a time.
     by_stage = [first[name.removesuffix(_FILE)] for name in names if name.endswith(_FILE)]
     least = min(filter(None, by_stage), default=None)
     if least and not first["fits"]:
         console.headed(
             "bold red",
             "Too large",
-            f" for a device: {largest['name']} takes "
-            f"{_mebibytes(least)} MiB at a time. Cut it with Trainer(stages=[...]), or "
-            f"cut its largest layer into modules of their own: docs/do/split-a-layer.md.",
+            f" for a device: {largest['name']} needs "
+            f"{_mebibytes(least)} MiB at a time. Split it with Trainer(stages=[...]), or "
+            f"split its largest layer into several modules: docs/do/split-a-layer.md.",
         )
 
 
 def _stages(stages: Sequence[dict[str, Any]]) -> Table:
-    """Those of one size that follow each other share a row."""
+    """Build the table of stages; consecutive stages of the same size share a row."""
     table = _table("Stages", "-stage", "parameters", "MiB of gradients")
     used = [stage for stage in stages if stage["parameters"]]
     for _, group in groupby(used, key=lambda stage: (stage["parameters"], stage["bytes"])):
@@ -135,8 +135,8 @@ def _stages(stages: Sequence[dict[str, Any]]) -> Table:
 
 
 def _rows(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Table:
-    title = "Memory of a device, MiB, by --placement"
-    # In two lines, so that the table fits 80 columns.
+    title = "Memory per device, MiB, by --placement"
+    # Headings of two lines, so that the table fits 80 columns.
     table = _table(title, "devices", *(name.replace(":", ":\n") for name in names))
     for row in rows:
         table.add_row(str(row["devices"]), *(_mebibytes(row[name]) for name in names))
@@ -148,10 +148,10 @@ def _mebibytes(number: int | None) -> str:
 
 
 def show_devices(*, as_json: bool) -> None:
-    """Print a row for each device: index, kind, name, total and free memory.
+    """Print a row per device: index, kind, name, total and free memory.
 
     Args:
-        as_json: print one JSON object, with sizes in bytes, in place of the table.
+        as_json: print one JSON object, with sizes in bytes, instead of the table.
     """
     devices = list_devices()
     if as_json:
@@ -167,9 +167,9 @@ def show_devices(*, as_json: bool) -> None:
 
 
 def _table(title: str, *headings: str) -> Table:
-    """A table of numbers, but for columns whose heading has a dash before it."""
+    """Build a table of numbers, and of text in columns whose heading starts with a dash."""
     columns = [
-        # Not a str, as some have two lines.
+        # Text instead of str, because some headings have two lines.
         Column(Text(each.removeprefix("-")), justify="left" if each.startswith("-") else "right")
         for each in headings
     ]

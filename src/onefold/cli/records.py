@@ -1,13 +1,13 @@
-"""``onefold record show`` and ``onefold compare``: what runs recorded, and where two differ first.
+"""``onefold record show`` and ``onefold compare``: print records, and find the first difference.
 
-`find_commit` names the commit from which on a command's runs differ.
+`find_commit` finds the commit that changed the bits of a command's runs.
 
 Note: how the first difference is found
 ---------------------------------------
-The records name the first step in which anything differs. Both runs are computed once more up to
-that step, with a digest of each parameter before each step, of each sample, and of the result of
-each operation. If parameters differ already before a step, the step before it is looked into
-instead: digests of a record see a part of each gradient alone.
+The records show the first step in which anything differs. Both runs are recomputed up to that step,
+with a digest of each parameter before each step, of each sample, and of the result of each
+operation. If parameters differ already before a step, the previous step is inspected instead,
+because a record's digests cover only a part of each gradient.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from onefold.system.words import counted, in_shell, listed, tell
 __all__ = ["compare_runs", "find_commit", "first_difference", "show_record"]
 
 _OF_NO_ACCOUNT = {"the number of shards per device", "the placement", "a hash", "the stages"}
-"""Words of a description on which no bit depends."""
+"""Words of a description that do not affect the bits."""
 _FEW = 8
 _MOST_CAUSES = 200
-"""Lines of causes: a run differs in few, a record that somebody made up in any number."""
+"""Maximum number of causes: runs differ in few, but a forged record may differ in any number."""
 _SHOWN = 100
-"""Characters of a setting that are printed: the state of a scheduler may have thousands."""
+"""Printed characters of a setting: the state of a scheduler may have thousands."""
 
 
 class FirstDifference(NamedTuple):
-    """Where two records differ first."""
+    """The first difference between two records."""
 
     step: int
-    """0 where it is not in a step."""
+    """Number of the step; 0 if the difference is not in a step."""
     shards: list[int]
-    """Which shards; empty where it is something else."""
+    """Shards that differ; empty if something else differs."""
     text: str
     is_length: bool = False
-    """Whether all is equal up to where one of the runs ends."""
+    """Whether everything is equal until one of the runs ends."""
 
 
 def first_difference(one: Record, two: Record) -> FirstDifference | None:
-    """Where two records differ first; None where they do not."""
+    """Return the first difference between two records; None if there is none."""
     ones, twos = one.by_step, two.by_step
     for step in sorted(ones.keys() & twos.keys()):
         if found := _differs(ones[step], twos[step]):
@@ -71,7 +71,7 @@ def first_difference(one: Record, two: Record) -> FirstDifference | None:
         for first, second in zip(*pair, strict=False):
             if (first.step, first.digest) != (second.step, second.digest):
                 what = getattr(first, "call", "a block of trainer.modifying")
-                text = f"what {what} made after step {first.step} (line {first.line}) differs"
+                text = f"the result of {what} after step {first.step} (line {first.line}) differs"
                 return FirstDifference(0, [], text)
         if len(pair[0]) != len(pair[1]):
             return FirstDifference(0, [], f"the runs have {len(pair[0])} and {len(pair[1])} {name}")
@@ -88,7 +88,7 @@ def _differs(one: StepEntry, two: StepEntry) -> FirstDifference | None:
         if first != second:
             return FirstDifference(one.step, [], f"its {_WORDS[what]} is {first}, and {second}")
     if len(one.totals) != len(two.totals):
-        return FirstDifference(one.step, [], "the batch is cut into another number of shards")
+        return FirstDifference(one.step, [], "the batch has a different number of shards")
     for what, first, second in zip(
         ("loss", "weight", "gradient"), shards_of(one), shards_of(two), strict=True
     ):
@@ -98,7 +98,7 @@ def _differs(one: StepEntry, two: StepEntry) -> FirstDifference | None:
             return FirstDifference(one.step, shards, f"the {what} of {_named(shards)} differs")
     if one.skipped != two.skipped:
         return FirstDifference(
-            one.step, [], f"it was skipped in one run alone: {one.skipped}{two.skipped}"
+            one.step, [], f"it was skipped in only one of the runs: {one.skipped}{two.skipped}"
         )
     if repr((one.values, one.rows)) != repr((two.values, two.rows)):
         return FirstDifference(one.step, [], "the values that the loss returned differ")
@@ -120,7 +120,7 @@ def _named(shards: Sequence[int]) -> str:
 def compare_runs(
     one: Path, two: Path, *, devices: str, confirmed: bool, as_json: bool = False
 ) -> int:
-    """Print where two runs differ first, and the likely causes.
+    """Print the first difference between two runs, and its likely causes.
 
     Returns:
         0 if nothing differs, 1 if something does.
@@ -141,9 +141,8 @@ def compare_runs(
     causes = _print_causes(console, runs, found.step or 1, differ=not found.is_length)
     if not repeats:
         console.print(
-            "A run that has other bits than its record when it is computed again depends on "
-            "something that has changed since: the script, code that it imports, data, or the "
-            "environment."
+            "A recomputed run has other bits than its record, so it depends on something that "
+            "has changed since: the script, code that it imports, data, or the environment."
         )
     if as_json:
         first = {"step": found.step or None, "shards": found.shards, "text": found.text}
@@ -152,10 +151,10 @@ def compare_runs(
 
 
 def _look_closer(console: Screen, runs: Sequence[StepReplay], found: FirstDifference) -> bool:
-    """Compute both runs once more; print the first parameter, sample and operation that differ.
+    """Recompute both runs; print the first parameter, sample and operation that differ.
 
     Returns:
-        Whether both have the bits of their records when they are computed again.
+        Whether both recomputed runs have the bits of their records.
     """
     step, shards = found.step, found.shards or None
     one, two = _both(console, runs, step, shards)
@@ -163,13 +162,13 @@ def _look_closer(console: Screen, runs: Sequence[StepReplay], found: FirstDiffer
         before, names = earlier
         console.print(f"  Before step {before} the model differs in {listed(names, _FEW)}.")
         if before == 1:
-            console.print(f"  No step was made yet. {_blocks(runs, 0)}")
+            console.print(f"  No step has been made yet. {_blocks(runs, 0)}")
             return not (one.differs or two.differs)
-        # The step before has left other parameters: its gradients or its update differ.
+        # The previous step left other parameters, so its gradients or its update differ.
         step = before - 1
         one, two = _both(console, runs, step, None)
     if not one.shards or not two.shards:
-        console.print("  This loss gathers over the batch: its shards cannot be looked into.")
+        console.print("  This loss gathers over the batch, so its shards cannot be inspected.")
         return not (one.differs or two.differs)
     differ = [_print_shard(console, *both) for both in zip(one.shards, two.shards, strict=False)]
     repeats = not (one.differs or two.differs)
@@ -180,28 +179,28 @@ def _look_closer(console: Screen, runs: Sequence[StepReplay], found: FirstDiffer
 
 
 def _blocks(runs: Sequence[StepReplay], step: int) -> str:
-    """Say what may have made a difference after a step: its update, or trainer.modifying."""
+    """Describe what may have differed after a step: its update, or trainer.modifying."""
     ran = [[b.line for b in alike(run.record, BlockEntry) if b.step == step] for run in runs]
-    # Not by their lines, which differ where anything above them was edited.
+    # Compare counts instead of line numbers, which change if the script is edited above them.
     (fewer, _), (more, run) = sorted(zip(ran, runs, strict=True), key=lambda each: len(each[0]))
     lines = listed(dict.fromkeys(fewer + more))
     if len(more) > len(fewer):
         times = f" {len(more)} times, not {len(fewer)}" if fewer else ""
-        return f"{run.record.path} alone then ran trainer.modifying{times}, at {lines}."
+        return f"Only {run.record.path} then ran trainer.modifying{times}, at {lines}."
     what = "Its update differs" if step else "The models differ from the start"
     return what + (
-        f", or what trainer.modifying changed next differs, at {lines}." if lines else "."
+        f", or the next change by trainer.modifying differs, at {lines}." if lines else "."
     )
 
 
 def _both(
     console: Screen, runs: Sequence[StepReplay], step: int, shards: list[int] | None
 ) -> tuple[Findings, Findings]:
-    """Look into a step of both runs; print where one has other bits than its record."""
+    """Inspect a step of both runs; print where a run has other bits than its record."""
     one, two = (run.inspect_step(step, shards=shards, digests=True) for run in runs)
     for looked, run in zip((one, two), runs, strict=True):
         for line in looked.differs[:1]:
-            console.print(f"  {run.record.path}, computed again: {line}")
+            console.print(f"  {run.record.path}, recomputed: {line}")
     return one, two
 
 
@@ -231,7 +230,7 @@ def _print_shard(console: Screen, one: ShardFinding, two: ShardFinding) -> bool:
             differ = True
             other = "" if here.name == there.name else f", in the other run {there}"
             console.print(
-                f"  Shard {one.shard}: the first operation with another result is {here}{other}"
+                f"  Shard {one.shard}: the first operation with a different result is {here}{other}"
             )
             break
     return differ
@@ -240,17 +239,17 @@ def _print_shard(console: Screen, one: ShardFinding, two: ShardFinding) -> bool:
 def _print_causes(
     console: Screen, runs: Sequence[StepReplay], step: int, *, differ: bool
 ) -> list[str]:
-    """Print and return in what the records say that the runs differ."""
+    """Print and return the recorded settings that differ between the runs."""
     one, two = (run.begun(step) for run in runs)
     lines = list(_causes(one, two))
     if lines:
-        console.print("Likely causes:" if differ else "What differs without changing a bit:")
+        console.print("Likely causes:" if differ else "Differences that do not affect the bits:")
     for line in lines:
         console.print(f"  {line}")
     if differ and not lines:
         console.print(
-            "The records name no cause: versions, flags, seed, settings, command and script are "
-            "the same. Look at the data, and at code that the script imports"
+            "The records show no cause: versions, flags, seed, settings, command and script are "
+            "the same. Check the data, and code that the script imports"
         )
     return lines
 
@@ -284,26 +283,26 @@ def _script_diff(one: StartEntry, two: StartEntry) -> list[str]:
 
 
 def find_commit(span: str, command: Sequence[str]) -> int:
-    """Name the first commit of a range whose run has other bits than that of its first one.
+    """Find the first commit of a range whose run has other bits than the first commit's run.
 
     The command runs in a worktree of each commit that is tried, with ``--record`` added.
 
     Args:
         span: ``GOOD..BAD``.
-        command: begins with ``onefold run``.
+        command: starts with ``onefold run``.
 
     Returns:
-        1 if there is such a commit, 0 if the last one has the bits of the first.
+        1 if there is such a commit, 0 if the last commit has the bits of the first.
 
     Raises:
-        LaunchError: the range or the command cannot be used.
+        LaunchError: the range or the command is not valid.
     """
     good, dots, bad = span.partition("..")
     if not dots or not good or not bad:
-        raise LaunchError(f"--git {span}: expected GOOD..BAD, two commits of this repository")
+        raise LaunchError(f"--git must be GOOD..BAD, two commits, but got {span}")
     if list(command[:2]) != ["onefold", "run"]:
         raise LaunchError(
-            f"expected onefold run ... behind --, got {in_shell(*command) or 'nothing'}"
+            f"--git requires -- onefold run ..., but got {in_shell(*command) or 'no command'}"
         )
     commits = [_git("rev-parse", "--verify", f"{good}^{{commit}}").strip()]
     commits += _git("rev-list", "--reverse", "--first-parent", span).split()
@@ -333,7 +332,7 @@ def _recorded(commit: str, command: Sequence[str], folder: Path, below: Path) ->
     _git("worktree", "add", "--detach", "--quiet", str(tree), commit)
     try:
         place = tree / below
-        # What the commit has of onefold itself counts, too.
+        # Use the commit's own version of onefold, if the repository contains it.
         paths = [str(tree / "src"), os.environ.get("PYTHONPATH", "")]
         done = subprocess.run(
             [sys.executable, "-P", "-m", *command[:2], "--record", str(record), *command[2:]],
@@ -348,7 +347,7 @@ def _recorded(commit: str, command: Sequence[str], folder: Path, below: Path) ->
     if done.returncode:
         tell(done.stdout.decode(errors="replace")[-2000:])
         raise LaunchError(
-            f"the command failed in commit {commit[:12]}, with code {done.returncode}"
+            f"the command failed in commit {commit[:12]}, with exit code {done.returncode}"
         )
     return record
 
@@ -371,16 +370,16 @@ def show_record(run: Path, *, as_json: bool, step: int | None) -> None:
     """Print the record of a run, or one step of it.
 
     Args:
-        run: the folder, or the file.
-        as_json: print one JSON object for each entry.
-        step: the number of the only step that is shown.
+        run: the run's folder, or its record.
+        as_json: print one JSON object per entry.
+        step: number of the step to show; None for all.
     """
     record = Record(run)
     entries = record.entries if step is None else [record.step(step)]
     if as_json:
         results = iter(record.results)
         for entry in entries:
-            # What a call returned, in place of the bytes that it is kept as.
+            # Print the value that a call returned, instead of the bytes that store it.
             value = {"value": next(results)["value"]} if isinstance(entry, Result) else {}
             print_json(_plain(entry, value))
     elif step is None:
@@ -390,7 +389,7 @@ def show_record(run: Path, *, as_json: bool, step: int | None) -> None:
 
 
 def _plain(entry: Any, value: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an entry, by name."""
+    """Return the fields of an entry, by name."""
     found = {"kind": entry.__struct_config__.tag}
     found |= {name: getattr(entry, name) for name in entry.__struct_fields__}
     if isinstance(entry, StepEntry):

@@ -1,18 +1,18 @@
-"""``onefold replay`` and ``onefold why``: one step of a run, computed once more and looked into.
+"""``onefold replay`` and ``onefold why``: recompute and inspect one step of a run.
 
-Note: how a run is computed once more
--------------------------------------
-In a temporary folder that has the record and the nearest checkpoint of the run, the command of the
-run goes on from there (`StepReplay`). Nothing is written to the run itself: what the script saves
-by PyTorch and safetensors lies in the temporary folder.
+Note: how a run is recomputed
+-----------------------------
+In a temporary folder with the run's record and its nearest checkpoint, `StepReplay` resumes the
+run's command. Nothing is written to the run itself: files that the script saves through PyTorch or
+safetensors go to the temporary folder.
 
 Note: runs of other distributions
 ---------------------------------
-A run without a script, such as that of a job, is copied by the distribution that made it. An entry
-point of the group ``onefold.replays`` names a function. It is called with the folder of the run, a
-new folder, and the names of the checkpoints before the step, oldest first. It copies what resumes
-the run into the new folder, and returns the arguments of ``onefold`` that resume it there, but for
-``--devices``. If the run is not its own, it returns None.
+A run without a script, such as that of a job, is copied by the distribution that created it. An
+entry point of the group ``onefold.replays`` names a function. It is called with the run's folder, a
+new folder, and the names of the checkpoints before the step, oldest first. It copies the files that
+are needed to resume the run into the new folder, and returns the arguments of ``onefold`` that
+resume it there, without ``--devices``. If it does not recognize the run, it returns None.
 """
 
 from __future__ import annotations
@@ -60,26 +60,26 @@ from onefold.system.words import in_shell, listed, tell
 __all__ = ["StepReplay", "explain", "replay_step"]
 
 _NEVER = str(1 << 30)
-_GATHERS = "The loss gathers over the batch: its shards cannot be looked into by themselves."
+_GATHERS = "The loss gathers over the batch, so its shards cannot be inspected separately."
 _FEW, _MOST_SAMPLES = 8, 64
 _OWN = ("optimizer", "the optimizer", "the number of shards per device", "the scheduler", "a hash")
-"""How words of a description begin that a bundle does not keep."""
+"""Prefixes of words in a description that a bundle does not keep."""
 _CHECKPOINT = re.compile(r"step-\d{1,18}", re.ASCII)
 _MANIFEST = "run.json"
-"""A file of every whole checkpoint."""
+"""File that every complete checkpoint has."""
 
 
 class StepReplay:
-    """A run that is computed once more, up to one of its steps.
+    """A run that can be recomputed up to one of its steps.
 
     Args:
-        run: the folder of the run, or its record.
-        devices: on which devices; empty for one of the kind that the run had.
-        placement: where parameters lie.
-        confirmed: whether the user has agreed to run what the record names, whoever wrote it.
+        run: the run's folder, or its record.
+        devices: devices to compute on; if empty, one of the run's type.
+        placement: parameter placement.
+        confirmed: whether the user agreed to run the record's command, whoever wrote the record.
 
     Raises:
-        FileNotFoundError, RecordError: there is no record, or it cannot be used.
+        FileNotFoundError, RecordError: the record does not exist, or is not valid.
     """
 
     def __init__(
@@ -96,37 +96,37 @@ class StepReplay:
 
     @property
     def steps(self) -> int:
-        """The last step that can be looked into: also one that has failed."""
+        """Last step that can be inspected, including one that failed."""
         failed = [each.step + 1 for each in self.record.entries if isinstance(each, FailureEntry)]
         return max([*self.record.by_step, *failed], default=0)
 
     def begun(self, step: int) -> StartEntry:
-        """How the run was begun, or resumed, that made a step."""
+        """Return the entry of the start or resume that led to a step."""
         begun: StartEntry | None = None
         for entry in self.record.entries:
             if isinstance(entry, StartEntry) and (begun is None or entry.step < step):
                 begun = entry
         if begun is None:
-            raise RecordError(f"{self.record.path} is empty: expected the record of a run")
+            raise RecordError(f"{self.record.path} is empty. Pass the record of a run")
         return begun
 
     def inspect_step(self, step: int, **asked: Any) -> Findings:
-        """Compute up to a step, and look into it.
+        """Recompute the run up to a step, and inspect that step.
 
         Args:
-            step: its number.
+            step: number of the step.
             asked: see `Inspection`.
 
         Raises:
-            RecordError: the record has no such step, or does not know how the run was begun.
-            LaunchError: the record is of another user, and nobody has agreed to run its command.
-            RunFailed: the script failed, or ended before it came to the step.
+            RecordError: the record has no such step, or does not contain the run's command.
+            LaunchError: the record belongs to another user, and this user has not agreed to run it.
+            RunFailed: the script failed, or ended before the step.
         """
         if not 1 <= step <= self.steps:
             has = f"steps 1 to {self.steps}" if self.steps else "no steps"
             raise RecordError(
-                f"{self.record.path} has {has}: expected one of these, got "
-                f"{f'step {step}' if step else 'no --step N'}"
+                f"{self.record.path} has {has}, but got "
+                f"{f'step {step}' if step else 'no --step N'}. Pass one of its steps"
             )
         begun = self.begun(step)
         with PrivateFolder("onefold-replay-") as private:
@@ -153,13 +153,13 @@ class StepReplay:
                     check=False,
                 ).returncode
             if not found.exists():
-                ended = "ended before it came to" if code in (0, STOPPED_CODE) else "failed before"
+                ended = "ended before" if code in (0, STOPPED_CODE) else "failed before"
                 said = f"{in_shell(*command)}\n{log.read_text(errors='replace')[-4000:]}"
                 raise RunFailed(f"the run {ended} step {step}: {said}", 2)
             return msgspec.json.decode(found.read_bytes(), type=Findings)
 
     def _command(self, begun: StartEntry, step: int, folder: Path) -> list[str]:
-        """The command that computes once more, in a folder with what it needs of the run."""
+        """Return the command that recomputes the run, and prepare its folder."""
         python = begun.python if Path(begun.python).is_file() else sys.executable
         devices = self._devices or ("cpu:1" if begun.devices[0].startswith("cpu") else "1")
         for each in entry_points(group="onefold.replays"):
@@ -168,9 +168,9 @@ class StepReplay:
                 return [python, "-P", "-m", "onefold", *words, "--devices", devices]
         if not begun.module and not begun.script:
             raise RecordError(
-                f"{self.record.path} does not know which script began the run ("
-                f"{in_shell(*begun.command)}): expected a run that was begun from a file, by "
-                f"onefold run, python or another launcher"
+                f"{self.record.path} does not contain the script of the run "
+                f"({in_shell(*begun.command)}). Only runs of a script file can be recomputed, "
+                f"started by onefold run, python or another launcher"
             )
         _warn_of_change(begun)
         start = ["-m", begun.module] if begun.module else [begun.script]
@@ -188,34 +188,34 @@ class StepReplay:
         return [python, "-P", "-m", "onefold", "run", *options, *start, *begun.command[1:]]
 
     def _agreed(self, begun: StartEntry, command: Sequence[str], step: int) -> dict[str, str]:
-        """Say what is about to be run, and have the user agree if a stranger wrote the record.
+        """Print the command, and ask the user to agree to it if another user wrote the record.
 
         Returns:
-            The environment variables with which the run is computed again.
+            Environment variables for the recomputation.
         """
         flags = harmless_flags(begun.flags)
-        tell(f"computing step {step} again: {in_shell(*command)}")
+        tell(f"recomputing step {step}: {in_shell(*command)}")
         words = " ".join(f"{name}={in_shell(value)}" for name, value in flags.items())
         tell(f"in folder {in_shell(begun.folder or os.getcwd())} with {words or 'no variables'}")
         if left_out := sorted(begun.flags.keys() - flags.keys()):
             tell(f"without {listed(map(in_shell, left_out))}, which the run had set")
         if not self._confirmed:
-            confirm(f"{self.record.path} is another user's, and names the command above.")
+            confirm(f"{self.record.path} belongs to another user, and has the command above.")
             self._confirmed = True
         return flags
 
     def _checkpoints_before(self, step: int, *, of_script: bool) -> list[str]:
-        """Names of the checkpoints before a step, the oldest first.
+        """Return the names of the checkpoints before a step, oldest first.
 
         Args:
             step: number of the step.
-            of_script: leave out those that the program saved, as only its ``trainer.load`` resumes
-                from them.
+            of_script: leave out checkpoints that the script saved, because only its
+                ``trainer.load`` resumes from them.
         """
         table = self.record.checkpoints
         columns = (table[name].tolist() for name in ("step", "folder", "line"))
         rows = sorted((at, name, line) for at, name, line in zip(*columns, strict=True))
-        # Of this folder: a record may name any.
+        # Only names in this folder: a record may contain any path.
         rows = [each for each in rows if _CHECKPOINT.fullmatch(each[1])]
         return [name for at, name, line in rows if at < step and not (of_script and line)]
 
@@ -225,9 +225,9 @@ def _warn_of_change(begun: StartEntry) -> None:
     if not script.is_file():
         if begun.module:
             return
-        raise RecordError(f"{script} is missing: expected the script of the run, where it was")
+        raise RecordError(f"{script} is missing, but the run's script is needed to recompute it")
     if hashlib.sha256(script.read_bytes()).hexdigest() != begun.script_digest:
-        tell(f"{script} has changed since the run: what follows may be other than it was")
+        tell(f"{script} has changed since the run, so the results may differ")
 
 
 def replay_step(
@@ -243,22 +243,22 @@ def replay_step(
     confirmed: bool,
     as_json: bool = False,
 ) -> int:
-    """Compute a step of a run once more, and print what it consists of.
+    """Recompute a step of a run, and print its details.
 
     Returns:
         0 if all shards have the bits of the record, 1 if not.
     """
     console = Screen(as_json=as_json)
     if bundle is not None and (bundle.exists() or not bundle.absolute().parent.is_dir()):
-        raise ValueError(f"--bundle {bundle}: expected a new file, in a folder that exists")
+        raise ValueError(f"--bundle {bundle} must be a new file in an existing folder")
     if prompt and (sys.stdin is None or not sys.stdin.isatty()):
-        raise ValueError("--pdb: expected a terminal, and standard input is none")
+        raise ValueError("--pdb requires a terminal, but standard input is not one")
     shards = None if shard is None else [shard]
     if zipfile.is_zipfile(run):
         if step or bundle is not None or function or prompt:
-            raise ValueError(f"{run} is a bundle, of one step: expected --shard or --devices alone")
+            raise ValueError(f"{run} is a bundle of one step; it allows only --shard and --devices")
         if not confirmed:
-            confirm(f"{run} is a bundle, which holds code.")
+            confirm(f"{run} is a bundle, which contains code.")
         found = _look_into_bundle(console, run, shards, devices or "cpu:1")
     else:
         again = StepReplay(run, devices=devices, placement=placement, confirmed=confirmed)
@@ -289,11 +289,11 @@ def replay_step(
 def _look_into_bundle(
     console: Screen, path: Path, shards: list[int] | None, devices: str
 ) -> Findings:
-    """Compute the step of a bundle, and look into it.
+    """Recompute and inspect the step of a bundle.
 
     Raises:
-        DataError: the file is no bundle.
-        RunFailed: the step cannot be computed here.
+        DataError: the file is not a bundle.
+        RunFailed: the step cannot be computed on this machine.
     """
     with PrivateFolder("onefold-replay-") as private:
         folder, record = private.path, ""
@@ -319,12 +319,12 @@ def _look_into_bundle(
         looked = msgspec.json.decode(found.read_bytes(), type=Findings)
     for what, then in about.description.items():
         if not what.startswith(_OWN) and (now := looked.description.get(what, "")) != then:
-            console.print(f"{what}: {then} where the bundle was made, here {now}")
+            console.print(f"{what}: {then} where the bundle was created, here {now}")
     return looked
 
 
 def _tools(asked: Inspection) -> str:
-    """The variable that hands an inspection to a run."""
+    """Return the variable's value that passes an inspection to a run."""
     return msgspec.json.encode({"inspection": asked}).decode()
 
 
@@ -349,16 +349,16 @@ def _absolute_function(text: str) -> str:
         return ""
     file, _, name = text.rpartition(":")
     if not Path(file).is_file() or not name:
-        raise ValueError(f"--call {text}: expected FILE:FUNCTION, with a Python file that exists")
+        raise ValueError(f"--call must be FILE:FUNCTION, with an existing file, but got {text}")
     if not re.search(rf"\b{re.escape(name)}\b", Path(file).read_text(errors="replace")):
-        raise ValueError(f"--call {text}: {file} has no function {name}")
+        raise ValueError(f"--call {text} is not valid: {file} has no function {name}")
     return f"{Path(file).absolute()}:{name}"
 
 
 def _print_step(console: Screen, found: Findings) -> None:
     of = f" of loss {found.name}" if found.name else ""
     console.print(
-        f"step {found.step}{of}, computed again from step {found.begun} on: {found.samples} "
+        f"step {found.step}{of}, recomputed from step {found.begun}: {found.samples} "
         f"samples, loss {_word(found.loss)}, norm {_word(found.norm)}"
     )
     if found.differs:
@@ -369,7 +369,7 @@ def _print_step(console: Screen, found: Findings) -> None:
         words = f"{found.compared} shards have the bits of the record."
         console.print(words, style="bold green")
     if not found.made and not found.differs:
-        console.print("The step itself was not made: the record has nothing to compare with.")
+        console.print("The run did not complete this step, so there is nothing to compare with.")
     table = Table("parameter", "norm of gradient", "of parameter", "share")
     whole = found.norm or math.nan
     given = [each for each in found.layers if each.given]
@@ -423,7 +423,7 @@ def explain(
     confirmed: bool,
     as_json: bool = False,
 ) -> int:
-    """Print where a run first leaves its own history, and what in that step does it.
+    """Print the first step whose numbers stand out, and the shards and operations that cause it.
 
     Returns:
         0 if something stands out, 1 if nothing does.
@@ -444,8 +444,8 @@ def explain(
         usual = median(sizes.values()) if sizes else 0
         if 2 * sizes.get(step, usual) < usual:
             console.print(
-                f"It has {sizes[step]} samples, where {usual:g} are usual: fewer samples give "
-                f"larger gradients by chance."
+                f"It has {sizes[step]} samples instead of the usual {usual:g}, and fewer samples "
+                f"give larger gradients by chance."
             )
     looked = again.inspect_step(step)
     _print_step(console, looked)
@@ -506,14 +506,14 @@ def _print_culprit(console: Screen, own: ShardFinding, mean: float | None) -> No
             text += ", its gradient is not finite"
         console.print(f"{text}; {each.words}")
     if not own.samples:
-        console.print("  its samples could not be told apart")
+        console.print("  its samples could not be separated")
     if own.first is not None:
         far = "is not finite" if own.times is None else f"is {own.times:.3g} times the usual one"
         console.print(f"  first operation whose result {far}: {own.first}")
 
 
 def _largest(samples: Sequence[SampleFinding], usual: float) -> list[SampleFinding]:
-    """The sample with the largest loss, and others that are far above the usual one."""
+    """Return the sample with the largest loss, and others far above the usual one."""
     ordered = sorted(samples, key=lambda each: -(each.loss or 0.0))
     far = [each for each in ordered if (each.loss or 0.0) > usual + 4 * abs(usual)]
     return far or ordered[:1]

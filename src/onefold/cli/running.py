@@ -1,8 +1,8 @@
-"""``onefold run``, and what the commands that run a script have in common.
+"""``onefold run``, and options that all commands that run a script share.
 
-Of the arguments of ``onefold run``, ``onefold verify`` and ``onefold plan``, only those before the
-script, or before the module behind ``-m``, are the command's: everything behind belongs to the
-script, whatever it is called. ``--`` may stand between the two.
+The arguments of ``onefold run``, ``onefold verify`` and ``onefold plan`` belong to the command only
+before the script, or before the module of ``-m``. All later arguments belong to the script,
+whatever their names. ``--`` may separate the two.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 SCRIPT = {"allow_extra_args": True, "allow_interspersed_args": False}
-"""Settings of a command that ends at its first argument, and hands on all others."""
+"""Settings of a command that stops parsing at its first argument, and passes the others on."""
 PLACEMENT_VARIABLE = "ONEFOLD_PLACEMENT"
 
 _DEFAULTS = RunOptions()
@@ -56,20 +56,20 @@ _OF_CHECKPOINTS = (
     "max_restarts",
     "restart_devices",
 )
-"""Options of ``onefold run`` that make no sense without ``--checkpoint``."""
+"""Options of ``onefold run`` that require ``--checkpoint``."""
 _USAGE = 2
-"""The exit code of a program that cannot use its arguments."""
+"""Exit code of a program that cannot use its arguments."""
 _of_devices, _of_stopping, _of_watching = (
     partial(Option, rich_help_panel=heading)
-    for heading in ("Devices", "Stop and resume", "Look into the run")
+    for heading in ("Devices", "Stop and resume", "Inspect the run")
 )
-"""Options, each under the heading of its group."""
+"""Options under the heading of their group."""
 
 Script = Annotated[
     str | None,
     Argument(
         metavar="SCRIPT [ARGS]...",
-        help="The script, or with -m the module. What follows it are its own arguments.",
+        help="Script, or module with -m. It receives all later arguments.",
     ),
 ]
 Module = Annotated[
@@ -92,17 +92,17 @@ OffloadDir = Annotated[
     Path | None,
     _of_devices(
         metavar="DIR",
-        help="Folder on a disk for the file of --placement offload.",
+        help="Folder, on a disk, for the --placement offload file.",
         show_default="TMPDIR",
     ),
 ]
 Exchange = Annotated[
     str,
-    _of_devices(metavar="auto|shared|collective", help="How devices exchange gradients."),
+    _of_devices(metavar="auto|shared|collective", help="Transport between devices."),
 ]
 Timeout = Annotated[
     float,
-    _of_devices(metavar="SECONDS", help="How long a device waits for another one."),
+    _of_devices(metavar="SECONDS", help="Timeout for waiting on another device."),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object; text goes to stderr.")]
 
@@ -115,77 +115,64 @@ def run(
     module: Module = False,
     checkpoint: Annotated[
         Path | None,
-        _of_stopping(
-            metavar="DIR",
-            help="Resume from the newest checkpoint in this folder, and write new ones.",
-        ),
+        _of_stopping(metavar="DIR", help="Resume from this folder's last checkpoint; save here."),
     ] = None,
     save_every: Annotated[
         str,
         _of_stopping(
             metavar="N|TIME",
-            help="From one checkpoint to the next: steps, time, or both (200; 10m; 500,1h).",
+            help="Checkpoint interval: steps, time, or both (500,1h).",
         ),
     ] = str(_DEFAULTS.save_every),
     keep_last: Annotated[
         int,
-        _of_stopping(metavar="N", help="How many of the newest checkpoints stay."),
+        _of_stopping(metavar="N", help="Number of recent checkpoints to keep."),
     ] = _DEFAULTS.keep_last,
     max_restarts: Annotated[
         int,
-        _of_stopping(
-            metavar="N", help="Start again after at most so many crashes without progress."
-        ),
+        _of_stopping(metavar="N", help="Maximum restarts without a new checkpoint."),
     ] = _DEFAULTS.max_restarts,
     restart_devices: Annotated[
         Literal["same", "fewer"],
-        _of_stopping(help="Devices of a restart: the same, or fewer, without one that was lost."),
+        _of_stopping(metavar="same|fewer", help="Devices of a restart; fewer drops a lost one."),
     ] = _DEFAULTS.restart_devices,
     grace_period: Annotated[
         float,
-        _of_stopping(metavar="SECONDS", help="Time for saving after a signal to stop."),
+        _of_stopping(metavar="SECONDS", help="Time to save after a stop signal."),
     ] = _DEFAULTS.grace_period_s,
     allow_changed: Annotated[
         str | None,
         _of_stopping(
-            metavar="NAMES", help="What differs on purpose from the saved run, such as seed."
+            metavar="NAMES", help="Settings that may differ from the saved run, such as seed."
         ),
     ] = None,
     record: Annotated[
         Path | None,
         _of_watching(
             metavar="DIR",
-            help="Write the record of the run into this folder.",
+            help="Folder for the record of the run.",
             show_default="that of --checkpoint",
         ),
     ] = None,
     logs: Annotated[
         Path | None,
-        _of_watching(
-            metavar="DIR",
-            help="Keep the output of the other devices in this folder, as device-1.log.",
-        ),
+        _of_watching(metavar="DIR", help="Folder for the other devices' output (device-1.log)."),
     ] = None,
     profile: Annotated[
         Path | None,
-        _of_watching(metavar="DIR", help="Write a timeline into this folder, to open in Perfetto."),
+        _of_watching(metavar="DIR", help="Folder for a timeline, to open in Perfetto."),
     ] = None,
     audit: Annotated[
         float,
-        _of_watching(
-            metavar="SHARE",
-            help="Compute this share of all shards on another device as well, and compare.",
-        ),
+        _of_watching(metavar="FRACTION", help="Fraction of shards to recompute on another device."),
     ] = _DEFAULTS.audit,
     on_corruption: Annotated[
         Literal["heal", "stop"],
-        _of_watching(help="After a result that was wrong once, go on with the right one, or stop."),
+        _of_watching(metavar="heal|stop", help="On a one-time wrong result: correct it, or stop."),
     ] = _DEFAULTS.on_corruption,
     as_json: Annotated[
         bool,
-        _of_watching(
-            "--json", help="Print how the run ended as a JSON object, in the last line of stdout."
-        ),
+        _of_watching("--json", help="Print the outcome as JSON, in the last line of stdout."),
     ] = False,
     exchange: Exchange = "auto",
     timeout: Timeout = _DEFAULTS.timeout_s,
@@ -193,11 +180,12 @@ def run(
 ) -> None:
     """Run a script on the devices of this machine.
 
-    With --checkpoint, the first SIGTERM, SIGHUP or Ctrl-C has the run save itself at the end of its
-    step and exit with code 75; the same command resumes it. The second one ends it at once. SIGUSR1
-    and SIGUSR2, by which cluster schedulers give notice, have it save itself as well.
+    With --checkpoint, the first SIGTERM, SIGHUP or Ctrl-C makes the run save itself at the end of
+    its step and exit with code 75. The same command resumes it. A second signal ends the run at
+    once. SIGUSR1 and SIGUSR2, which cluster schedulers send as notice, also make the run save
+    itself and exit.
     """
-    # All that is wrong with the command is refused here, before any process is started.
+    # Refuse every error in the command here, before any process starts.
     command = command_of(script, module, context.args)
     for folder in (profile, record):
         if folder is not None:
@@ -205,12 +193,12 @@ def run(
     steps, seconds = _read_interval(save_every)
     if checkpoint is not None:
         if checkpoint.exists() and not checkpoint.is_dir():
-            raise LaunchError(f"--checkpoint {checkpoint}: expected a folder, this is a file")
+            raise LaunchError(f"--checkpoint {checkpoint} must be a folder, but is a file")
         checkpoint.mkdir(parents=True, exist_ok=True)
     elif given := [each for each in _OF_CHECKPOINTS if _is_given(context, each)]:
         named = ", ".join(f"--{each.replace('_', '-')}" for each in given)
-        raise LaunchError(f"{named}: expected with --checkpoint, which names the directory")
-    # Absolute paths: the script may change its folder before a worker uses them.
+        raise LaunchError(f"{named} requires --checkpoint DIR")
+    # Absolute paths, because the script may change its folder before a worker uses them.
     options = RunOptions(
         placement=placement,
         offload_dir=absolute_dir(offload_dir, placement),
@@ -242,7 +230,7 @@ def run(
 
 
 def come_too_late(given: Sequence[str], options: Collection[str]) -> list[str]:
-    """List the words among a script's arguments that are options of the command.
+    """Return the words among a script's arguments that are options of the command.
 
     >>> come_too_late(["--lr", "0.1", "--devices=2"], {"--devices", "-m"})
     ['--devices']
@@ -252,25 +240,25 @@ def come_too_late(given: Sequence[str], options: Collection[str]) -> list[str]:
 
 
 def command_of(script: str | None, module: bool, rest: list[str]) -> list[str]:
-    """Return what a worker has to run; a script must exist.
+    """Return the arguments of a worker; the script must exist.
 
     Raises:
-        LaunchError: there is no script of this name, or none was given.
+        LaunchError: no script was given, or it does not exist.
     """
     if script is None:
-        raise LaunchError("expected a script, or -m and the name of a module")
+        raise LaunchError("no script was given. Pass a script, or -m and the name of a module")
     if module:
         return ["-m", script, *(rest[1:] if rest[:1] == ["--"] else rest)]
     if not Path(script).is_file():
         raise LaunchError(
-            f"there is no script {script}: expected the path of a Python file, from this folder "
-            f"({Path.cwd()})"
+            f"script {script} does not exist. Pass the path of a Python file, relative to this "
+            f"folder ({Path.cwd()})"
         )
     return [script, *rest]
 
 
 def absolute_dir(offload_dir: Path | None, placement: str) -> str:
-    """The folder of ``--offload-dir``; empty if none is named."""
+    """Return the absolute path of ``--offload-dir``; empty if it is not set."""
     if offload_dir is None:
         return ""
     kept = [RunOptions(placement=each.strip()) for each in placement.split(",")]
@@ -280,17 +268,17 @@ def absolute_dir(offload_dir: Path | None, placement: str) -> str:
 
 
 def confirm(text: str) -> None:
-    """Have the user agree to run code from a file.
+    """Ask the user to agree to run code from a file.
 
     Raises:
-        LaunchError: the user does not, or cannot be asked.
+        LaunchError: the user does not agree, or cannot be asked.
     """
     if sys.stdin is None or not sys.stdin.isatty():
         raise LaunchError(
-            f"{text} It would run as you: read it, and add --yes if you trust whoever made it"
+            f"{text} It would run as you. Read it, and pass --yes if you trust its author"
         )
     if not typer.confirm(f"{visible(text)} It would run as you. Run it?", err=True):
-        raise LaunchError("nothing was run")
+        raise LaunchError("you did not agree, so nothing was run")
 
 
 def _absolute(path: Path | None) -> str:
@@ -303,13 +291,13 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _read_interval(text: str) -> tuple[int, float]:
-    """Read how far apart checkpoints are: 200, 10m, or 200,10m for whichever comes first.
+    """Parse a checkpoint interval: 200, 10m, or 200,10m for whichever comes first.
 
     Returns:
-        Steps and seconds, of which one may be 0.
+        Steps and seconds; one of them may be 0.
 
     Raises:
-        LaunchError: it is neither a number of steps nor a time.
+        LaunchError: a part is neither a number of steps nor a time.
     """
     steps, seconds = 0, 0.0
     for part in text.split(","):
@@ -319,8 +307,8 @@ def _read_interval(text: str) -> tuple[int, float]:
             steps = int(part)
         else:
             raise LaunchError(
-                f"--save-every {text}: expected a number of steps of at least 1, a time such as "
-                f"30s, 10m or 1h, or both as in 500,1h"
+                f"--save-every {text} is not valid. Pass a number of steps (at least 1), a time "
+                f"such as 30s, 10m or 1h, or both, as in 500,1h"
             )
     return steps, seconds
 
@@ -340,7 +328,7 @@ def _as_json(outcome: Outcome, selection: Selection, options: RunOptions) -> dic
 
 
 def _tell_end(outcome: Outcome) -> None:
-    """Report how a run ended; stdout is left to the script."""
+    """Report how a run ended on stderr; stdout belongs to the script."""
     if outcome.timeline:
         tell(f"timeline: {outcome.timeline} (opens in ui.perfetto.dev)")
     if not outcome.exit_code:
@@ -362,8 +350,8 @@ def _tell_what_is_next(outcome: Outcome, command: Sequence[str], options: RunOpt
 
 
 def _tell_of_late_options(context: typer.Context, command: list[str], outcome: Outcome) -> None:
-    """Where a script has refused its arguments, say which of them are ours elsewhere."""
-    # As argparse, click and typer end a program; an exception would have come with a traceback.
+    """Explain options that the user placed after a script that rejected its arguments."""
+    # argparse, click and typer exit like this; an exception would have come with a traceback.
     if outcome.exit_code != _USAGE or outcome.traceback:
         return
     given = command[2:] if command[0] == "-m" else command[1:]
@@ -371,6 +359,6 @@ def _tell_of_late_options(context: typer.Context, command: list[str], outcome: O
     late = come_too_late(given, own)
     if late:
         tell(
-            f"what stands after the script is the script's: give {', '.join(late)} before it if "
-            f"onefold run was meant"
+            f"arguments after the script belong to the script. If {', '.join(late)} was meant for "
+            f"onefold run, put it before the script"
         )

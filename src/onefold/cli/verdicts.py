@@ -1,11 +1,11 @@
-"""What ``onefold verify`` says of its runs: why bits may differ, and whether the mathematics agree.
+"""Verdicts of ``onefold verify``: why bits may differ, and whether the mathematics agree.
 
-`hints_of` finds what may have made bits differ, in what the devices recorded.
+`hints_of` finds likely causes of different bits in the devices' recorded states.
 
-Equal bits on one and several devices do not show that the mathematics is right: a loss that
-averages each shard by itself gives the same wrong gradient everywhere. So ``onefold verify`` also
-computes each batch as a single shard, which is what a plain loop would do. `report_mathematics`
-prints how the loss and gradient of V shards compare with those of one.
+Equal bits on one and several devices do not prove that the mathematics is right: a loss that
+averages each shard separately has the same wrong gradient everywhere. So ``onefold verify`` also
+computes each batch as a single shard, as a plain loop does. `report_mathematics` prints how the
+loss and gradient of V shards compare with those of one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onefold.system.words import listed
 
 __all__ = ["GUESSES", "State", "hints_of", "report_mathematics", "unequal_passes"]
 
-_MODES = "dropout off, batch norm by its statistics, the same random numbers for the same samples"
+_MODES = "dropout off, batch norm in eval mode, the same random numbers for the same samples"
 
 
 def report_mathematics(
@@ -32,16 +32,16 @@ def report_mathematics(
     trainers: Sequence[Sequence[dict[str, Any]]],
     scores: Sequence[Sequence[dict[str, Any]]],
 ) -> bool:
-    """Print a table and a verdict for each trainer.
+    """Print a table and a verdict for each Trainer.
 
     Args:
         console: where to print.
-        precision: the type in which both were computed, such as ``float64``.
-        trainers: the recorded lines of each trainer, one about itself and one for each step.
-        scores: of each trainer, a recorded line for each score whose first batch was compared.
+        precision: dtype of both computations, such as ``float64``.
+        trainers: recorded lines of each Trainer, one about itself and one per step.
+        scores: for each Trainer, a recorded line per score whose first batch was compared.
 
     Returns:
-        Whether all agree.
+        Whether everything agrees.
     """
     agree = True
     for number, ((about, *steps), compared) in enumerate(zip(trainers, scores, strict=True)):
@@ -53,9 +53,10 @@ def report_mathematics(
                 "yellow",
                 f"Not compared{who}",
                 f": {len(steps) - len(lines)} of {len(steps)} steps, "
-                f"whose batches have parts that are not cut by their number of samples.",
+                f"whose batches have parts that are not split by sample.",
             )
-        # With one shard there is nothing to compare, but the loss may still be no plain loop's.
+        # With one shard there is nothing to compare, but the loss may still differ from a plain
+        # loop's.
         if about["shards"] == 1 and not any(line["causes"] for line in lines):
             console.print(f"One shard{who}: the mathematics is the plain loop's own.")
         elif lines:
@@ -64,7 +65,7 @@ def report_mathematics(
 
 
 def _report_scores(console: Screen, scores: Sequence[dict[str, Any]], who: str) -> bool:
-    """Print which values of scores are computed over a batch; return whether there are none."""
+    """Report score values that depend on the batch; return whether there are none."""
     for score in scores:
         for name, (several, one) in score["differ"].items():
             console.headed(
@@ -72,9 +73,9 @@ def _report_scores(console: Screen, scores: Sequence[dict[str, Any]], who: str) 
                 f"A score{who} differs",
                 f": {name!r} of {score['function']} is {several:.9g} with {score['shards']} shards "
                 f"and {one:.9g} with one, in the first batch of its evaluation. It is computed "
-                f"over a batch, and a shard has only its own samples. Take the values of every "
-                f"sample from trainer.predict and score those; return one value a sample or "
-                f"onefold.Mean(total, weight); or have the score receive whole batches by "
+                f"from a batch, and a shard has only its own samples. Score the values of every "
+                f"sample, from trainer.predict; return one value per sample or "
+                f"onefold.Mean(total, weight); or pass whole batches to the score with "
                 f"trainer.evaluate(..., whole_batches=True).",
             )
     return not any(score["differ"] for score in scores)
@@ -89,24 +90,24 @@ def _report(
 ) -> bool:
     limit = max(about["tolerance"], *(line["tolerance"] for line in lines))
     errors, notes = _causes(lines, "error"), _causes(lines, "note")
-    # With carried state there is nothing to compare, and no number to be shown.
+    # With carried state there is nothing to compare, and no number to show.
     if compared := [line for line in lines if not line["carried"]]:
         console.print(_table(about["shards"], compared, limit))
     why = ""
     if precision != "float64":
         why = "The script does not run in float64, so this is in its own precision, and"
     elif limit > about["tolerance"]:
-        why = "A part of the loss is computed in a lower precision than the float64 of the rest, so"
+        why = "Part of the loss is computed in a lower precision than float64, so"
     if why:
-        words = f"differences of up to {limit:g} are taken for rounding."
+        words = f"differences of up to {limit:g} count as rounding."
         console.print(f"{why} {words}", style="yellow")
     if not all(line["evaluation"] for line in lines):
         console.headed(
             "yellow",
             "The loss cannot be computed in evaluation mode",
-            ": dropout and batch norm alone were in it.",
+            ": only dropout and batch norm were.",
         )
-    # A note is something that could not be compared: no error, but agreement cannot be claimed.
+    # A note reports something that could not be compared: not an error, but not agreement either.
     for text in notes if not errors else ():
         console.headed("yellow", f"Not compared{who}", f": {text}.")
     if not errors and not notes:
@@ -152,7 +153,7 @@ def _report_errors(
 
 def _causes(lines: Sequence[dict[str, Any]], kind: str) -> list[str]:
     """Return the causes found in the first step that has any."""
-    # That step was looked at closely, and those after it were not.
+    # Only that step was inspected in detail.
     every = ([c["text"] for c in line["causes"] if c["kind"] == kind] for line in lines)
     return next((texts for texts in every if texts), [])
 
@@ -163,7 +164,7 @@ def _largest(line: dict[str, Any]) -> float:
 
 
 def _table(shards: int, lines: Sequence[dict[str, Any]], limit: float) -> Table:
-    # The last column, the verdict, needs no heading.
+    # The last column, the verdict, has no heading.
     table = Table(
         "step", f"loss, {shards} shards", "loss, 1 shard", "difference", "of gradient", ""
     )
@@ -179,54 +180,54 @@ def _table(shards: int, lines: Sequence[dict[str, Any]], limit: float) -> Table:
 
 
 _UNSEEDED_START = (
-    "the models differ before the first step: seed the initial values, for instance with "
+    "the models differ before the first step: seed the initial values, for example with "
     "torch.manual_seed(0) before the model is built"
 )
 _GLOBAL_ONES = (
-    "the global generators of torch, random and NumPy: they are seeded for every shard and every "
+    "the global generators of torch, random and NumPy, which are seeded for every shard and every "
     "sample"
 )
 _HINTS = {
-    "unseeded": "seeded by the system, so that it gives other numbers in every process. Give it a "
-    f"seed. Inside the loss and the data set, use {_GLOBAL_ONES}",
-    "generators": "a generator of its own, which goes on from one shard or sample to the next and "
+    "unseeded": "seeded by the system, so it gives other numbers in every process. Give it a "
+    f"seed. Inside the loss and the dataset, use {_GLOBAL_ONES}",
+    "generators": "a separate generator, which continues from one shard or sample to the next and "
     f"so depends on what else this device computed. Use {_GLOBAL_ONES}",
-    "attributes": "changed while the shards were computed, and no buffer, so that a shard sees how "
+    "attributes": "changed while the shards were computed, but not a buffer, so a shard sees how "
     "many this device computed before it. Register it as a buffer, or set it between steps",
 }
-"""What to do about the findings of `State`, by the names of its fields."""
+"""Advice for the findings of `State`, by the names of its fields."""
 _UNEVEN = (
-    "it was drawn from between steps on some devices and not on others (under trainer.is_lead?), "
-    "so that from there on every device has other random numbers. Draw on all devices, or from a "
-    "generator that nothing else uses"
+    "drawn from between steps on some devices but not on others (under trainer.is_lead?), so the "
+    "devices have different random numbers from there on. Draw on all devices, or from a generator "
+    "that nothing else uses"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a device saw in one step of a trainer."""
+    """Observations of a device in one step of a Trainer."""
 
     step: int
     states: Mapping[str, str]
     """Digests of the global generators' states before the step, by name."""
     unseeded: Sequence[str]
-    """The calls so far that seeded a generator from the system's entropy."""
+    """Calls so far that seeded a generator from the system's entropy."""
     attributes: Sequence[str]
-    """The attributes of modules that the step changed."""
+    """Attributes of modules that the step changed."""
     generators: Sequence[str]
-    """The script's own generators that the step changed."""
+    """Generators of the script that the step changed."""
 
 
 _States = Mapping[int, Sequence[State]]
 
 
 def hints_of(step: int, reference: _States, other: _States) -> list[str]:
-    """Return sentences about likely causes, the most telling first.
+    """Return sentences about likely causes, the most informative first.
 
     Args:
-        step: the step after which the bits differ; 0 for before the first.
-        reference: what each device of the one run recorded.
-        other: what each device of the other run recorded.
+        step: step after which the bits differ; 0 if they differ before the first step.
+        reference: states that each device of the first run recorded.
+        other: states that each device of the other run recorded.
     """
     everyone = [s for run in (reference, other) for lines in run.values() for s in lines]
     hints = [_UNSEEDED_START] if step == 0 else []
@@ -234,10 +235,10 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
         found = listed(dict.fromkeys(each for s in everyone for each in getattr(s, name)))
         if found:
             hints.append(f"{found}: {advice}")
-        # Before the first step nothing was computed: only initial values can differ.
+        # Before the first step nothing has been computed: only initial values can differ.
         if step == 0:
             return hints
-    # Reversed, so that of each generator the first step stays: from there on all steps differ.
+    # Reversed, so that the first step of each generator is kept: all later steps differ, too.
     uneven = dict(reversed([*_uneven(reference), *_uneven(other)]))
     if uneven:
         names = listed(f"{name} before step {first}" for name, first in uneven.items())
@@ -246,27 +247,27 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
 
 
 def _uneven(run: _States) -> Iterator[tuple[str, int]]:
-    """Find the global generators that were drawn from between steps on some devices only."""
+    """Yield the global generators that were drawn from between steps on some devices only."""
     for before, rows in pairwise([(), *zip(*run.values(), strict=False)]):
         for name in rows[0].states:
-            # Only torch's begin alike in all processes. Those of random and NumPy are seeded by the
-            # system until a script does it, so that of them only changes can be compared.
+            # Only torch's generators start equal in all processes. The OS seeds random and NumPy
+            # unless the script does, so only their changes can be compared.
             seen: set[object] = {row.states[name] for row in rows}
             if not name.startswith("torch"):
-                pairs = zip(before, rows, strict=False)  # nothing is before the first step
+                pairs = zip(before, rows, strict=False)  # nothing precedes the first step
                 seen = {b.states[name] != a.states[name] for b, a in pairs}
             if len(seen) > 1:
                 yield name, rows[0].step
 
 
 def unequal_passes(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Compare how long the passes of streams were in several runs.
+    """Compare the lengths of streams' passes in several runs.
 
     Args:
-        runs: for each run, by its name, what is recorded of the passes that came to their end.
+        runs: for each run, by its name, the records of its completed passes.
 
     Returns:
-        What differs, and why it may; empty if nothing does.
+        The difference and its likely cause; empty if there is none.
     """
     first: dict[tuple[int, int], tuple[str, int]] = {}
     for name, passes in runs.items():
@@ -278,7 +279,7 @@ def unequal_passes(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             if samples != each["samples"]:
                 return (
                     f"pass {place[1]} of {each['kind']} has {samples} samples on {of} and "
-                    f"{each['samples']} on {name}. Every device must read the whole stream, and "
+                    f"{each['samples']} on {name}. Every device must read the whole stream, but "
                     f"this one may split it by WORLD_SIZE, RANK or torch.distributed"
                 )
     return ""
@@ -286,16 +287,17 @@ def unequal_passes(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 GUESSES = {
     False: (
-        "{count} twice differs as well, so the run does not repeat itself: something draws from a "
-        "generator that is not seeded (a torch.Generator or random.Random of its own, os.urandom, "
-        "the clock), or a kernel does not repeat its bits. Inside the loss and the data set, use "
-        "torch's, random's and NumPy's global generators: they are seeded for every shard and "
-        "every sample"
+        "{count} twice differs as well, so the run does not repeat itself: it draws from a "
+        "generator that is not seeded (a separate torch.Generator or random.Random, os.urandom, "
+        "the clock), or a kernel is not deterministic. Inside the loss and the dataset, use the "
+        "global generators of torch, random and NumPy, which are seeded for every shard and every "
+        "sample"
     ),
     True: (
-        "{count} twice gives the same bits, so the result depends on who computes what: the script "
-        "reads the rank or the number of devices (RANK, trainer.is_lead, torch.distributed), keeps "
-        "state from one shard to the next, or changes parameters between steps on every device"
+        "{count} twice gives the same bits, so the result depends on which device computes what: "
+        "the script reads the rank or the number of devices (RANK, trainer.is_lead, "
+        "torch.distributed), keeps state from one shard to the next, or changes parameters between "
+        "steps on every device"
     ),
 }
-"""The hints that remain, by whether a run repeats its bits."""
+"""Hints if nothing was recorded, by whether a run repeats its bits."""

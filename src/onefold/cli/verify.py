@@ -1,29 +1,30 @@
 """Runs a script on several device counts, and compares the models bit for bit after every step.
 
-It is then run once more, to compare what V shards compute with what a single one would.
+Another run then compares the results of V shards with those of a single one.
 
 Note: how runs are compared
 ---------------------------
-Every run writes digests of its tensors after each step into a folder of its own name; the first
-also keeps the tensors themselves, so that later ones can measure how far they are from it. The
-comparison reads these files only, after the runs have ended: nothing of one run is in the memory of
-another. A script that makes several Trainers has a file for each, numbered as they were made.
+Every run writes digests of its tensors after each step to a separate folder. The first run also
+saves the tensors themselves, so that later runs can measure their differences from it. The
+comparison reads only these files, after the runs have ended, so no run has anything of another in
+memory. A script that creates several Trainers writes one file for each, numbered in order of
+creation.
 
-Where bits differ, `hints_of` finds what may have made them differ, in what the devices recorded.
+If bits differ, `hints_of` searches the devices' recorded states for the cause.
 
-Note: why a difference is one
------------------------------
-With the same bits on any number of devices, a shard's result cannot depend on who computes it. What
-breaks this is nearly always something that outlives a shard: a generator, an attribute, a clock.
-One device runs all shards in a row, several run some of them each, so whatever one shard leaves for
-the next differs from there on.
+Note: why bits differ
+---------------------
+A shard's result must not depend on the device that computes it. What breaks this is nearly always
+something that outlives a shard: a generator, an attribute, a clock. One device runs all shards in
+sequence, several devices run some of them each, so whatever one shard leaves for the next differs
+from there on.
 
 Note: how resuming is verified
 ------------------------------
 `verify_resume` stops a script at random steps and resumes it on other device counts. Each run ends
-with a checkpoint and a record. Two are equal if the models have the same bits, and if all recorded
-steps and results are the same: losses, norms, digests of gradients, scores, predictions. What
-`Trainer.gather` returns has an entry for each device, and is left out.
+with a checkpoint and a record. Two runs are equal if the models have the same bits, and if all
+recorded steps and results are the same: losses, norms, digests of gradients, scores, predictions.
+Results of `Trainer.gather` are excluded, because they have one entry per device.
 """
 
 from __future__ import annotations
@@ -67,21 +68,21 @@ _AGREE, _DIFFER, _FAILED = 0, 1, 2
 _SHOWN = (
     *("step", "loss", "alone", "loss_difference", "gradient_difference", "tolerance", "causes"),
 )
-"""What ``--json`` prints of each step of the mathematics."""
+"""Fields of a step that ``--json`` prints for the comparison of shards with the whole batch."""
 _REFUSALS = re.compile(r": (DisagreementError|GradientError|LossError|StateError): (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where two runs differ."""
+    """The first difference between two runs."""
 
     step: int
     tensor: str
     """Name of the first parameter or buffer that differs."""
     tensors: int
-    """How many tensors differ after that step."""
+    """Number of tensors that differ after that step."""
     largest: float | None
-    """Largest difference in ``tensor``; None if the shapes differ."""
+    """Largest absolute difference in ``tensor``; None if the shapes differ."""
 
     def __str__(self) -> str:
         shape = self.largest is None
@@ -94,16 +95,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How the script is run."""
+    """A device count and a placement for one run of the script."""
 
     devices: int
     placement: str
     on: str
-    """``cpu:`` for processes on the processor also where there are GPUs, else empty."""
+    """``cpu:`` to use CPU processes even if there are GPUs, else empty."""
 
     @property
     def chosen(self) -> str:
-        """The devices, as ``--devices`` takes them."""
+        """The devices, as a value of ``--devices``."""
         return f"{self.on}{self.devices}"
 
     def __str__(self) -> str:
@@ -113,27 +114,27 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """What one run recorded."""
+    """The records of one run."""
 
     way: RunSettings
     trainers: list[list[dict[str, Any]]]
-    """The lines of each trainer; the first is about the model before the first step."""
+    """Lines of each Trainer; the first describes the model before the first step."""
     states: list[dict[int, list[State]]]
-    """The states that each device recorded, by trainer and device."""
+    """States that each device recorded, by Trainer and device."""
     passes: list[list[dict[str, Any]]]
-    """The passes of streams that came to their end, by trainer."""
+    """Completed passes over streams, by Trainer."""
 
 
 def first_difference(
     reference: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]
 ) -> Difference | None:
-    """Find the first step after which two runs do not have the same bits.
+    """Find the first step after which the bits of two runs differ.
 
     Args:
-        reference: the lines of a trainer in one run.
-        other: its lines in the other.
+        reference: lines of a Trainer in one run.
+        other: lines of the same Trainer in the other run.
     """
-    # Runs of different lengths are reported elsewhere; here what both have is compared.
+    # Different lengths are reported elsewhere; here only steps of both runs are compared.
     for mine, theirs in zip(reference, other, strict=False):
         differing = [
             name
@@ -158,26 +159,25 @@ def verify_script(
 
     Args:
         command: the script and its arguments.
-        devices: device counts, such as ``1,2,3``, or ``cpu:1,2,3`` for processes on the processor;
-            the others are compared with the first.
-        options: the options of every run; those of ``verify`` say how many steps of each
-            trainer are compared.
-        placement: one or several, such as ``replicate,partition``: each with every count.
+        devices: device counts, such as ``1,2,3``, or ``cpu:1,2,3`` for CPU processes; the others
+            are compared with the first.
+        options: options of every run; ``verify`` in its tools has the number of steps to compare.
+        placement: one or several, such as ``replicate,partition``, each with every count.
         as_json: print one JSON object; the text goes to stderr.
 
     Returns:
-        0 if all agree, 1 if bits or mathematics differ.
+        0 if everything agrees, 1 if bits or mathematics differ.
 
     Raises:
-        typer.Exit: a run failed, which was reported; carries the exit code.
+        typer.Exit: a run failed, which has been reported; carries the exit code.
         LaunchError: this machine has fewer GPUs than one of the counts.
-        ValueError: the device counts or the placements cannot be used.
+        ValueError: the device counts or the placements are not valid.
     """
     ways = read_ways(devices, placement)
     with PrivateFolder("onefold-verify-") as private:
         comparison = _Comparison(command, private.path, options, Screen(as_json=as_json))
         bits = comparison.of_bits(ways)
-        # Even if bits differ: the mathematics may name the cause.
+        # Even if bits differ, because the mathematics may show the cause.
         mathematics = comparison.of_mathematics(ways[0])
     if as_json:
         agree = {"bits_agree": bits == _AGREE, "mathematics_agree": mathematics == _AGREE}
@@ -187,23 +187,23 @@ def verify_script(
 
 @dataclass
 class _Comparison:
-    """Runs a script again and again, records every run in one folder, and compares them."""
+    """Runs a script several times, records every run in one folder, and compares the records."""
 
     command: Sequence[str]
     """The script and its arguments."""
     folder: Path
-    """Where the runs are recorded."""
+    """Folder of the records."""
     options: RunOptions
-    """Of every run."""
+    """Options of every run."""
     console: Screen
     number: int = 0
-    """Runs so far."""
+    """Number of runs so far."""
     found: dict[str, Any] = field(default_factory=dict)
-    """What was found, as ``--json`` prints it."""
+    """Results, as printed by ``--json``."""
 
     @property
     def _steps(self) -> int:
-        """Number of steps that are compared."""
+        """Number of steps to compare."""
         steps: int = self.options.tools["verify"]["steps"]
         return steps
 
@@ -221,7 +221,7 @@ class _Comparison:
             _run_as_json(run, found) for run, found in zip(runs, differences, strict=True)
         ]
         if (alike := {len(run.trainers) for run in runs}) != {len(reference)}:
-            words = f"The runs made different numbers of Trainers: {sorted(alike)}."
+            words = f"The runs created different numbers of Trainers: {sorted(alike)}."
             self.console.print(words, style="bold red")
             return _DIFFER
         codes = [self._judge(trainer, runs, differences) for trainer in range(len(reference))]
@@ -237,8 +237,8 @@ class _Comparison:
         Raises:
             typer.Exit: the script failed in both precisions.
         """
-        # In float64 rounding is far below any true difference. A script that insists on float32, by
-        # a cast or a kernel of its own, fails there, and is compared as it is.
+        # In float64, rounding is far smaller than any true difference. A script that requires
+        # float32, through a cast or a kernel, fails in float64 and is then compared in float32.
         alone = replace(way, devices=1, placement=DEFAULT_PLACEMENT)
         for precision in ("float64", "float32"):
             name, outcome = self._run(f"V shards and one, {precision}", alone, precision)
@@ -255,10 +255,10 @@ class _Comparison:
                 }
                 agree = report_mathematics(self.console, precision, trainers, scores)
                 return _AGREE if agree else _DIFFER
-        raise self._failed(outcome, "computing every batch as one shard as well")
+        raise self._failed(outcome, "computing every batch as one shard")
 
     def _recorded(self, way: RunSettings) -> _Recorded:
-        """Run the script once; the first run is what the others are compared with."""
+        """Run the script once; the others are compared with the first run."""
         name, outcome = self._run(str(way), way, "")
         trainers = self._lines(name, "")
         if outcome.exit_code:
@@ -282,7 +282,7 @@ class _Comparison:
             **self.options.tools["verify"],
             "folder": str(self.folder),
             "run": name,
-            # Only the first run keeps every tensor of every step: they take much space.
+            # Only the first run saves every tensor of every step, because they need much space.
             "records": self.number == 0,
             "mathematics": mathematics,
         }
@@ -292,15 +292,15 @@ class _Comparison:
             tools={"verify": asked},
             logs=str(self.folder / name),
         )
-        # Counted before it starts: a run that fails must not share its name with the next.
+        # Count before the start, so that a failed run does not share its name with the next.
         self.number += 1
-        # Its thread is for the screen alone, and a file shows nothing of it.
+        # The status display starts a thread, and shows nothing in a file.
         words, shown = f"{title}, {self._steps} steps", self.console.is_terminal
         with self.console.status(words) if shown else nullcontext():
             return name, supervise(self.command, select_devices(way.chosen), options)
 
     def _is_compared(self, outcome: Outcome, name: str) -> bool:
-        """Whether a run that failed had made all steps, and is not one that onefold refuses."""
+        """Whether a failed run had made all steps, and was not rejected by onefold."""
         done = (self.folder / f"{name}-done").exists()
         return done and _REFUSALS.search(outcome.message) is None
 
@@ -309,24 +309,24 @@ class _Comparison:
         self.console.print(*text.split("\n"), sep="\n")
 
     def _failed(self, outcome: Outcome, where: str) -> typer.Exit:
-        """Report a failed run, and return what is raised for it."""
-        # What onefold refuses is a finding about the script; anything else is a run that failed.
+        """Report a failed run, and return the exception to raise."""
+        # An error that onefold raises about the script is a finding; other errors are failed runs.
         refusal = _REFUSALS.search(outcome.message)
         if refusal is not None:
             why = f" {where}: {refusal[1]}: {refusal[2]}"
-            self.console.headed("bold red", "onefold refuses the script", why)
+            self.console.headed("bold red", "onefold rejects the script", why)
             return typer.Exit(_DIFFER)
         return _failed(outcome, where)
 
     def _lines(self, name: str, what: str) -> list[list[dict[str, Any]]]:
-        # Numbered without gaps, so the first number that is missing is the number of Trainers.
+        # Files are numbered without gaps: the first missing number is the number of Trainers.
         found: list[list[dict[str, Any]]] = []
         while lines := read_record(self.folder, f"{name}-{len(found)}{what}"):
             found.append(lines)
         return found
 
     def _beside(self, name: str, trainers: Sequence[object], what: str) -> list[list[Any]]:
-        """What else a run recorded of each trainer."""
+        """Read other records of each Trainer in a run."""
         numbers = range(len(trainers))
         return [read_record(self.folder, f"{name}-{number}-{what}") for number in numbers]
 
@@ -336,7 +336,7 @@ class _Comparison:
         runs: Sequence[_Recorded],
         differences: Sequence[Sequence[Difference | None]],
     ) -> int:
-        """Print a verdict on the bits of one trainer; return the exit code."""
+        """Print a verdict on the bits of one Trainer; return the exit code."""
         who = f" of trainer {trainer}" if len(runs[0].trainers) > 1 else ""
         lines = runs[0].trainers[trainer]
         steps = sorted({len(run.trainers[trainer]) - 1 for run in runs})
@@ -354,11 +354,11 @@ class _Comparison:
                     self.console.print(f"Hint: {hint}.")
                 return _DIFFER
         if not steps[0]:
-            # That no Trainer made any was refused before.
+            # A script in which no Trainer made a step was rejected before.
             self.console.headed(
                 "yellow",
                 f"Trainer {trainer} made no step",
-                " while the others made theirs: it was not compared.",
+                " while others made theirs, so it was not compared.",
             )
             return _AGREE
         if self._nothing_trained(lines, who):
@@ -368,8 +368,8 @@ class _Comparison:
         return _AGREE
 
     def _nothing_trained(self, lines: Sequence[dict[str, Any]], who: str) -> bool:
-        """Report if no parameter changed; return True if that makes the comparison worthless."""
-        # If the loss was never 0, a learning rate of 0 may be intended: only a warning.
+        """Report if no parameter changed; return True if the comparison is then worthless."""
+        # If the loss was not 0, a learning rate of 0 may be intended, so only warn.
         first, last, done = lines[0]["digests"], lines[-1]["digests"], len(lines) - 1
         if any(first[name] != last[name] for name in lines[0]["parameters"]):
             return False
@@ -378,8 +378,8 @@ class _Comparison:
                 "bold red",
                 "Nothing was trained",
                 f"{who}: the loss was exactly 0 in each of {done} "
-                f"steps and no parameter changed, so that equal bits say nothing. Look at what the "
-                f"loss returns, and at the data that it is given.",
+                f"steps and no parameter changed, so equal bits prove nothing. Check what the loss "
+                f"returns, and the data that it receives.",
             )
             return True
         self.console.headed(
@@ -390,8 +390,8 @@ class _Comparison:
     def _hints(
         self, trainer: int, reference: _Recorded, other: _Recorded, found: Difference
     ) -> list[str]:
-        """Return hints from what was recorded, or else from whether the run repeats its bits."""
-        # That takes one more run, and separates two kinds of cause; so only where nothing was
+        """Return hints from the recorded states, or from whether the run repeats its bits."""
+        # Repeating takes one more run, and separates two kinds of causes. Do so only if nothing was
         # recorded.
         named = hints_of(found.step, reference.states[trainer], other.states[trainer])
         if named:
@@ -406,8 +406,8 @@ class _Comparison:
 
 
 def _run_as_json(run: _Recorded, differences: Sequence[Difference | None]) -> dict[str, Any]:
-    """What is known of a run: where each of its Trainers ended, and where it differs."""
-    # A run may have made other numbers of Trainers than the first.
+    """Return the results of a run: where each Trainer ended, and where it differs."""
+    # A run may have created a different number of Trainers than the first.
     found = {number: asdict(each) for number, each in enumerate(differences) if each is not None}
     trainers = [
         {
@@ -429,7 +429,7 @@ def _table(runs: Sequence[_Recorded], differences: Sequence[Sequence[Difference 
     table = Table(*compress(headings, shown))
     for trainer in range(len(runs[0].trainers)):
         for run, found in zip(runs, differences, strict=True):
-            # A run may have made fewer than the first, which the caller reports after the table.
+            # A run may have fewer Trainers than the first; the caller reports that later.
             if trainer < len(run.trainers):
                 last, difference = run.trainers[trainer][-1], found[trainer]
                 verdict = "reference" if run is runs[0] else "the same"
@@ -443,33 +443,33 @@ def _table(runs: Sequence[_Recorded], differences: Sequence[Sequence[Difference 
 
 
 def read_ways(devices: str, placement: str) -> list[RunSettings]:
-    """Read the ways to run a script that are to be compared: each placement with each count.
+    """Parse the ways to run a script that are to be compared: each placement with each count.
 
     Raises:
         LaunchError: this machine has fewer GPUs than one of the counts.
-        ValueError: the device counts or the placements cannot be used.
+        ValueError: the device counts or the placements are not valid.
     """
-    # To be refused before anything runs, as are devices that do not exist.
+    # Validate placements before anything runs; devices are validated below.
     kept = [RunOptions(placement=part.strip()) for part in placement.split(",")]
     on = "cpu:" if devices.strip().startswith("cpu:") else ""
     counts = read_counts(devices.replace(on, ""))
     ways: list[RunSettings] = []
     for each, count in product(kept, counts):
-        # With `pipeline:2`, an odd number of devices makes no whole pipelines.
+        # With `pipeline:2`, an odd number of devices does not form whole pipelines.
         with suppress(ValueError):
             each.pipeline_of(count)
             ways.append(RunSettings(count, each.placement, on))
     if len(ways) < 2 or {each.placement for each in kept} != {way.placement for way in ways}:
         raise ValueError(
-            f"--devices {devices} --placement {placement}: expected two or more ways to compare, "
-            f"such as --devices 1,2,3 or cpu:1,2,3, and for pipeline:N a multiple of N among them"
+            f"--devices {devices} --placement {placement} must give two or more ways to compare, "
+            f"such as --devices 1,2,3 or cpu:1,2,3; pipeline:N needs a multiple of N among them"
         )
     select_devices(f"{on}{max(way.devices for way in ways)}")
     return ways
 
 
 _NEVER = 1 << 30
-"""From one checkpoint to the next, so that there are those of stops and ends alone."""
+"""A checkpoint interval that is never reached: only stops and ends write checkpoints."""
 _ENTRIES = StepEntry | Result | BlockEntry
 
 
@@ -481,20 +481,20 @@ def verify_resume(
     stops: int,
     as_json: bool,
 ) -> int:
-    """Run a script as a whole, and again with a stop; print whether all ends are equal.
+    """Run a script to its end, and again with stops; print whether all ends are equal.
 
     Args:
         command: the script and its arguments.
-        ways: how to run it: as a whole in the first way, and with stops in each in turn.
-        options: of every run.
-        stops: how many stops are tried, at most.
+        ways: how to run it: without a stop in the first way, and with stops in each in turn.
+        options: options of every run.
+        stops: maximum number of stops.
         as_json: print one JSON object; the text goes to stderr.
 
     Returns:
         0 if all ends are equal, 1 if not.
 
     Raises:
-        typer.Exit: a run failed, which was reported; carries the exit code.
+        typer.Exit: a run failed, which has been reported; carries the exit code.
     """
     console, rows = Screen(as_json=as_json), []
     with PrivateFolder("onefold-verify-") as private:
@@ -502,7 +502,7 @@ def verify_resume(
         whole = runs.end("whole", ways[0])
         steps = [entry.step for entry in whole[1] if isinstance(entry, StepEntry)]
         if len(steps) < 2:
-            tell("expected a script of at least two steps, which can be stopped between them")
+            tell("verify --resume needs a script of at least two steps, to stop between them")
             raise typer.Exit(_FAILED)
         chosen = random.Random(0).sample(steps[:-1], min(stops, len(steps) - 1))
         table = Table("stopped after", "on", "resumed on", "model", "steps and results")
@@ -534,8 +534,8 @@ class _Runs:
 
     Args:
         command: the script and its arguments.
-        folder: of all of them.
-        options: of every run.
+        folder: parent of the runs' folders.
+        options: options of every run.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, options: RunOptions) -> None:
@@ -548,7 +548,7 @@ class _Runs:
             raise _failed(outcome, f"stopped after step {step} on {way}")
 
     def end(self, name: str, way: RunSettings) -> tuple[str, list[_ENTRIES]]:
-        """Run the script to its end; return the model's fingerprint, and what was recorded."""
+        """Run the script to its end; return the model's fingerprint and the record's entries."""
         outcome = self._run(name, way, stops_after=0)
         if outcome.exit_code:
             raise _failed(outcome, f"on {way}")
@@ -579,10 +579,10 @@ def _failed(outcome: Outcome, where: str) -> typer.Exit:
 
 
 def _words_of_difference(whole: Sequence[_ENTRIES], other: Sequence[_ENTRIES]) -> str:
-    """Where two records differ first, in words; empty if they do not."""
+    """Describe the first difference between two records; empty if there is none."""
     for one, two in zip(whole, other, strict=False):
         if one != two:
             kinds = {StepEntry: "step", BlockEntry: "a block of modifying after step"}
             what = kinds.get(type(one)) or f"{getattr(one, 'call', '')} after step"
             return f"differ first in {what} {one.step}"
-    return "" if len(whole) == len(other) else f"{len(other)} in place of {len(whole)}"
+    return "" if len(whole) == len(other) else f"{len(other)} instead of {len(whole)}"
