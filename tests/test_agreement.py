@@ -110,7 +110,7 @@ AFTER_A_STEP: dict[str, Callable[[Any, int], object]] = {
     "trainer.evaluate: device 1 has 80 samples .* 0 has 40": (
         lambda t, n: t.evaluate(score, rows((40, 80)[n]), batch_size=20)
     ),
-    "device 1 has a batch_size of 10 .* one of 20": (
+    "device 1 has a batch_size of 10 and device 0 has 20": (
         lambda t, n: t.evaluate(score, rows(40), batch_size=(20, 10)[n])
     ),
     "trainer.evaluate: device 1 has 34 samples .* 0 has 30": (

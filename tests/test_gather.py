@@ -223,7 +223,7 @@ def test_shards_that_cannot_gather_are_named(
 def test_only_losses_gather_and_only_rows() -> None:
     trainer = trainer_of(of_own_rows)
     rows = list(zip(*batches(1)[0], strict=True))
-    words = r"shard 0: onefold.gather is for losses.*trainer.predict"
+    words = r"shard 0: onefold.gather cannot be called here.*trainer.predict"
     for call in (trainer.evaluate, trainer.predict):
         with pytest.raises(LossError, match=words):
             call(lambda model, batch: {"loss": of_own_rows(model, batch)}, rows, batch_size=11)
@@ -425,7 +425,7 @@ def test_convert_keeps_parameters_names_and_modes() -> None:
 def test_what_cannot_be_normalized_is_refused() -> None:
     with pytest.raises(ValueError, match=r"LazyBatchNorm1d does not know its number of channels"):
         onefold.SyncBatchNorm.convert(nn.Sequential(nn.LazyBatchNorm1d()))
-    with pytest.raises(ValueError, match=r"expected input \(n, C, \.\.\.\), got shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"expected input \(n, C, \.\.\.\), but got shape \(3,\)"):
         onefold.SyncBatchNorm(3)(torch.ones(3))
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), onefold.SyncBatchNorm(5))
     with pytest.raises(ValueError, match="requires more than one value per channel in the whole"):

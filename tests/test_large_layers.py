@@ -54,7 +54,7 @@ def test_only_the_parts_fit_and_the_devices_do_not_matter(
 @for_each("placement", ["partition", "offload"])
 def test_an_uncut_layer_does_not_fit(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partitioned, "capacity_bytes", lambda _: 6000)
-    with pytest.raises(ValueError, match=r"cut its largest layer into modules of their own: "):
+    with pytest.raises(ValueError, match=r"split its largest layer into several modules: "):
         simulated.launch(
             fingerprint, devices="cpu:3", placement=placement, args=("vocabulary.py", 1)
         )

@@ -234,12 +234,12 @@ JOINED: dict[str, LossOf] = {
     "the same dtype and row shape.*list with one": (
         when_small(lambda x: (x, {}, {"a": x}), lambda x: (x, {}, {"a": x[:, None]}))
     ),
-    r"\['two'\] .* and \['one'\] for another": of_microbatches,
+    r"one returned \['two'\] and another one \['one'\]": of_microbatches,
     r"step 1, shard 0: expected a loss, or .* got a tuple of \(Tensor, Tensor\)": (
         lambda model, batch: (of_samples(model, batch), model(batch[0]))
     ),
     "'td' must be a tensor with one row": rows_of({"td": torch.tensor(1.0)}),
-    r"for each of [32] samples, got \(99,\)": rows_of({"td": torch.ones(99)}),
+    r"for each of [32] samples, but got \(99,\)": rows_of({"td": torch.ones(99)}),
     r"or \(loss, metrics, outputs\) to add rows of samples": rows_of(torch.ones(3)),
 }
 

@@ -59,7 +59,7 @@ def test_everything_else_is_refused_by_name() -> None:
         ([1, {2}], r"the value\[1\] is of type set"),
         ({"a": (Color.RED,)}, r"the value\['a'\]\[0\] is of type Color"),
         (Pair(1, 2), "of type Pair"),
-        ({3: 1}, "the value has the key 3, of type int: expected text"),
+        ({3: 1}, "the value has the key 3 of type int, but keys must be strings"),
         (np.array([object()]), "a NumPy ndarray of object.*tolist"),
         (np.array(["text"]), "a NumPy ndarray of <U4"),
         (np.ma.masked_array([1.0]), "a NumPy MaskedArray"),
@@ -133,7 +133,9 @@ def test_a_tensor_or_array_keeps_type_shape_and_bits() -> None:
 
 
 def test_an_array_of_another_kind_is_refused() -> None:
-    with pytest.raises(TypeError, match="it is of type ndarray, which a checkpoint"):
+    with pytest.raises(
+        TypeError, match="it is of type ndarray, which cannot be saved in a checkpoint"
+    ):
         to_json(np.zeros(2, "O"), "it")
     for dtype in ("O", "U3", "f8,f8", "nothing"):
         with pytest.raises(ValueError, match="a value in the checkpoint is damaged"):

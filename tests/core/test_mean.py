@@ -134,9 +134,13 @@ def test_a_term_without_weight_anywhere_is_left_out(nothing: float) -> None:
 
 def test_several_terms_have_no_total_and_no_gradient_before_they_are_combined() -> None:
     part = weigh(Mean(LEARNED * 1, 1) + Sum(torch.tensor(1.0)), 1, "the loss")
-    with pytest.raises(TypeError, match=r"one divisor for total\(\), got 2 terms.*combine"):
+    with pytest.raises(
+        TypeError, match=r"^total\(\) requires a single denominator, but got 2 terms.*combine"
+    ):
         part.total()
-    with pytest.raises(TypeError, match=r"one divisor for backward\(\), got 2 terms.*combine"):
+    with pytest.raises(
+        TypeError, match=r"^backward\(\) requires a single denominator, but got 2 terms.*combine"
+    ):
         part.backward(1.0)
-    with pytest.raises(ValueError, match="expected 2 divisors, got 1"):
+    with pytest.raises(ValueError, match="expected 2 denominators, but got 1"):
         part.combine([1.0])

@@ -61,7 +61,7 @@ def test_how_many_devices_compute_a_shard() -> None:
         assert options.placement_kind is PLACEMENTS[placement.partition(":")[0]]
     for odd in (1, 3, 5):
         with pytest.raises(
-            ValueError, match=f"multiple of 2 with --placement pipeline:2.* got {odd}"
+            ValueError, match=f"--placement pipeline:2 makes .* multiple of 2, but got {odd}"
         ):
             RunOptions(placement="pipeline:2").pipeline_of(odd)
 
@@ -94,5 +94,5 @@ def test_settings_out_of_bounds_are_named() -> None:
         ("clip_norm", math.inf, "must be finite"),
         ("clip_norm", "1", "must be a number"),
     ):
-        with pytest.raises((TypeError, ValueError), match=f"^expected {name} {words}"):
+        with pytest.raises((TypeError, ValueError), match=f"^{name} {words}"):
             dataclasses.replace(CHOSEN, **{name: value})

@@ -371,7 +371,7 @@ def test_the_bits_of_predictions_do_not_depend_on_the_devices(samples: int) -> N
     [
         (lambda row, n: row[:n] if n else torch.zeros(0, 4), r"same dtype and number of dim"),
         (lambda row, n: row.double() if n % 2 else row, "float32 .* and float64 .* for sample"),
-        (lambda row, n: {"a": row} if n % 2 else {"b": row}, "dicts of 'value' to have the same"),
+        (lambda row, n: {"a": row} if n % 2 else {"b": row}, "dicts of 'value' must have the same"),
         (lambda row, n: row if n % 2 else {"a": row}, "or a list with one tensor or dict of"),
         (lambda row, n: {"a": 1}, "or a list with one tensor or dict"),
     ],

@@ -184,8 +184,8 @@ def _even_shares(shards: int, number: int, what: str) -> tuple[int, ...]:
     if not 1 <= number <= shards:
         s = "s" * (shards > 1)
         raise ValueError(
-            f"{number} {what}s cannot share {shards} shard{s}, because a shard is never divided. "
-            f"Use at most {shards} {what}{s}, or pass more shards to Trainer"
+            f"{number} {what}s cannot share {shards} shard{s}: a shard is never divided. Use at "
+            f"most {shards} {what}{s}, or pass more shards to Trainer"
         )
     return tuple(stop - start for start, stop in cut_bounds(shards, number))
 

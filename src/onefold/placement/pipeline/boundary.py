@@ -324,10 +324,10 @@ class StageBoundary:
         for tensor, version in context.watched:
             if times_written(tensor) != version:
                 raise PipelineError(
-                    f"{context.progress.where}: a stage, or code after it, writes in place to an "
-                    f"argument of shape {tuple(tensor.shape)} that shares memory with the batch or "
-                    f"with another tensor, but a pipeline has copies of it. Write to a clone (x = "
-                    f"x.clone()), or use --placement partition"
+                    f"{context.progress.where}: a stage, or code after it, writes in place to a "
+                    f"tensor of shape {tuple(tensor.shape)}, an argument that shares memory with "
+                    f"the batch or another tensor, but a pipeline has copies of it. Write to a "
+                    f"clone (x = x.clone()), or use --placement partition"
                 )
 
     def _refuse_function(self, stage: int, progress: LossProgress) -> None:
