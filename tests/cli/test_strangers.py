@@ -192,7 +192,7 @@ def test_bundles_that_are_none(
     assert f"{path} is not a bundle of onefold replay" in said
     assert words in said
     path.write_bytes(path.read_bytes().replace(b"about", b"ab\0ut"))
-    assert "expected" in typed(monkeypatch, capfd, "replay", str(path), "--yes")
+    assert "is not a bundle" in typed(monkeypatch, capfd, "replay", str(path), "--yes")
 
 
 ODD = (-1, 1 << 63, None, "x", b"x", [], ["step-00000001/../.."], {}, {"x": b"x"}, math.nan)

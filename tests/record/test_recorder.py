@@ -167,7 +167,7 @@ def test_a_record_that_was_cut_anywhere_is_read_up_to_there_and_gone_on_with(
                 cut.start(script, every=2)
             (cut.folder / FILE).unlink()
         assert cut.start(script, devices=1 + number % 2, every=2) == fingerprint
-        assert ("is missing" in caplog.text) == (len(read) < kept)
+        assert ("does not exist, although" in caplog.text) == (len(read) < kept)
 
 
 def test_what_comes_after_a_place_that_a_script_goes_back_to_does_not_count(

@@ -80,8 +80,8 @@ class RunView:
     telling_others: Callable[[], AbstractContextManager[None]]
     """Context manager for code that may raise between two collective calls."""
     count: Callable[[ScriptCall, Step, ShardedBatch | None], Step]
-    """Counts a replayed step, calls `Hook.after_step`, and returns the step with its number. The
-    batch is None if the script made it and it was not cut."""
+    """Counts a step that was not computed, calls `Hook.after_step`, and returns the step with its
+    number. The batch is None if the script made it and it was not cut."""
     left: Callable[[], bool]
     """Whether this process has left the run, or failed in it."""
     note_checkpoint: Callable[[int, Path, str], Mapping[str, Any]] = lambda *about: _NO_RECORD

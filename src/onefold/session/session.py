@@ -277,7 +277,7 @@ class Session:
         return step
 
     def _count(self, asked: ScriptCall, step: Step, batch: ShardedBatch | None) -> Step:
-        """Count a replayed step, and call all hooks with it."""
+        """Count a step that a hook returned without computing it, and call all hooks with it."""
         if batch is None:
             self.position.step += 1
         else:

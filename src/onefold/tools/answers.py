@@ -16,9 +16,9 @@ it was made, and not earlier::
         │                      step, epoch and data positions are the checkpoint's from here on
         │  before any loop     the model has the same values as in the whole run: the script's own
         ▼
-    the first epoch or pass    the values are shown, because they make the results of what the
-        │                      script does here (an evaluation, a copy for later) more accurate, and
-        │                      exact at the start of an epoch whose first step comes next
+    the first epoch or pass    the values are shown, that is, loaded for now: they make results of
+        │                      what the script does here (an evaluation, a copy for later) more
+        │                      accurate, and exact at the start of an epoch before its first step
         │  until the position  a `modifying` block has no effect: its end restores the values
         ▼
     the position               the values are loaded, whatever happened to them before; from here
