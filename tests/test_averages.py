@@ -246,7 +246,7 @@ def test_statistics_that_cannot_be_recomputed() -> None:
         shown(trainer, update_bn=data(), batch_size=30)
     trainer = averaging(model=nn.Linear(20, 4), last=2)
     assert shown(trainer, update_bn=data(), batch_size=9) == shown(trainer)
-    with pytest.raises(ValueError, match="update_bn and batch_size together"):
+    with pytest.raises(ValueError, match="pass both update_bn and batch_size"):
         shown(trainer, update_bn=data())
 
 

@@ -204,7 +204,7 @@ def test_a_loss_is_called_as_pytorchs_is(name: str) -> None:
     ours = inspect.signature(getattr(losses, name)).parameters
     assert expected == [(n, p.default) for n, p in ours.items()]
     case = next(case for case in CASES if case.name == name)
-    with pytest.raises(ValueError, match=r"expected reduction to be 'mean', .* got 'average'"):
+    with pytest.raises(ValueError, match=r"reduction must be 'mean', .* but got 'average'"):
         case.ours("average")
 
 
@@ -256,7 +256,7 @@ PAIRS = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poiss
 @for_each("shapes", [((5, 1), (5,)), ((5,), (5, 1)), ((5, 3), (5, 5, 3)), ((), (5,))])
 @for_each("name", [*PAIRS, "soft_margin_loss", "hinge_embedding_loss"])
 def test_shapes_that_compare_samples_with_each_other_are_refused(name: str, shapes: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected tensors of one shape, got \(.*squeeze"):
+    with pytest.raises(ValueError, match=r"tensors must have the same shape, but got \(.*squeeze"):
         getattr(losses, name)(*map(torch.ones, shapes))
 
 

@@ -176,7 +176,7 @@ STRIDED = r"bias \(torch\.strided in the model, "
         ("head.w", torch.ones(2), r"1 unexpected in it: head\.w", False, True),
         ("weight", torch.ones(3, 1), r"weight \(\(1, 3\) in the model, \(3, 1\) in", True, True),
         ("bias", torch.tensor(1.0), r"bias \(\(1,\) in the model, \(\) in", True, True),
-        ("bias", 3, r"bias \(int in the file, and no tensor\)", True, True),
+        ("bias", 3, r"bias \(int in the file, not a tensor\)", True, True),
         ("weight", torch.eye(3)[:1].to_sparse(), r"weight \(.* torch\.sparse_coo in", True, True),
         # Of the last parameter, when the others would have been copied.
         ("bias", torch.ones(1, device="meta"), STRIDED + "a tensor without values", True, True),
@@ -209,10 +209,10 @@ def test_what_does_not_fit_is_told_and_what_fits_can_be_loaded_alone(
 @for_each(
     ("state", "told"),
     [
-        ({"head": torch.ones(2)}, "no name .* file has head; the model weight, bias"),
-        ({}, "no name of it is the model's. The file has none; the model weight, bias"),
+        ({"head": torch.ones(2)}, "none of its names .* file has head; the model weight, bias"),
+        ({}, "none of its names is in the model. The file has none; the model weight, bias"),
         ({"weight": torch.ones(2)}, r"1 of another shape: weight"),
-        ({"weight": torch.ones(1, 3), "module.weight": torch.ones(1, 3)}, "are both weight"),
+        ({"weight": torch.ones(1, 3), "module.weight": torch.ones(1, 3)}, "both fit weight"),
     ],
 )
 def test_where_nothing_fits_it_is_an_error(
@@ -319,7 +319,7 @@ def test_a_name_that_is_the_models_is_taken_as_it_is() -> None:
 @for_each(
     ("found", "own", "words"),
     [
-        (["c.w", "module.c.w"], ["c.w"], "c.w and module.c.w of the file are both c"),
+        (["c.w", "module.c.w"], ["c.w"], "c.w and module.c.w in the file both fit c"),
         (["a.module.x.w"], ["module.a.x.w", "a.x.module.w"], "may be module.a.x.w or a.x.module.w"),
     ],
 )
@@ -390,7 +390,7 @@ def test_tensors_of_a_device_that_is_not_here_come_to_the_cpu(
 def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no/such/folder"):
         read_weights(tmp_path / "no/such/folder")
-    with pytest.raises(CheckpointError, match=r"is a folder without model\.safetensors: expected"):
+    with pytest.raises(CheckpointError, match=r"is a folder without model\.safetensors\. Pass"):
         read_weights(tmp_path)
 
 
@@ -409,15 +409,18 @@ PROGRAM = zipped("model/data.pkl", "model/constants.pkl", "model/code/model.py")
     ("data", "told"),
     [
         (b"", "is empty"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "is no file of weights: .* b'version h"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "is not a file of weights .* b'version h",
+        ),
         (saved(STATE)[:-400], "is a broken file of torch.save: File is not a zip file"),
         (saved(STATE).replace(b"data.pkl", b"da\xcea.pkl"), "is a broken file of torch.save"),
         (legacy(STATE)[:-4], "is a broken file of torch.save: unexpected EOF"),
         (save_safetensors(STATE)[:-4], "is a broken safetensors file: .*not fully covered"),
         (zipped("weights.pth"), r"is a zip file that torch\.save did not write"),
-        (PROGRAM, "holds a TorchScript program"),
-        (saved([torch.ones(2)]), "holds a list: expected a state_dict"),
-        (saved(torch.nn.Linear(2, 1)), "holds more than tensors and plain values"),
+        (PROGRAM, "contains a TorchScript program"),
+        (saved([torch.ones(2)]), "contains a list. Pass a file with a state_dict"),
+        (saved(torch.nn.Linear(2, 1)), "contains more than tensors and plain values"),
     ],
 )
 def test_a_broken_file_is_told(tmp_path: Path, data: bytes, told: str) -> None:
@@ -438,7 +441,9 @@ class Trap:
 def test_no_code_is_run(tmp_path: Path, write: Callable[[object], bytes]) -> None:
     sprung = tmp_path / "sprung"
     (tmp_path / "weights.pth").write_bytes(write({"weight": Trap(sprung)}))
-    with pytest.raises(CheckpointError, match=r"can run any code .* save the model's state_dict"):
+    with pytest.raises(
+        CheckpointError, match=r"reading it can run any code .* save the model's state_dict"
+    ):
         read_weights(tmp_path / "weights.pth")
     assert not sprung.exists()
 
@@ -452,7 +457,7 @@ TRAINING = {
 }
 
 
-LACKS = "last.pt holds no dict of tensors under key='{}'; such keys are 'model', 'ema'"
+LACKS = "last.pt has no dict of tensors under key='{}'; such keys are 'model', 'ema'"
 
 
 @for_each(
@@ -460,7 +465,7 @@ LACKS = "last.pt holds no dict of tensors under key='{}'; such keys are 'model',
     [
         *((TRAINING, key, LACKS.format(key)) for key in ("state_dict", "epoch", "moments")),
         (STATE, "model", "under key='model'; it has no such key"),
-        ({0: torch.ones(1)}, None, "holds a dict whose keys are not names"),
+        ({0: torch.ones(1)}, None, "contains a dict whose keys are not names"),
     ],
 )
 def test_a_key_without_tensors_is_told(content: Any, key: str | None, told: str) -> None:

@@ -1,7 +1,7 @@
-"""onefold: train on any number of devices and get the one model you would have got on one.
+"""onefold: train on any number of devices and get the bits of one.
 
-`Trainer` and its companions load PyTorch when they are first asked for, so that the launcher, which
-needs none of it, can start the workers at once.
+`Trainer` and the other names load PyTorch at first use, so that the launcher, which does not need
+it, can start the workers at once.
 """
 
 from __future__ import annotations
@@ -105,16 +105,19 @@ def __getattr__(name: str) -> Any:
 
 
 def _tell_end() -> None:
-    """Under PyTorch's launcher others may wait for a Trainer that this process never makes."""
-    with suppress(errors.LaunchError):  # told when the Trainer was made
+    """Announce the end of this process: others may wait for a Trainer that it never makes."""
+    # An error was raised when the Trainer was created; do not repeat it at exit.
+    with suppress(errors.LaunchError):
         context = current_context()
         if context.agent_store and "torch" in sys.modules:
             import_module("onefold.exchange.group").tell_end(context)
 
 
 atexit.register(_tell_end)
-note_readers()  # before the script makes its data sets
-os.register_at_fork(after_in_child=lambda: atexit.unregister(_tell_end))  # its parent goes on
+# Before the script creates its data sets, which may read these variables.
+note_readers()
+# The parent of a forked child continues, so the child must not announce the end.
+os.register_at_fork(after_in_child=lambda: atexit.unregister(_tell_end))
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
-"""Files that others may have put in place: opened with care, read with limits, written whole.
+"""Opens files that other users may have placed, reads them with limits, and writes them atomically.
 
-A folder of data or of a run may be writable to others. There a name may stand for a link, a FIFO or
-a device, JSON may be nested without end, and two programs may write at once. Programs that are
-built on onefold read and write such files as onefold does.
+A folder of data or of a run may be writable by other users. A name in it may stand for a link, a
+FIFO or a device, JSON may be nested without end, and two programs may write at once. Programs that
+are built on onefold read and write such files as onefold does.
 
 Example:
     >>> import pathlib, tempfile

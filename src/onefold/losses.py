@@ -1,8 +1,8 @@
 """PyTorch's losses, with the denominators that they have over the whole batch.
 
 Each function takes the arguments of its namesake in `torch.nn.functional`. A shard does not know
-what the loss of the whole batch is divided by (the weights of its classes, the number of targets
-that are not ignored), so the division is left to the engine:
+the denominator of the whole batch's loss (the weights of its classes, the number of targets that
+are not ignored), so the engine divides:
 
 - ``reduction="mean"`` returns a `Mean`: the total, and the shard's part of PyTorch's denominator,
 - ``reduction="sum"`` returns a `Sum`,
@@ -17,14 +17,14 @@ Mean(total=tensor(1.3863), weight=tensor(2))
 LossTerms(terms=(Mean(total=tensor(1.3863), weight=tensor(2)), Sum(total=tensor(0.))))
 
 Losses that compare samples with each other (contrastive ones) are missing, because their value over
-a batch is not a sum over its shards. Totals of half precision are added up in float32.
+a batch is not a sum over its shards. Totals of half precision are summed in float32.
 
-Note: denominators without waiting
-----------------------------------
+Note: denominators without blocking
+-----------------------------------
 A denominator that depends on the targets stays a tensor on their device. Reading it as a number
-here would make the host wait for a GPU in the middle of the user's loss. For the same reason it is
-computed by operations whose output shape is fixed: a boolean mask as an index would make the host
-wait for the number of its true values.
+would block on a GPU in the middle of the user's loss. For the same reason it is computed by
+operations with a fixed output shape: indexing with a boolean mask would block on the number of true
+values.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def distance(
 ) -> Loss:
     if weight is None:
         return by_element(function, (input, target), reduction)
-    # A weighted mean of these losses is one of the few that PyTorch divides by the sum of weights.
+    # This weighted mean is one of the few that PyTorch divides by the sum of weights.
     common_numel(input, target)
     return reduced(function, (input, target), reduction, lambda: _added(weight), weight=weight)
 
@@ -85,7 +85,7 @@ def distance(
 def by_element(
     function: Callable[..., Tensor], tensors: tuple[Tensor, ...], reduction: str, **options: Any
 ) -> Loss:
-    """A loss of which a mean is over the elements of the tensors."""
+    """Compute a loss whose mean is over the elements of the tensors."""
     numel = common_numel(*tensors)
     return reduced(function, tensors, reduction, lambda: numel, **options)
 
@@ -101,15 +101,15 @@ def reduced(
         return function(*tensors, reduction=reduction, **options)
     if reduction not in ("mean", "sum"):
         raise ValueError(
-            f"expected reduction to be 'mean', 'sum' or 'none' ('batchmean' as well for kl_div), "
-            f"got {reduction!r}"
+            f"reduction must be 'mean', 'sum' or 'none' (or 'batchmean' for kl_div), but got "
+            f"{reduction!r}"
         )
     if PASS.whole:
-        # The bits of the plain loop: nothing is added to this.
+        # The bits of a plain loop: no other shard is added to this value.
         value = function(*tensors, reduction=reduction, **options)
         return Sum(value) if reduction == "sum" else mean_of_whole(value, denominator())
-    # The loss function itself adds up, in float32 or better. The denominator is only computed where
-    # it is needed: on a GPU it is several kernels.
+    # The loss function itself sums, in float32 or better. Compute the denominator only if it is
+    # needed: on a GPU it takes several kernels.
     wide = {name: widened(option) for name, option in options.items()}
     total = function(*map(widened, tensors), reduction="sum", **wide)
     return Sum(total) if reduction == "sum" else Mean(total, denominator())
@@ -122,18 +122,18 @@ def widened(value: Any) -> Any:
 
 
 def counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """() how many targets are not ignored, or the sum of the weights of their classes."""
+    """Count the targets that are not ignored, or sum the weights of their classes: ()."""
     counts = target != ignore_index
     if weight is None:
         return counts.sum()
-    # An ignored target, such as -100, is no valid index: it is replaced before the lookup, and its
+    # An ignored target, such as -100, is not a valid index. Replace it before the lookup, and its
     # weight by 0 afterwards.
     weights = weight.detach()[target.where(counts, 0)]
     return _added(weights.where(counts, 0))
 
 
 def per_class(input: Tensor) -> int:
-    """The number of distributions over classes in ``input``."""
+    """Return the number of distributions over classes in ``input``."""
     classes = input.shape[0 if input.dim() == 1 else 1]
     return input.numel() // max(classes, 1)
 
@@ -144,18 +144,18 @@ def _added(weights: Tensor) -> Tensor:
 
 
 def common_numel(input: Tensor, *others: Tensor) -> int:
-    """The number of elements in a loss of tensors that are broadcast to the first one's shape.
+    """Return the number of elements of a loss, with all tensors broadcast to the first one's shape.
 
-    The first one must not be broadcast itself. A target of (n,) beside an input of (n, 1) would
-    make (n, n): it would compare every sample with every other, and the loss of the whole batch
+    The first tensor must not be broadcast itself. A target of (n,) with an input of (n, 1) would
+    give (n, n): it would compare every sample with every other, and the loss of the whole batch
     would not be a sum over its shards.
     """
     for other in others:
         if other.shape != input.shape and not _fits(other.shape, input.shape):
             raise ValueError(
-                f"expected tensors of one shape, got {tuple(input.shape)} and "
-                f"{tuple(other.shape)}, which would compare samples with each other. Give both the "
-                f"same shape, such as with squeeze(1) or unsqueeze(1)"
+                f"tensors must have the same shape, but got {tuple(input.shape)} and "
+                f"{tuple(other.shape)}, which would compare samples with each other. Reshape one, "
+                f"for instance with squeeze(1) or unsqueeze(1)"
             )
     return input.numel()
 
@@ -174,7 +174,7 @@ def mse_loss(
     A mean is divided by the number of elements, or by the sum of ``weight``, one per element.
 
     Raises:
-        ValueError: the target would broadcast the input, as one of (n,) does with (n, 1).
+        ValueError: the target would broadcast the input, as (n,) does with (n, 1).
 
     >>> mse_loss(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(6.), weight=6)
@@ -190,7 +190,7 @@ def l1_loss(
     A mean is divided by the number of elements, or by the sum of ``weight``, one per element.
 
     Raises:
-        ValueError: the target would broadcast the input, as one of (n,) does with (n, 1).
+        ValueError: the target would broadcast the input, as (n,) does with (n, 1).
 
     >>> l1_loss(torch.zeros(2, 3), torch.full((2, 3), 0.5))
     Mean(total=tensor(3.), weight=6)
@@ -204,7 +204,7 @@ def smooth_l1_loss(
     """Squared differences below ``beta``, absolute ones above; a mean is over the elements.
 
     Raises:
-        ValueError: the target would broadcast the input, as one of (n,) does with (n, 1).
+        ValueError: the target would broadcast the input, as (n,) does with (n, 1).
 
     >>> smooth_l1_loss(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(3.), weight=6)
@@ -222,11 +222,11 @@ def huber_loss(
 ) -> Loss:
     """Squared differences below ``delta``, absolute ones above.
 
-    A mean is divided by the number of elements, even with a ``weight``: it scales them, and unlike
-    the one of `mse_loss` is not divided by.
+    A mean is divided by the number of elements, even with a ``weight``, which only scales them. In
+    `mse_loss`, in contrast, the mean is divided by the sum of weights.
 
     Raises:
-        ValueError: the target would broadcast the input, as one of (n,) does with (n, 1).
+        ValueError: the target would broadcast the input, as (n,) does with (n, 1).
 
     >>> huber_loss(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(3.), weight=6)
@@ -239,8 +239,8 @@ def kl_div(
 ) -> Loss:
     """Kullback-Leibler divergence of log probabilities from probabilities.
 
-    ``reduction="batchmean"`` divides by the first dimension, which is what the definition asks for;
-    ``mean`` divides by the number of elements.
+    ``reduction="batchmean"`` divides by the first dimension, as the definition requires; ``mean``
+    divides by the number of elements.
 
     Raises:
         ValueError: the reduction is unknown, or the target would broadcast the input.
@@ -250,7 +250,7 @@ def kl_div(
     """
     numel = common_numel(input, target)
     function: Callable[..., Tensor] = _kl_div
-    # PyTorch's own batchmean is a sum divided by the number of rows, so a mean with that divisor.
+    # PyTorch's own batchmean is a sum divided by the number of rows: a mean with that denominator.
     if reduction == "batchmean":
         numel, reduction = input.shape[0] if input.dim() else 1, "mean"
         function = functools.partial(_kl_div, rows=numel)
@@ -262,7 +262,7 @@ def _kl_div(
 ) -> Tensor:
     if reduction != "mean":
         return F.kl_div(input, target, reduction=reduction, log_target=log_target)
-    # PyTorch computes both so, and warns of the mean.
+    # Computed as PyTorch does, which warns about its own mean.
     each = F.kl_div(input, target, reduction="none", log_target=log_target)
     return each.mean() if rows is None else each.sum() / rows
 
@@ -279,7 +279,7 @@ def poisson_nll_loss(
     """Negative log likelihood of Poisson-distributed counts; a mean is over the elements.
 
     Raises:
-        ValueError: the target would broadcast the input, as one of (n,) does with (n, 1).
+        ValueError: the target would broadcast the input, as (n,) does with (n, 1).
 
     >>> poisson_nll_loss(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(6.), weight=6)
@@ -300,7 +300,7 @@ def gaussian_nll_loss(
     """Negative log likelihood of a Gaussian with mean ``input``; a mean is over the elements.
 
     Raises:
-        ValueError: the target would broadcast the input, as one of (n,) does with (n, 1).
+        ValueError: the target would broadcast the input, as (n,) does with (n, 1).
 
     >>> gaussian_nll_loss(torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 1))
     Mean(total=tensor(3.), weight=6)
@@ -312,7 +312,7 @@ def gaussian_nll_loss(
 def margin_ranking_loss(
     input1: Tensor, input2: Tensor, target: Tensor, *, margin: float = 0.0, reduction: str = "mean"
 ) -> Loss:
-    """How far two inputs are from the order given by targets of 1 or -1; a mean is over elements.
+    """Distance of two inputs from the order that targets of 1 or -1 give; a mean is over elements.
 
     >>> margin_ranking_loss(torch.zeros(3), torch.ones(3), torch.ones(3))
     Mean(total=tensor(3.), weight=3)
@@ -323,7 +323,7 @@ def margin_ranking_loss(
 def hinge_embedding_loss(
     input: Tensor, target: Tensor, *, margin: float = 1.0, reduction: str = "mean"
 ) -> Loss:
-    """The distance of similar pairs (1), and by how much that of others (-1) is below the margin.
+    """Distance of similar pairs (1); for other pairs (-1), the margin minus it, at least 0.
 
     A mean is over the elements.
 
@@ -359,7 +359,7 @@ def triplet_margin_loss(
     swap: bool = False,
     reduction: str = "mean",
 ) -> Loss:
-    """By how much the negative is closer to the anchor than the margin allows.
+    """Amount by which the negative is closer to the anchor than the margin allows.
 
     A mean is over the triplets.
 
@@ -406,7 +406,7 @@ def cross_entropy(
     """
 
     def denominator() -> Weight:
-        # PyTorch, too, tells probabilities from classes by the shape alone.
+        # PyTorch also tells probabilities from classes by the shape alone.
         if target.shape == input.shape:
             return per_class(input)
         return counted(target, weight, ignore_index)
@@ -453,7 +453,7 @@ def binary_cross_entropy(
 ) -> Loss:
     """Cross entropy of probabilities and targets between 0 and 1, both of the same shape.
 
-    A mean is divided by the number of elements; ``weight`` scales them, and is not divided by.
+    A mean is divided by the number of elements; ``weight`` only scales them.
 
     >>> binary_cross_entropy(torch.full((2, 3), 0.5), torch.ones(2, 3))
     Mean(total=tensor(4.1589), weight=6)
@@ -471,8 +471,7 @@ def binary_cross_entropy_with_logits(
 ) -> Loss:
     """Cross entropy of logits and targets between 0 and 1, both of the same shape.
 
-    A mean is divided by the number of elements; ``weight`` and ``pos_weight`` scale them, and are
-    not divided by.
+    A mean is divided by the number of elements; ``weight`` and ``pos_weight`` only scale them.
 
     >>> binary_cross_entropy_with_logits(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(4.1589), weight=6)
@@ -499,7 +498,7 @@ def multi_margin_loss(
     weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Loss:
-    """Hinge loss of classes; a mean is over the samples, and is not divided by ``weight``.
+    """Hinge loss of classes; a mean is over the samples, and ``weight`` only scales them.
 
     >>> multi_margin_loss(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
     Mean(total=tensor(1.5000), weight=3)
@@ -531,7 +530,7 @@ def multilabel_soft_margin_loss(
     >>> multilabel_soft_margin_loss(torch.zeros(3, 2), torch.ones(3, 2))
     Mean(total=tensor(2.0794), weight=3)
     """
-    # PyTorch's total is averaged over the classes already: the rows are left to divide by.
+    # PyTorch's total is already averaged over the classes. It remains to divide by the rows.
     rows = common_numel(input, target) // max(input.shape[-1], 1)
     return reduced(
         F.multilabel_soft_margin_loss, (input, target), reduction, lambda: rows, weight=weight
@@ -550,9 +549,9 @@ def ctc_loss(
 ) -> Loss:
     """Connectionist temporal classification: a loss of sequences whose alignment is unknown.
 
-    A mean is over the sequences, each divided by the length of its target. Note that ``log_probs``
-    has time first, (T, n, C), while a batch is cut along its first dimension: pass batches with
-    samples first, and transpose in the loss.
+    A mean is over the sequences, each divided by the length of its target. ``log_probs`` has time
+    first, (T, n, C), but a batch is cut along its first dimension: pass batches with samples first,
+    and transpose in the loss.
 
     >>> log_probs = torch.full((5, 2, 3), 1 / 3).log()
     >>> ctc_loss(log_probs, torch.ones(2, 2, dtype=torch.int64), [5, 5], [1, 2])
@@ -563,8 +562,8 @@ def ctc_loss(
     if reduction != "mean" or PASS.whole:
         sequences = log_probs.shape[1] if log_probs.dim() == 3 else 1
         return reduced(F.ctc_loss, arguments, reduction, lambda: sequences, **options)
-    # Each sequence has a divisor of its own inside the mean, so the total has to be added up here;
-    # PyTorch counts an empty target as one of length 1.
+    # Each sequence has its own denominator inside the mean, so sum here. PyTorch counts an empty
+    # target as one of length 1.
     each = F.ctc_loss(widened(log_probs), *arguments[1:], reduction="none", **options)
     lengths = torch.as_tensor(target_lengths, device=each.device).clamp(min=1)
     return Mean((each / lengths).sum(), each.numel())

@@ -1,4 +1,4 @@
-"""The face of onefold: `Trainer`. Everything that computes lies below it."""
+"""Defines `Trainer`, the public interface of onefold. It delegates all computation."""
 
 from __future__ import annotations
 
@@ -52,57 +52,59 @@ class Trainer:
     """Trains a model on any number of devices, to the same bits as on one.
 
     Args:
-        model: any module; it stays yours and always holds the current values. Or several by name,
+        model: any module. It stays yours, and always holds the current values. Or several by name,
             such as ``{"generator": ..., "discriminator": ...}``: functions then get all of them, as
             a ``torch.nn.ModuleDict``.
-        optimizer: made from the model's parameters; it is kept, so schedulers attached to it work.
-            Or several in a list, such as Muon beside AdamW, or in a dict by name, of which no two
-            have a parameter in common: all of them update in each step, unless there are several
-            losses. With None the script updates by itself, with the gradients of `gradient`.
-        loss: ``loss(model, batch)`` for one shard on one device. Returns (n,) losses, one a sample;
-            a scalar, the mean over the shard; or ``onefold.Mean``, ``onefold.Sum``, or their sum. A
-            step's loss is the sum of totals over the sum of weights across the whole batch. May
-            return ``(loss, {"accuracy": ...})``; such values are averaged alike in `Step.values`.
-            Or several losses by name: each step is of one of them, and updates the parameters of
-            the optimizer with that name, or of the only one.
-        shards: V, into how many parts every batch is cut: the most devices that may ever share a
-            batch. Like the batch size it is part of the result.
-        seed: of dropout, augmentation, the order of samples and all other randomness.
-        devices: several for this one process to drive, such as ``["cuda:0", "cuda:1"]``; without
-            it a launcher decides, or one device is used.
-        shares: how many shards each device runs, such as ``(3, 1)``; even shares by default.
-        threads: of each CPU device; ``max(1, cores // shards)`` by default.
-        scheduler: a ``torch.optim.lr_scheduler`` of the optimizer; part of every checkpoint. Of
-            several optimizers a dict, under their names, or beside a list a list with None for
-            those without; each follows the steps of its optimizer.
+        optimizer: made from the model's parameters. The object is kept, so schedulers attached to
+            it work. Or several without common parameters, in a list, such as Muon and AdamW, or in
+            a dict by name: all of them update in each step, unless there are several losses. With
+            None, the script makes the updates itself, with the gradients of `gradient`.
+        loss: ``loss(model, batch)`` for one shard on one device. It returns (n,) losses, one per
+            sample; a scalar, the mean over the shard; or ``onefold.Mean``, ``onefold.Sum``, or
+            their sum. The loss of a step is the sum of totals over the sum of weights, across the
+            whole batch. It may also return metrics, as ``(loss, {"accuracy": ...})``, which
+            `Step.values` averages in the same way. Or several losses by name: each step uses one of
+            them, and updates the parameters of the optimizer with that name, or of the only one.
+        shards: V, the number of parts of every batch, and so the maximum number of devices. Like
+            the batch size, it affects the result.
+        seed: seed of dropout, augmentation, the order of samples and all other randomness.
+        devices: several devices for this one process to drive, such as ``["cuda:0", "cuda:1"]``. By
+            default a launcher decides, or one device is used.
+        shares: number of shards on each device, such as ``(3, 1)``; even shares by default.
+        threads: number of threads per CPU device; ``max(1, cores // shards)`` by default.
+        scheduler: a ``torch.optim.lr_scheduler`` of the optimizer, saved in every checkpoint. For
+            several optimizers, a dict with the same names, or a list with None for optimizers
+            without one; each scheduler follows the steps of its optimizer.
         scheduler_every: when the scheduler is stepped: after each ``"step"`` that updates, when an
-            ``"epoch"`` of `epochs` ends, or only where the ``"script"`` calls its ``step`` itself,
-            with a score if it takes one, alike on every device.
-        clip_norm: scale the whole gradient down to this norm where it is larger.
-        clip_value: limit each element of the gradient to this magnitude, after ``clip_norm``.
-        precision: ``"bf16"`` or ``"fp16"`` computes by autocast; with ``"bf16-params"`` and
+            ``"epoch"`` of `epochs` ends, or only if the ``"script"`` calls its ``step``, with a
+            metric if it takes one, the same on every device.
+        clip_norm: maximum norm of the whole gradient; a larger gradient is scaled down to it.
+        clip_value: maximum magnitude of each element of the gradient, applied after ``clip_norm``.
+        precision: ``"bf16"`` or ``"fp16"`` computes with autocast. With ``"bf16-params"`` and
             ``"fp16-params"`` the model also holds such parameters, and the optimizer updates
-            float32 ones; ``"fp32"`` expects float32; None leaves all to the model.
-        on_nonfinite: ``"raise"`` on a loss or gradient that is not finite, or ``"skip"`` the step.
-        microbatch: run a shard in microbatches of at most so many samples, where the device's
-            memory is too small for all of them at once; ``"auto"`` finds the largest that fit.
-        compile: compile the model and the loss of a shard together, by ``torch.compile``; other
-            kernels, and so other rounding. Evaluation and prediction stay as they are.
-        deterministic: use kernels that repeat their bits, and refuse others.
-        buffers: what becomes of buffers that shards change, by name or pattern, where it is not the
-            mean over the shards (floating point) or the largest (other numbers): ``"mean"``,
-            ``"max"``, ``"sum"`` (of what each shard added), ``"first"`` (the first shard's), or
-            ``"per_shard"``: every shard goes on with its own, such as a recurrent model's hidden
-            state.
-        stages: modules at which a model may be cut that is too large for a device, see ``onefold
-            run --placement``; no part of the result. ``"auto"`` takes the items of its module
-            lists.
-        timeout_s: the longest that a device waits for another one; 600 s by default.
+            float32 ones. ``"fp32"`` requires float32. None leaves all dtypes to the model.
+        on_nonfinite: ``"raise"`` an error if a loss or gradient is not finite, or ``"skip"`` the
+            step.
+        microbatch: maximum number of samples of a shard that run at once, for devices whose memory
+            is too small for a shard; ``"auto"`` finds the largest microbatch that fits.
+        compile: whether to compile the model and the loss of a shard together, with
+            ``torch.compile``. Other kernels round differently. Evaluation and prediction are not
+            compiled.
+        deterministic: whether to use kernels that repeat their bits, and refuse others.
+        buffers: rules for buffers that shards change, by name or pattern. The default is the mean
+            over the shards for floating point, and the largest for other numbers. Rules are
+            ``"mean"``, ``"max"``, ``"sum"`` (of what each shard added), ``"first"`` (the first
+            shard's), and ``"per_shard"``: every shard keeps its own buffer, such as the hidden
+            state of a recurrent model.
+        stages: modules for cutting a model that is too large for a device (FSDP's wrapping units,
+            or pipeline stages), see ``onefold run --placement``. They do not affect the result.
+            ``"auto"`` uses the items of its module lists.
+        timeout_s: the longest wait for another device, in seconds; 600 by default.
 
     Raises:
-        TypeError, ValueError: an argument is not usable.
-        LaunchError: a device is not there.
-        DisagreementError: another device of the run was given something else.
+        TypeError, ValueError: an argument is invalid.
+        LaunchError: a device is not available.
+        DisagreementError: another device of the run got other arguments.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -164,8 +166,9 @@ class Trainer:
         self._session = session = Session(
             context, user, settings, devices=devices, shares=shares, tools=self._tools
         )
-        # The model outlives a Trainer that the script drops. By a weak reference, as an observer of
-        # the session may refer to this Trainer; the memory refers to nothing of the script's.
+        # The script may drop its Trainer and keep the model. Use a weak reference, because an
+        # observer of the session may refer to this Trainer; the memory refers to nothing of the
+        # script's.
         memory = session.engine.context.exchange.memory
         weakref.finalize(self, _dropped, weakref.ref(session), memory).atexit = False
 
@@ -176,7 +179,7 @@ class Trainer:
 
     @property
     def shards(self) -> int:
-        """How many shards every batch is cut into."""
+        """Number of shards of every batch."""
         return self._session.settings.shards
 
     @property
@@ -186,15 +189,15 @@ class Trainer:
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether the script should save and end; alike on all devices.
+        """Whether the script should save and end; the same on all devices.
 
-        Always False with ``onefold run --checkpoint``, where the run saves and ends by itself.
+        Always False with ``onefold run --checkpoint``, because that run saves and ends by itself.
         """
         return self._session.asked_to_stop
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How many shards each device runs; may be set between steps, alike on all devices."""
+        """Number of shards on each device; may be set between steps, the same on all devices."""
         return self._session.engine.assignment.shares.counts
 
     @shares.setter
@@ -213,28 +216,30 @@ class Trainer:
         collate: Collate | None = None,
         **names: Unpack[TorchNames],
     ) -> Loader:
-        """Batches of a data set, for `step`; each device reads its own shards alone.
+        """Return batches of a data set for `step`; each device reads only its own shards.
 
-        Make loaders in the same order on all devices and in every run: their random numbers depend
-        on how many were made before. After a checkpoint, the first pass begins with the first
-        unused sample.
+        Create loaders in the same order on all devices and in every run, because their random
+        numbers depend on how many were created before. After a checkpoint, the first pass starts
+        with the first unused sample.
 
         Args:
-            dataset: has a length and an item for each index; or is a stream: an `IterableDataset`,
-                or anything to iterate, which every device reads whole; or is a `DataLoader` of
-                PyTorch, whose settings are taken over.
-            batch_size: over all devices; not with a `DataLoader` or a ``batch_sampler``.
-            shuffle: visit the samples in another order in each pass.
-            lengths: of every sample, with ``shuffle``: those of near length come together.
-            workers: processes that read ahead, for each device.
-            drop_last: leave out a last batch that is short.
-            collate: makes a shard's payload from a list of samples; PyTorch's if None.
+            dataset: a data set with a length and an item for each index; a stream, that is, an
+                `IterableDataset` or any other iterable, which every device reads completely; or a
+                `DataLoader` of PyTorch, whose settings are adopted.
+            batch_size: the global batch size; omit it with a `DataLoader` or a ``batch_sampler``.
+            shuffle: whether to visit the samples in a new order in each pass.
+            lengths: length of every sample, with ``shuffle``: batches then have samples of similar
+                length.
+            workers: number of processes that read ahead, for each device.
+            drop_last: whether to drop a last batch that is short.
+            collate: makes a shard's payload from a list of samples; PyTorch's by default.
             names: PyTorch's ``sampler``, ``batch_sampler`` (of whole batches) and
-                ``worker_init_fn``; ``num_workers`` and ``collate_fn`` for workers and collate.
+                ``worker_init_fn``; also ``num_workers`` and ``collate_fn``, for ``workers`` and
+                ``collate``.
 
         Raises:
-            TypeError, ValueError: arguments that do not fit together, or a number out of range.
-            CheckpointError: the saved run's loader in this place had other sizes.
+            TypeError, ValueError: arguments do not fit together, or a number is out of range.
+            CheckpointError: the corresponding loader of the saved run had other sizes.
 
         >>> data = torch.utils.data.TensorDataset(torch.arange(10.0).view(5, 2))
         >>> loader = trainer.loader(data, batch_size=4, shuffle=True)
@@ -256,21 +261,22 @@ class Trainer:
     def batches(
         self, batch_fn: BatchFunction, *, per_epoch: int, stateless: bool = False
     ) -> Loader:
-        """Whole batches from a function of your own, for `step`; they go on after a checkpoint.
+        """Return whole batches from your own function, for `step`; they resume after a checkpoint.
 
         Args:
             batch_fn: ``batch_fn(step, generator)`` returns a whole batch, as `step` takes it:
                 tensors (n, ...) or tuples, lists and dicts of them. ``step`` is the number of the
-                pass times ``per_epoch``, and the place in it; both count from 0, and passes from
-                the epoch in which `batches` is called. ``generator`` is on the host, seeded from
-                the run's seed and ``step``, as are the global generators. Called on every device.
+                pass times ``per_epoch``, plus the index in the pass. Both count from 0, and passes
+                from the epoch in which `batches` is called. ``generator`` is on the host, seeded
+                from the run's seed and ``step``, as are the global generators. It is called on
+                every device.
             per_epoch: number of batches in a pass.
-            stateless: whether a batch depends on the arguments alone. A resumed run then makes no
-                batch again that is done. Otherwise it calls the function for each of them, so that
-                a generator or a position in the data that the function keeps is what it was.
+            stateless: whether a batch depends only on the arguments. A resumed run then creates no
+                completed batch again. Otherwise it calls the function for each completed batch, so
+                that a generator or a position that the function keeps is restored.
 
         Raises:
-            TypeError, ValueError: no function, or a number below 1.
+            TypeError, ValueError: the function is not callable, or the number is below 1.
 
         >>> def batch_fn(step, generator):
         ...     return torch.randn(6, 2, generator=generator)
@@ -284,13 +290,15 @@ class Trainer:
         )
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Count epochs from where the run is, which may be inside of one, up to ``number``.
+        """Count epochs from the position of the run, which may be inside an epoch, up to
+        ``number``.
 
-        With ``scheduler_every="epoch"`` the scheduler is stepped where an epoch with steps ends.
+        With ``scheduler_every="epoch"``, the scheduler is stepped at the end of each epoch with
+        steps.
 
         Args:
-            number: the epoch before which to stop, counted from 0. The iterator yields the numbers
-                of those that are left, so a run that goes on after `load` does no epoch twice.
+            number: the epoch before which to stop, counted from 0. The iterator yields the
+                remaining numbers, so that a run that resumes after `load` repeats no epoch.
 
         >>> loader = trainer.loader(torch.ones(4, 2), batch_size=4)
         >>> [trainer.step(batch).epoch for epoch in trainer.epochs(3) for batch in loader]
@@ -299,30 +307,31 @@ class Trainer:
         return self._session.position.epochs(number)
 
     def step(self, batch: object, loss: str | None = None, *, dim: int = 0) -> Step:
-        """One update from one whole batch.
+        """Update the model once from one whole batch.
 
         Args:
-            batch: what `loader` yields; or tensors or NumPy arrays (n, ...), `onefold.Broadcast`,
+            batch: a batch of a `loader`; or tensors or NumPy arrays (n, ...), `onefold.Broadcast`,
                 `onefold.Scatter`, or tuples, lists, mappings and dataclasses of all of these, the
-                same on every device, which are cut into shards and keep their type. Several
-                loaders' batches are each cut by their own size; ``samples`` are the first's.
-            loss: the name of the loss, where the Trainer has several.
-            dim: the dimension of all tensors in which the samples lie, such as 1 for time-major
-                ones (time, n, ...). Of what `loader` yields only ``microbatch`` asks for it.
+                same on every device. They are cut into shards and keep their type. Batches of
+                several loaders are each cut by their own size; ``samples`` counts the first one's.
+            loss: the name of the loss, if the Trainer has several.
+            dim: the sample dimension of all tensors, such as 1 for time-major ones (time, n, ...).
+                For batches of a `loader`, only ``microbatch`` uses it.
 
         Raises:
-            TypeError: a loss is not named, or named where there is only one; or the batch holds
-                something that cannot be cut.
-            ValueError: the tensors of the batch disagree in length, lack the dimension, or it is
-                empty; or some shards have samples of some parts alone; or the step is in no epoch,
-                and ``scheduler_every`` is ``"epoch"``.
-            RuntimeError: the script has stepped a scheduler that is not its own to step.
-            DisagreementError: another device is in another step, or was given something else.
-            StateError, GradientError: a shard changed what it must not, or cannot be added up.
-            LossError: the loss is of the wrong shape, or not finite; names step and shard.
+            TypeError: a loss is not named, or is named although there is only one; or the batch
+                contains a value that cannot be cut.
+            ValueError: the batch is empty, or its tensors differ in length or lack the dimension;
+                or some shards have samples of only some parts; or the step is in no epoch, but
+                ``scheduler_every`` is ``"epoch"``.
+            RuntimeError: the script stepped a scheduler that the trainer steps.
+            DisagreementError: another device is in another step, or got other arguments.
+            StateError, GradientError: a shard changed state that it must not change, or has a
+                gradient that cannot be summed.
+            LossError: the loss has the wrong shape, or is not finite; names step and shard.
             PeerError: another device failed or is lost.
             OSError: an earlier checkpoint could not be written in the background.
-            SystemExit: the launcher asked the run to stop, and it has been saved.
+            SystemExit: the launcher asked the run to stop, and the run was saved.
 
         >>> step = trainer.step(torch.ones(4, 2))
         >>> step.samples, step.loss.dtype, step.loss.shape
@@ -331,23 +340,24 @@ class Trainer:
         return self._session.step(batch, loss, dim)
 
     def gradient(self, batch: object, loss: str | None = None, *, dim: int = 0) -> Step:
-        """The gradient of one whole batch, in ``.grad``; the script makes the update.
+        """Compute the gradient of one whole batch, in ``.grad``; the script makes the update.
 
-        Every parameter that is trained has the batch's whole gradient in ``.grad``, on every
-        device, or None if no shard gave it one. It is that of `step`: divided, unscaled, looked at,
-        and clipped if Trainer was given ``clip_norm`` or ``clip_value``. It replaces what was
-        there, and is not added to it. Update in `modifying`, inside of which this may be called.
+        On every device, each trained parameter gets the batch's whole gradient in ``.grad``, or
+        None if no shard gave it one. The gradient is the one that `step` would use: divided,
+        unscaled, checked, and clipped if Trainer got ``clip_norm`` or ``clip_value``. It replaces
+        the old gradient instead of being added to it. Update in `modifying`, inside of which this
+        may be called.
 
-        Calls with the very same batch object are one step, with the same number and random numbers,
-        until a block of `modifying` ends in which it was given. See
+        Calls with the same batch object are one step, with the same number and random numbers,
+        until a block of `modifying` ends in which the batch was passed. See
         docs/do/gradient-without-update.md.
 
         Args:
             batch, loss, dim: as for `step`.
 
         Raises:
-            RuntimeError: another batch is given in the same block of `modifying`.
-            ValueError: the precision or an average needs Trainer's own update.
+            RuntimeError: another batch is passed in the same block of `modifying`.
+            ValueError: the precision or an average requires Trainer's own update.
 
         It also raises what `step` raises.
 
@@ -359,15 +369,15 @@ class Trainer:
         return step
 
     def on_step(self, observe: Callable[[Step], object]) -> None:
-        """Have a function called with every finished step, on the lead alone: for logs.
+        """Register a function that the lead calls after every step, for logging.
 
-        It is called inside `step`, before a checkpoint of that step, so that what it writes is
-        there for every step that is saved. Random numbers that it draws do not shift the run's. It
-        must not make calls that all devices must make, such as `step`, `save` or `evaluate`.
+        The lead calls it inside `step`, before a checkpoint of that step, so that what it writes
+        exists for every saved step. Random numbers that it draws do not shift the run's. It must
+        not make calls that all devices must make, such as `step`, `save` or `evaluate`.
 
         Args:
-            observe: called with the step; of `gradient` with the first call of each step. Functions
-                are called in the order in which they were given; what one raises ends the step.
+            observe: called with the step; for `gradient`, with the first call of each step.
+                Functions are called in the order of registration; an exception ends the step.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)
@@ -391,22 +401,22 @@ class Trainer:
         whole_batches: bool = False,
         **names: Unpack[TorchNames],
     ) -> dict[str, float]:
-        """Scores over a data set, each sample exactly once, the same on any number of devices.
+        """Compute metrics over a data set, with each sample exactly once, on any number of devices.
 
         Args:
             score: ``score(model, batch)`` for one shard, in evaluation mode and without gradients;
-                returns a dict of names to what a loss may return.
+                returns a dict of names to values that a loss may return.
             dataset, batch_size, workers, collate, names: as for `loader`; but a `DataLoader` that
                 shuffles is read in the order of its data set.
-            model: the name of one of several models, which ``score`` is given alone.
-            whole_batches: give ``score`` whole batches in place of shards, for a score that is
+            model: the name of one of several models, to pass only this one to ``score``.
+            whole_batches: pass whole batches instead of shards to ``score``, for a metric that is
                 computed over a batch, such as a ranking. The first device computes all of them.
 
         Returns:
-            For each name the sum of totals over the sum of weights, on every device.
+            For each name the sum of totals over the sum of weights; the same on every device.
 
         Raises:
-            LossError: a value is of the wrong shape.
+            LossError: a value has the wrong shape.
             DisagreementError: the names differ between shards.
 
         >>> def score(model, x):
@@ -435,22 +445,22 @@ class Trainer:
         model: str | None = None,
         **names: Unpack[TorchNames],
     ) -> dict[str, Any]:
-        """The model's values for every sample, in the data set's order.
+        """Compute the model's outputs for every sample, in the order of the data set.
 
         Args:
-            function: ``function(model, batch)`` for one shard, as in `evaluate`; returns a dict of
-                names to tensors (n, ...), one row a sample, alike in dtype and shape for all; or to
-                lists with one tensor a sample, of any sizes, alike in dtype and number of
-                dimensions, or one dict of such tensors a sample.
+            function: ``function(model, batch)`` for one shard, as in `evaluate`. It returns a dict
+                of names to tensors (n, ...), one row per sample, with one dtype and row shape for
+                all shards; or to lists with one tensor per sample, of any sizes, with one dtype and
+                number of dimensions; or to lists with one dict of such tensors per sample.
             dataset, batch_size, workers, collate, names: as for `loader`; but a `DataLoader` that
                 shuffles is read in the order of its data set.
-            model: the name of one of several models, which ``function`` is given alone.
+            model: the name of one of several models, to pass only this one to ``function``.
 
         Returns:
             For each name a tensor (samples, ...) on the host, or such a list for all samples.
 
         Raises:
-            LossError: a value has not one row, tensor or dict a sample.
+            LossError: a value does not have one row, tensor or dict per sample.
             DisagreementError: names, dtypes or shapes differ between shards.
 
         >>> said = trainer.predict(lambda m, x: {"sum": x.sum(1)}, torch.ones(5, 2), batch_size=4)
@@ -469,22 +479,23 @@ class Trainer:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The user's own module with the current parameters."""
+        """The user's own module, with the current parameters."""
         return self._session.engine.context.replicas[0].module
 
     def record(self, directory: str | Path) -> None:
-        """Write down what the run computes from here on, to ``run.record``; called on every device.
+        """Record the run from here on, in ``run.record``. Call it on every device.
 
-        As ``onefold run --record`` does for a script: each step with its shards, results of
-        `evaluate` and its like, checkpoints. The lead writes. A record that is there is gone on
-        with: what it has of later steps than the run's no longer counts. `onefold.Record` reads it.
+        It records what ``onefold run --record`` records for a script: each step with its shards,
+        results of `evaluate` and similar calls, and checkpoints. The lead writes. If there is a
+        record already, the run continues it; entries of steps after the run's current step no
+        longer count. `onefold.Record` reads it.
 
         Args:
-            directory: the folder, which is made if it is missing.
+            directory: the folder, which is created if it does not exist.
 
         Raises:
             OSError: the file cannot be written, or another run writes to it.
-            RecordError: the file is something else, or damaged.
+            RecordError: the file is not a record, or is damaged.
             RuntimeError: the run is recorded already.
 
         >>> import tempfile
@@ -499,12 +510,12 @@ class Trainer:
 
     @property
     def replaying(self) -> bool:
-        """Whether a resumed script runs through what is done; always False without a resume.
+        """Whether a resumed script is replaying completed steps; always False without a resume.
 
-        With ``onefold run --checkpoint`` a script that goes on runs again from its beginning. Up to
-        the place where its checkpoint was made nothing is computed: steps, evaluations and
-        predictions are answered from the record of the run, and what is printed is not shown.
-        Guard by this what the script writes elsewhere.
+        With ``onefold run --checkpoint``, a resumed script runs again from its start. Up to its
+        checkpoint nothing is computed: steps, evaluations and predictions are replayed from the
+        record of the run, and printed lines are not shown. Check this property before the script
+        writes elsewhere.
 
         >>> if not trainer.replaying:
         ...     trainer.steps
@@ -513,18 +524,18 @@ class Trainer:
         return self._session.replaying
 
     def state(self, name: str, value: _State) -> _State:
-        """Keep a value of the script in the record, for when it is resumed; called on every device.
+        """Record a value of the script, for replay. Call it on every device.
 
-        A script that is resumed cannot be asked again for what it computed by itself, outside of
-        this trainer. It is given back what it had then, on every device that of the lead.
+        A resumed script cannot compute again what it computed outside of this trainer. During
+        replay, every device gets the value that the lead recorded.
 
         Args:
-            name: of the value, for errors.
-            value: what `gather` may have.
+            name: the name of the value, for errors.
+            value: any value that `gather` supports.
 
         Returns:
-            A copy of the value, with dicts for mappings and tensors on the host; in a resumed
-            script, up to where its run goes on, that of the run before.
+            A copy of the value, with dicts for mappings and tensors on the host; during replay, the
+            recorded value.
 
         >>> best = trainer.state("best", 0.5)
         >>> best
@@ -533,31 +544,31 @@ class Trainer:
         session = self._session
         with session.telling_others():
             what = f"trainer.state of {name}"
-            # The same kinds as a resumed script is given.
+            # Encode and decode, so that the types are the same as in a replayed script.
             kept: _State = encoding.decode(encoding.encode(value, what))
             return session.result(what, lambda: kept)
 
     @property
     def steps(self) -> int:
-        """Steps done, those before a checkpoint included."""
+        """Number of finished steps, including those before a checkpoint."""
         return self._session.position.step
 
     def modifying(self, *, optimizer_state: bool | None = None) -> AbstractContextManager[None]:
-        """A block in which the model may be changed between steps; called on every device.
+        """Return a context manager for changing the model between steps. Call it on every device.
 
-        When it ends, the lead's parameters, buffers and optimizer settings are everybody's; what
-        other devices wrote is dropped, so the lines may run on all of them or on the lead alone.
-        With several devices, other changes are refused at the next call.
+        At its end, the lead's parameters, buffers and optimizer settings are broadcast, and what
+        other devices wrote is dropped. So the lines may run on all devices or on the lead only.
+        With several devices, other changes to the model are refused at the next call.
 
         Args:
-            optimizer_state: whether ``optimizer.state`` of whole parameters is there, to read and
-                to change; it is brought to every device, and the lead's goes back to those that
-                update it. None has it there for optimizers with methods of their own, such as
-                ``train()`` and ``eval()``. Elsewhere it is refused where it is divided.
+            optimizer_state: whether to show ``optimizer.state`` of whole parameters, for reading
+                and writing. It is gathered on every device, and the lead's is scattered at the end.
+                By default it is shown if the optimizer has its own methods, such as ``train()`` and
+                ``eval()``. Otherwise reading it is refused while it is partitioned.
 
         Raises:
-            DisagreementError: another device is somewhere else.
-            RuntimeError: the trainer is called inside the block, other than by `gradient`.
+            DisagreementError: another device made another call.
+            RuntimeError: a trainer call other than `gradient` was made inside the block.
 
         >>> with trainer.modifying():
         ...     _ = model.weight.data.clamp_(-0.1, 0.1)
@@ -566,16 +577,16 @@ class Trainer:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """A block in which every device has all parameters; called on every device.
+        """Gather all parameters on every device for a block. Call it on every device.
 
-        They always do, unless the run was started with ``--placement partition`` and its devices do
-        not share memory (GPUs, several hosts): then each keeps its partition, and what is brought
-        for a step goes again with it. Outside of this block the parameters of such a model are NaN,
-        and ``state_dict()`` is refused. The model may be read in the block; what is written to it
-        is lost, and belongs into `modifying`.
+        Devices have all parameters anyway, unless the run uses ``--placement partition`` and its
+        devices share no memory (GPUs, several hosts). Then each device keeps its partition, gathers
+        parameters for a step, and frees them afterwards. Outside of this block, the parameters of
+        such a model are NaN, and ``state_dict()`` is refused. Only read the model in the block;
+        changes to it are lost, and belong in `modifying`.
 
         Raises:
-            DisagreementError: another device is somewhere else.
+            DisagreementError: another device made another call.
 
         >>> with trainer.gathered():
         ...     largest = max(float(p.detach().abs().max()) for p in model.parameters())
@@ -592,19 +603,20 @@ class Trainer:
         every: int = 1,
         after: str | None = None,
     ) -> None:
-        """Keep an average of the model from here on, beside the values that are trained.
+        """Keep an average of the model (EMA or SWA) from here on, in addition to the training
+        values.
 
-        It begins with the values as they are now. Steps that are skipped do not move it. It is in
-        every checkpoint, and goes on with it; the line may then stand before `load` or after it, or
-        be left out. Called on every device, before the first step or later.
+        It starts with the current values. Skipped steps do not change it. Every checkpoint contains
+        it, and a resumed run continues it; the line may then come before `load` or after it, or be
+        omitted. Call it on every device, before the first step or later.
 
         Args:
-            decay: of an exponential average, how much of it stays in each update: at least 0, and
-                less than 1. In update k it is ``(1 + k) / (10 + k)`` where that is less.
-            mean: average all values alike, as stochastic weight averaging does. The values at the
-                beginning do not count.
-            every: update after each so many steps.
-            after: the name of a loss, where there are several: count and follow its steps alone.
+            decay: fraction of an EMA that stays in each update: at least 0, and less than 1. In
+                update k it is ``(1 + k) / (10 + k)`` if that is less.
+            mean: average all values with equal weight, as stochastic weight averaging (SWA) does.
+                The initial values do not count.
+            every: number of steps between updates.
+            after: name of a loss, if there are several, to count and follow only its steps.
 
         Raises:
             TypeError, ValueError: both kinds are chosen or none, a number is out of range, there is
@@ -632,23 +644,22 @@ class Trainer:
         workers: int = 0,
         collate: Collate | None = None,
     ) -> Iterator[None]:
-        """A block in which the model holds its averages; called on every device.
+        """Show the averages in the model for a block. Call it on every device.
 
-        Evaluate, predict, save and read the model there. Afterwards, also after an exception, the
-        values that are trained are back, to the bit. A checkpoint that is saved there has the
-        averages in ``model.safetensors``, and `load` goes on with the values that are trained all
-        the same.
+        Evaluate, predict, save and read the model there. Afterwards the training values are
+        restored, bit for bit, also after an exception. A checkpoint saved there has the averages in
+        ``model.safetensors``; `load` continues with the training values anyway.
 
         Args:
             update_bn: a data set over which the statistics of batch norms are recomputed with the
-                averaged weights, as `torch.optim.swa_utils.update_bn` does: by the loss function,
-                in training mode. Without it they are averaged like everything else.
-            batch_size, workers, collate: of ``update_bn``, as for `loader`.
+                averaged weights, as `torch.optim.swa_utils.update_bn` does: with the loss function,
+                in training mode. By default they are averaged like all other buffers.
+            batch_size, workers, collate: settings for ``update_bn``, as for `loader`.
 
         Raises:
             ValueError: no average is kept, or only one of update_bn and batch_size is given.
             RuntimeError: `step`, `load`, `modifying` or `average` is called inside the block.
-            DisagreementError: another device is somewhere else.
+            DisagreementError: another device made another call.
 
         >>> trainer.average(mean=True)
         >>> steps = [trainer.step(torch.ones(4, 2)) for _ in range(3)]
@@ -658,7 +669,7 @@ class Trainer:
         False
         """
         if (update_bn is None) != (batch_size is None):
-            raise ValueError("expected update_bn and batch_size together, or neither of them")
+            raise ValueError("pass both update_bn and batch_size, or neither of them")
         session = self._session
         with session.telling_others():
             session.engine.check_last_step()
@@ -667,11 +678,11 @@ class Trainer:
                 yield
 
     def barrier(self) -> None:
-        """Wait until every device is here; called on every device.
+        """Wait until every device makes this call. Call it on every device.
 
         Raises:
-            PeerError: another device failed, or did not come within ``timeout_s``.
-            DisagreementError: another device makes another call.
+            PeerError: another device failed, or did not arrive within ``timeout_s``.
+            DisagreementError: another device made another call.
 
         >>> trainer.barrier()
         """
@@ -679,16 +690,17 @@ class Trainer:
             self._session.engine.agree(CallDigest(Call.BARRIER, self.steps + 1))
 
     def broadcast(self, value: object = None) -> Any:
-        """The lead's value on every device; called on every device.
+        """Return the lead's value on every device. Call it on every device.
 
         Args:
-            value: on the lead what `gather` may have; elsewhere it is ignored, and may be left out.
+            value: on the lead, any value that `gather` supports; on other devices it is ignored,
+                and may be omitted.
 
         Returns:
             A copy of the lead's value, as `gather` returns it.
 
         Raises:
-            TypeError: the lead's value is, or holds, something that cannot be sent.
+            TypeError: the lead's value is, or contains, a value that cannot be sent.
 
         >>> trainer.broadcast({"name": "run 7", "order": torch.arange(3)})
         {'name': 'run 7', 'order': tensor([0, 1, 2])}
@@ -699,23 +711,24 @@ class Trainer:
             return session.result("trainer.broadcast", partial(self._broadcast, text))
 
     def gather(self, value: object) -> list[Any]:
-        """A value of every device's process, such as seconds or a score; called on every device.
+        """Gather a value from every device's process, such as seconds or a metric, on every device.
 
         Args:
-            value: of this process and so of all its devices: None, a bool, int, float, str or
-                bytes; a tensor or a NumPy array or scalar of any numbers and shape; or lists,
-                tuples and dicts of these, with text for keys.
+            value: the value of this process, and so of all its devices: None, a bool, int, float,
+                str or bytes; a tensor or a NumPy array or scalar of any numbers and shape; or
+                lists, tuples and dicts of these, with str keys.
 
         Returns:
-            A copy of it for each of `devices`, in their order, on every device, to the bit; tensors
-            on the host, other mappings as dicts. Where every device has a dict of numbers alone
-            (0-d tensors count), the numbers are floats, of the same names everywhere.
+            A copy for each of `devices`, in their order, on every device, with the same bits.
+            Tensors are on the host; other mappings are dicts. If every device has a dict that
+            contains only numbers (0-d tensors count), they are returned as floats, with the same
+            names everywhere.
 
         Raises:
-            TypeError: the value is, or holds, something that cannot be sent; raised before
-                anything is.
-            DisagreementError, ValueError: the names of numbers differ between devices, or are not
-                of one line.
+            TypeError: the value is, or contains, a value that cannot be sent; raised before
+                anything is sent.
+            DisagreementError, ValueError: the names of numbers differ between devices, or contain
+                line breaks.
 
         >>> trainer.gather({"seconds": 2}), trainer.gather(("a", None))
         ([{'seconds': 2.0}], [('a', None)])
@@ -726,13 +739,13 @@ class Trainer:
             return session.result("trainer.gather", partial(self._gather, text))
 
     def fork_rng(self) -> AbstractContextManager[None]:
-        """A block whose random numbers do not shift those that come after it.
+        """Return a context manager whose random numbers do not shift later ones.
 
-        When it ends, the generators of PyTorch (this process's devices included), ``random`` and
-        NumPy are where they were when it began. What only the lead draws (samples to look at,
-        names) belongs in such a block, or what a script draws later differs between devices. It
-        waits for nobody, so the lead alone may open it; steps, evaluations and loaders have seeds
-        of their own and need none.
+        At its end, the generators of PyTorch (including this process's devices), ``random`` and
+        NumPy are restored. If only the lead draws numbers (for samples to look at, or names), it
+        must do so in such a block, or later draws of the script differ between devices. The block
+        waits for no device, so the lead alone may open it. Steps, evaluations and loaders have
+        their own seeds and do not need it.
 
         >>> state = torch.get_rng_state()
         >>> if trainer.is_lead:
@@ -744,12 +757,12 @@ class Trainer:
         return forked_generators(*self._session.devices.own_devices.values())
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits over parameters and buffers: the same for the same bits.
+        """Return 16 hexadecimal digits over parameters and buffers: equal for equal bits.
 
-        Called on every device where each keeps its partition (see `gathered`); elsewhere on any.
+        Call it on every device if each keeps its partition (see `gathered`); otherwise on any.
 
         Raises:
-            DisagreementError: another device that keeps its partition makes another call.
+            DisagreementError: another device that keeps its partition made another call.
 
         >>> before = trainer.fingerprint()
         >>> step = trainer.step(torch.ones(4, 2))
@@ -771,27 +784,28 @@ class Trainer:
         wait: bool = True,
         extra: object = None,
     ) -> Path:
-        """Write the run as it is now to ``directory/step-00001234/``, and return that folder.
+        """Save the run to ``directory/step-00001234/``, and return that folder.
 
-        ``model.safetensors`` there holds parameters and buffers under the user's own names. The
-        folder is there whole or not at all. Called on every device; the lead writes. In
-        `averaged` it holds the averages, and what is trained is in another file there.
+        ``model.safetensors`` in it contains parameters and buffers under the user's own names. The
+        folder is complete or absent. Call it on every device; the lead writes. In `averaged`,
+        ``model.safetensors`` contains the averages, and another file the training values.
 
         Args:
-            directory: holds the checkpoints of a run; made if it is not there.
-            scores: numbers to remember with this checkpoint, such as what `evaluate` returned.
-            keep: how many of the newest of this run stay there; with None this one stays for good.
-                What anybody else put there is left alone.
-            best: ``"highest NAME"`` or ``"lowest NAME"`` of ``scores``: from here on, of those of
-                this run, the checkpoint with that score stays too.
-            wait: return when all is on the disk; else a failure is raised by the next call. Where
-                devices share no memory and keep their partitions, it is waited for all the same.
-            extra: None, numbers, text, or lists, tuples and dicts of these; `load` gives it back.
+            directory: folder for the checkpoints of a run; created if it does not exist.
+            scores: metrics to store with this checkpoint, such as a result of `evaluate`.
+            keep: number of recent checkpoints of this run to keep; None keeps this one permanently.
+                Other files in the folder are left alone.
+            best: ``"highest NAME"`` or ``"lowest NAME"`` of ``scores``: from here on, also keep
+                this run's best checkpoint by that metric.
+            wait: whether to return only when all is on the disk; otherwise the next call raises a
+                failure. If devices share no memory and each keeps its partition, the call always
+                waits.
+            extra: None, numbers, text, or lists, tuples and dicts of these; `load` returns it.
 
         Raises:
-            OSError: it could not be written; what was there before is still there.
-            StateError: a parameter is not finite, or a step broke off in its update.
-            TypeError, ValueError: an argument is not usable, or no file can hold the state.
+            OSError: the checkpoint could not be written; earlier ones still exist.
+            StateError: a parameter is not finite, or a step was interrupted during its update.
+            TypeError, ValueError: an argument is invalid, or the state cannot be saved.
 
         >>> import tempfile
         >>> directory = tempfile.mkdtemp()
@@ -819,24 +833,24 @@ class Trainer:
     def load(
         self, directory: str | Path, *, allow_changed: Collection[str] = (), if_any: bool = False
     ) -> Checkpoint | None:
-        """Go on from the newest checkpoint of a directory, on any number of devices.
+        """Resume from the newest checkpoint of a directory, on any number of devices.
 
-        Model, optimizer and scheduler are then as they were, and `epochs` and loaders go on at the
-        sample where the run was saved. What the script changes from here on acts on that, also
-        where the whole run has done it before. A checkpoint that is damaged is left out with a
-        warning. Called on every device; the lead reads.
+        Model, optimizer and scheduler are restored, and `epochs` and loaders continue at the sample
+        at which the run was saved. Changes that the script makes after this call act on the
+        restored state, even if the saved run had already made them. A damaged checkpoint is skipped
+        with a warning. Call it on every device; the lead reads.
 
         Args:
-            directory: what was given to `save`, or the folder of one checkpoint.
-            allow_changed: what may differ from the run that was saved, each giving up a part of the
-                promise: ``"seed"``, ``"shards"``, ``"batch_size"``, ``"dataset"``,
+            directory: the directory passed to `save`, or the folder of one checkpoint.
+            allow_changed: settings that may differ from the saved run; each gives up a part of the
+                guarantees: ``"seed"``, ``"shards"``, ``"batch_size"``, ``"dataset"``,
                 ``"clip_norm"``, ``"precision"``, ``"microbatch"``, ``"compile"``, ``"optimizer"``,
                 ``"scheduler"``, ``"average"``.
-            if_any: where there is no checkpoint yet, do nothing, and return None.
+            if_any: if there is no checkpoint yet, do nothing and return None.
 
         Raises:
-            CheckpointError: there is no checkpoint, none is whole, or it does not fit this run.
-                Raised alike on all devices; nothing has changed, so the script may start afresh.
+            CheckpointError: there is no checkpoint, none is complete, or it does not fit this run.
+                Raised on all devices; nothing has changed, so the script may start from scratch.
 
         >>> import tempfile
         >>> directory = tempfile.mkdtemp()
@@ -853,19 +867,20 @@ class Trainer:
         return found
 
     def close(self) -> None:
-        """Leave the run, and have the model be the script's; called on every device.
+        """Leave the run and return the model to the script. Call it on every device.
 
-        Each process then has all values of the model for itself, the same everywhere, and may
-        change them. The optimizer's state, which lies in parts on the devices, is let go: what
-        follows needs another optimizer. Another Trainer of the model, or of a part of it, closes
-        this one first. So need no call: the end of the program, after which nothing changes.
+        Each process then has all values of the model, the same everywhere, in its own memory, and
+        may change them. The optimizer's state, of which each device has a part, is dropped: create
+        another optimizer for further training. Another Trainer of the model, or of a part of it,
+        closes this one first. A program that changes nothing afterwards does not have to call it.
 
-        With ``onefold run --checkpoint``, while an exception is handled on one of several devices,
-        that happens only at its end. A device that is handling one waits for no other.
+        With ``onefold run --checkpoint`` and several devices, a call during the handling of an
+        exception does nothing: the device leaves the run at its end. Otherwise a device that is
+        handling an exception leaves without waiting for others.
 
         Raises:
-            DisagreementError: with several devices, the script has changed parameters since the
-                last call, outside of `modifying`; or another device is somewhere else.
+            DisagreementError: with several devices, the script changed parameters since the last
+                call, outside of `modifying`; or another device made another call.
             OSError: a checkpoint could not be written.
             PeerError: another device failed.
 
@@ -893,9 +908,10 @@ class Trainer:
 
 
 def _dropped(reference: weakref.ref[Session], memory: Memory) -> None:
-    """Leave the model to the script, which has dropped its Trainer."""
+    """Return the model to the script, which has dropped its Trainer."""
     session = reference()
     if session is not None:
         session.drop()
-    else:  # both were garbage together
+    else:
+        # Session and Trainer were garbage together.
         memory.make_own()

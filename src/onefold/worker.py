@@ -1,25 +1,13 @@
-"""A process of a launched run: runs the user's script or function, and reports if that fails.
+"""A process of a launched run: runs the user's script or function, and reports its failure.
 
-Started by `onefold.launch` with LAUNCHER_PID SCRIPT [ARGUMENT ...], or with ``-m MODULE`` or
-``--call PAYLOAD RESULT`` (two inherited descriptors) in place of the script.
-
-Note: what is on the path
--------------------------
-The process is started with ``-P``, so that no file in the current folder or the script's is loaded
-in place of a library. Once PyTorch is loaded, the folder that ``python SCRIPT`` and ``python -m``
-put at the head of ``sys.path`` is put there, unless the user has forbidden it (PYTHONSAFEPATH).
+`onefold.launch` starts it with LAUNCHER_PID SCRIPT [ARGUMENT ...], or with ``-m MODULE`` or
+``--call PAYLOAD RESULT`` (two inherited descriptors) instead of the script.
 
 Note: a child that the script forks
 -----------------------------------
-It returns from the script as the worker does, but it is not the device. It must neither report nor
-save anything, nor run what the parent has registered for its end. So every way out of the script
-compares the process id, and a child leaves through `_end_child`.
-
-Note: the order of a failure
-----------------------------
-The report is written first, then the other devices are told. They then fail at once, and the
-launcher, which wakes when the first process ends, must find the cause by then and not only its
-consequences.
+A forked child returns from the script as the worker does, but it is not the device. It must neither
+report nor save anything, nor run what the parent registered for its exit. So every path out of the
+script compares the process id, and a child leaves through `_end_child`.
 """
 
 from __future__ import annotations
@@ -63,22 +51,22 @@ __all__ = ["main"]
 
 _LONGEST_NAMES = 2000
 _PATIENCE_S = 5.0
-"""How long a process may take to end after its script, before it is said what it waits for."""
+"""Seconds that a process may take to end after its script before its threads are reported."""
 
 
 def main() -> int:
-    """Run what the launcher asked for, and return the exit code of the process."""
+    """Run the script or function of the launcher; return the exit code of the process."""
     arguments = sys.argv[1:]
-    # Before anything slow: a launcher that is gone must leave no worker behind, and a signal during
-    # the long load of PyTorch must find our handler, not the default one, which kills.
+    # Before anything slow: a launcher that is gone must leave no worker behind, and a signal while
+    # PyTorch loads must find this handler instead of the default one, which kills.
     die_with_parent(int(arguments[0]))
     context, process = current_context(), os.getpid()
-    # Programs that the script starts must not inherit what the launcher has handed over.
+    # Programs that the script starts must not inherit the launcher's descriptors.
     for name in ("progress", "report", "stacks", "store"):
         os.set_inheritable(getattr(context, f"{name}_descriptor"), False)
     answer_with_stacks(context.stacks_descriptor)
     progress = progress_of(context)
-    # A signal to this worker is as one to the launcher, if the run can save itself.
+    # A signal to this worker counts as a signal to the launcher, if the run can save itself.
     if progress is not None and context.options.may_stop:
         take_requests((*STOP_SIGNALS, *NOTICES), progress.request_stop)
     code: object = 0
@@ -94,7 +82,7 @@ def main() -> int:
         if os.getpid() != process:
             _end_child(end)
         if end.code not in (None, 0, STOPPED_CODE):
-            # No report, as there is no traceback: the launcher reads the exit code.
+            # No report, because there is no traceback: the launcher reads the exit code.
             leave(end)
             raise
         code = end.code
@@ -104,7 +92,7 @@ def main() -> int:
         _fail(error)
     if os.getpid() != process:
         _end_child(SystemExit(0))
-    # Still inside the run: what fails in saving is a failure of the device like any other.
+    # Still inside the run: a failure while saving is a failure of the device like any other.
     try:
         if code != STOPPED_CODE:
             end_well()
@@ -112,16 +100,16 @@ def main() -> int:
     except BaseException as error:
         _fail(error)
     if progress is not None:
-        # Others may wait for a Trainer that this script never makes.
+        # Other devices may wait for a Trainer that this script never makes.
         progress.set_ended(context.rank)
         _mention_threads_later(context.report_descriptor)
     return STOPPED_CODE if code == STOPPED_CODE else 0
 
 
 def _mention_threads_later(report_descriptor: int) -> None:
-    """Have the launcher say after a while which threads of the script this process waits for.
+    """Report after a while which threads of the script keep this process from ending.
 
-    Python ends when all threads have but those that are daemons, and says nothing of it.
+    Python ends only after all threads that are not daemons, and reports nothing about it.
     """
     here = threading.current_thread()
 
@@ -137,11 +125,12 @@ def _mention_threads_later(report_descriptor: int) -> None:
 
 
 def _fail(error: BaseException) -> NoReturn:
-    """End without destroying objects: those in the middle of their work would only print errors."""
-    # In this order; see the note at the head.
+    """End without destroying objects: objects in the middle of their work would print errors."""
+    # Report first, then tell the other devices. They fail at once, and the launcher, which wakes
+    # when the first process ends, must then find the cause and not only its consequences.
     _leave_word(error)
     leave(error)
-    # They remove files and folders that must not outlive the process.
+    # Exit functions remove files and folders that must not outlive the process.
     atexit._run_exitfuncs()
     _end_at_once(1)
 
@@ -149,19 +138,20 @@ def _fail(error: BaseException) -> NoReturn:
 def _load_torch() -> None:
     """Load what every run needs, with garbage collection off.
 
-    Loading makes hundreds of thousands of objects and next to no garbage; to look through them
-    again and again takes a third of the time. PyTorch's optimizers load its compiler in any case.
+    Loading creates hundreds of thousands of objects and hardly any garbage; scanning them again and
+    again takes a third of the time. PyTorch's optimizers load its compiler in any case.
     """
     gc.disable()
     try:
         importlib.import_module("onefold.system.internals").load_compiler()
     finally:
         gc.enable()
-    gc.freeze()  # these objects stay: no later collection need look at them
+    # These objects stay, so no later collection needs to scan them.
+    gc.freeze()
 
 
 def _prepare(context: LaunchContext) -> None:
-    # Or what loader workers put there would outlive them if they are killed.
+    # Otherwise sockets of loader workers would outlive them if they are killed.
     if context.directory:
         gather_sockets_in(context.directory)
     options = context.options
@@ -175,6 +165,9 @@ def _run_script(command: list[str]) -> None:
     sys.argv = command[is_module:]
     folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
     if not current_context().safe_path:
+        # The process starts with -P, so that no file in the current or the script's folder replaces
+        # a library. After PyTorch is loaded, put the folder where `python SCRIPT` and `python -m`
+        # put it, unless the user set PYTHONSAFEPATH.
         sys.path.insert(0, folder)
     if is_module:
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -183,23 +176,25 @@ def _run_script(command: list[str]) -> None:
 
 
 def _call(payload: int, result: int) -> None:
-    """Call the function in one descriptor, and write what it returns into the other one.
+    """Call the function in one descriptor, and write its result to the other.
 
-    Unpickling runs code; `onefold.launcher.launch.launch` says why this can only be the launcher's.
+    Unpickling runs code; `onefold.launcher.launch.launch` explains why it can only be the
+    launcher's.
     """
     import cloudpickle
 
-    # A program that the function starts must not be able to write the answer.
+    # A program that the function starts must not be able to write the result.
     os.set_inheritable(result, False)
     with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
-        # The path first: the function's own modules may be found along it alone.
+        # Set the path first: the function's own modules may be found only through it.
         sys.path[:], call = pickle.loads(packed)
     os.close(payload)
     process = os.getpid()
     function, values = cloudpickle.loads(call)
-    del call  # it may hold large arguments a second time
+    # The pickle may hold large arguments a second time.
+    del call
     returned = function(*values)
-    # A child that the function forked comes by here, too.
+    # A child that the function forked arrives here, too.
     if os.getpid() == process and current_context().rank == 0:
         with os.fdopen(result, "wb") as file:
             file.write(cloudpickle.dumps(returned))
@@ -228,7 +223,7 @@ def _end_at_once(code: int) -> NoReturn:
 
 
 def _end_child(end: BaseException) -> NoReturn:
-    """End a process that the script has forked, with the exit code that its end asks for."""
+    """End a forked child of the script, with the exit code of its error or exit."""
     code = 1
     if not isinstance(end, SystemExit):
         traceback.print_exception(_of_the_user(end))
@@ -236,12 +231,12 @@ def _end_child(end: BaseException) -> NoReturn:
         code = end.code or 0
     else:
         print(end.code, file=sys.stderr)
-    # Not by sys.exit: the functions of atexit are the parent's, and would run a second time.
+    # Do not use sys.exit: functions of atexit belong to the parent, and would run a second time.
     _end_at_once(code & 0xFF)
 
 
 def _traceback_of(error: BaseException) -> str:
-    """The traceback as Python prints it; errors of ours and their causes without our frames."""
+    """Format the traceback as Python does, but errors of onefold without its own frames."""
     shown: Any = traceback.TracebackException.from_exception(_of_the_user(error))
     ours, known, pair = f"{Path(__file__).parent}{os.sep}", False, [shown, error]
     while None not in pair:
@@ -252,13 +247,13 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def _refuses(stack: traceback.StackSummary, ours: str) -> bool:
-    """Whether an exception of Python's was raised by us on purpose, as for a wrong argument."""
+    """Whether onefold raised a built-in exception on purpose, as for an invalid argument."""
     last = stack[-1] if stack else None
     return bool(last and last.filename.startswith(ours) and (last.line or "").startswith("raise "))
 
 
 def _of_the_user(error: BaseException) -> BaseException:
-    """Drop the frames from the traceback through which we reached the user's code."""
+    """Drop the frames of the traceback through which onefold reached the user's code."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__") in (
         "__main__",

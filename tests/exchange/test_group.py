@@ -113,7 +113,7 @@ def test_who_has_ended_is_not_waited_for_and_what_it_had_said_is_heard(
     tell_end(three[1])
     tell_end(three[2])
     assert [ends(rank) for rank in range(3)] == [False, True, True]
-    with pytest.raises(PeerLost, match=r"^device 2 came to the end of its script") as caught:
+    with pytest.raises(PeerLost, match=r"^device 2 reached the end of its script") as caught:
         agree_on_devices(meeting(three[0]), "cpu")
     assert caught.value.device == 2
 

@@ -202,7 +202,7 @@ def with_kernel(folder: Path) -> None:
         (weights_of(layers=1), r"for 16 of them, the first roberta\.encoder\.layer\.1\."),
         (not_finite, r"embeddings\.weight has values that are NaN or inf"),
         (more_tokens, "a tokenizer of at most 300 tokens, as many as the model embeds, got 305"),
-        (as_pickle, "to read that can run any code"),
+        (as_pickle, "reading it can run any code"),
         (with_parts_elsewhere, "which is no file beside it"),
         (with_kernel, "'o/n' names code that would be fetched and run"),
     ],
