@@ -112,7 +112,7 @@ def test_another_order_is_equal_or_refused(runs: Runs, stream: type[Seeded], kep
         except CheckpointError as error:
             refused.append(str(error))
     assert len(refused) == (3 if stream is Counting else 6)
-    words = f"the stream {stream.__name__} does not give the samples that the run used"
+    words = f"the stream {stream.__name__} yields other samples than in the saved run"
     assert all(words in text and "--allow-changed dataset" in text for text in refused)
     assert again.start(script, allow_changed=("dataset",)) is not None
 
@@ -121,5 +121,5 @@ def test_another_order_is_equal_or_refused(runs: Runs, stream: type[Seeded], kep
 def test_a_worker_refuses_it_as_well(runs: Runs) -> None:
     script = script_of(Clocked, workers=1)
     assert runs.start(script, dies=15) is None
-    with pytest.raises(CheckpointError, match="the first 5 of pass 1 are others now"):
+    with pytest.raises(CheckpointError, match="the first 5 of pass 1 differ"):
         runs.start(script)

@@ -138,12 +138,12 @@ def test_the_loader_of_webdataset_is_refused(choices: dict[str, Any]) -> None:
         (Own(DATA), "Own reads its data in its own way"),
         (
             DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1)),  # type: ignore[arg-type]
-            "sampler is or holds a DistributedSampler, which deals the samples out to devices",
+            "sampler contains a DistributedSampler, which splits samples across devices",
         ),
         (DataLoader(Stream(), batch_size=None), "a stream of whole batches"),
         (
             DataLoader(range(8), batch_size=None, sampler=BatchSampler(range(8), 4, False)),  # type: ignore[arg-type]
-            "gets the numbers of a whole batch at once: expected .*batch_sampler",
+            "gets the indices of a whole batch at once. Use .*batch_sampler",
         ),
     ],
 )
@@ -155,16 +155,24 @@ def test_a_loader_that_cannot_be_taken_over_is_refused(loader: Any, words: str) 
 @for_each(
     ("data", "choices", "words"),
     [
-        (DATA, {"workers": 2, "num_workers": 2}, "workers and num_workers are the same thing"),
-        (DATA, {"collate": list, "collate_fn": list}, "collate and collate_fn are the same thing"),
-        (DATA, {"pin_memory": True}, "unexpected argument pin_memory: expected those of trainer.l"),
-        (DATA, {"worker_init_fn": 3}, "expected worker_init_fn to be a function, got 3"),
-        (DATA, {"batch_size": None}, "expected batch_size, the number of samples"),
+        (DATA, {"workers": 2, "num_workers": 2}, "workers and num_workers are the same argument"),
+        (
+            DATA,
+            {"collate": list, "collate_fn": list},
+            "collate and collate_fn are the same argument",
+        ),
+        (DATA, {"pin_memory": True}, "unexpected argument pin_memory. Use the arguments of train"),
+        (DATA, {"worker_init_fn": 3}, "expected worker_init_fn to be a function, but got 3"),
+        (DATA, {"batch_size": None}, "batch_size is missing: pass the global batch size"),
         *(
-            (DataLoader(DATA, 4), {"batch_size": None, name: 1}, f"given together with {name}: exp")
+            (
+                DataLoader(DATA, 4),
+                {"batch_size": None, name: 1},
+                f"passed together with {name}, but",
+            )
             for name in ("workers", "collate", "sampler", "num_workers")
         ),
-        (None, {}, "expected a data set, got a Loader, which makes batch"),
+        (None, {}, "expected a data set, but got a Loader, which makes batch"),
     ],
 )
 def test_wrong_arguments_are_refused(data: Any, choices: dict[str, Any], words: str) -> None:

@@ -99,7 +99,7 @@ class Epochs(Sampler[int]):
 
 def test_a_sampler_is_given_the_number_of_the_pass(caplog: pytest.LogCaptureFixture) -> None:
     assert orders(Epochs(), first_epoch=4) == [[4] * 3, [5] * 3]
-    assert "the sampler yields more than its length, 3" in caplog.text
+    assert "the sampler yields more samples than its length, 3" in caplog.text
 
 
 DEALT: Any = DistributedSampler(range(9), 2, 0)  # type: ignore[arg-type]
@@ -109,16 +109,16 @@ DEALT: Any = DistributedSampler(range(9), 2, 0)  # type: ignore[arg-type]
     ("choices", "words"),
     [
         ({"sampler": iter([1])}, "the sampler list_iterator has no length"),
-        ({"sampler": 5}, "expected sampler to be iterable, got int"),
-        ({"sampler": DEALT}, "holds a DistributedSampler, which deals the samples out"),
-        ({"batch_sampler": BatchSampler(DEALT, 3, False)}, "holds a DistributedSampler, which"),
-        ({"sampler": range(9), "lengths": [1] * 9}, "sampler decides itself what lengths would"),
+        ({"sampler": 5}, "expected sampler to be iterable, but got int"),
+        ({"sampler": DEALT}, "contains a DistributedSampler, which splits samples"),
+        ({"batch_sampler": BatchSampler(DEALT, 3, False)}, "contains a DistributedSampler, which"),
+        ({"sampler": range(9), "lengths": [1] * 9}, "sampler determines what lengths would"),
         *(
-            ({"batch_sampler": [[1]], name: 1}, f"batch_sampler decides itself what {name} would")
+            ({"batch_sampler": [[1]], name: 1}, f"batch_sampler determines what {name} would")
             for name in ("batch_size", "drop_last", "sampler", "shuffle")
         ),
-        ({"sampler": ["a"]}, "expected sampler to yield the numbers of .* got 'a'"),
-        ({"batch_sampler": [3]}, "a list of samples for each batch, got 3"),
+        ({"sampler": ["a"]}, "expected sampler to yield integer sample .* got 'a'"),
+        ({"batch_sampler": [3]}, "a list of sample indices for each batch, but got 3"),
         ({"batch_sampler": [[3], []]}, "batch 1 of batch_sampler is empty"),
     ],
 )

@@ -55,8 +55,8 @@ def test_what_cannot_be_sent_is_said_with_the_limit() -> None:
     found = sending(answer_of(200)).payloads
     assert isinstance(found, BadSample)
     assert (found.index, found.epoch, found.kind) == (24, 2, "OSError")
-    assert "expected room for 416 more open files in a worker process, which may have" in found.text
-    assert f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} and has" in found.text
+    assert "a worker process needs 416 more open files, but its limit is" in found.text
+    assert f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} and it has" in found.text
     assert "each of the 200 tensors of a batch" in found.text
 
 
@@ -120,5 +120,5 @@ def test_a_worker_that_is_killed_as_it_starts_is_noticed_at_once() -> None:
         data, batch_size=4, num_workers=2, multiprocessing_context=Killing()
     )
     batches = make_trainer(timeout_s=60.0).loader(loader)
-    with pytest.raises(SampleError, match="expected 2 worker processes of a loader, one has ended"):
+    with pytest.raises(SampleError, match="started 2 worker processes of a loader, but one ended"):
         next(iter(batches))

@@ -242,7 +242,7 @@ def test_a_stream_that_is_used_up_is_an_error(workers: int) -> None:
     if workers:  # which reads a copy of it, made at the beginning of each pass
         assert len(list(loader)) == 2
         return
-    with pytest.raises(SampleError, match="the stream Once gave no sample in epoch 1, and had"):
+    with pytest.raises(SampleError, match="the stream Once yielded no samples in epoch 1, but did"):
         list(loader)
 
 

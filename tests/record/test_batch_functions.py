@@ -112,7 +112,9 @@ def test_state_that_nothing_restores_is_refused(runs: Runs, dies: int) -> None:
         if name == "pure" or dies == 3:
             assert str(own.start(script)).split()[0] == runs.whole(script).split()[0]
             continue
-        with pytest.raises(CheckpointError, match=r"does not return batch \d as it did before"):
+        with pytest.raises(
+            CheckpointError, match=r"returned a different batch \d than in the saved run"
+        ):
             own.start(script)
 
 
@@ -133,7 +135,7 @@ def test_a_load_of_the_script_refuses_it_too(tmp_path: Path) -> None:
     assert len(list(loader)) == 2
     trainer, loader = begun(drawing())
     trainer.load(tmp_path / "saved")
-    with pytest.raises(CheckpointError, match=r"keeps state.*give stateless=True"):
+    with pytest.raises(CheckpointError, match=r"keeps state.*pass stateless=True"):
         next(iter(loader))
 
 
@@ -165,7 +167,7 @@ def test_a_function_that_calls_the_model_is_told_how_to_go_on(runs: Runs) -> Non
         if stateless:
             assert own.start(script) == runs.whole(script)
         else:
-            with pytest.raises(SampleError, match="with stateless=True it does not"):
+            with pytest.raises(SampleError, match="with stateless=True it is not"):
                 own.start(script)
 
 
@@ -245,5 +247,7 @@ def test_a_length_for_each_sample_must_grow_too() -> None:
     loader = make_trainer(line()).loader(data, batch_size=4, shuffle=True, lengths=[1] * 8)
     assert len(list(loader)) == 2
     data.length = 12
-    with pytest.raises(ValueError, match="one length for each of the 12 samples, got 8 lengths"):
+    with pytest.raises(
+        ValueError, match="one length for each of the 12 samples, but got 8 lengths"
+    ):
         list(loader)

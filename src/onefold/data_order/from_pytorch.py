@@ -1,31 +1,31 @@
-"""Takes over PyTorch's own loaders: the settings of a DataLoader, and the order of a sampler.
+"""Converts PyTorch's loaders: the settings of a DataLoader, and the order of a sampler.
 
-Note: what becomes of a DataLoader's settings
----------------------------------------------
-Honored: ``dataset``, ``batch_size`` (over all devices), ``shuffle``, ``sampler``,
+Note: the settings of a DataLoader
+----------------------------------
+Used: ``dataset``, ``batch_size`` (as the global batch size), ``shuffle``, ``sampler``,
 ``batch_sampler``, ``collate_fn``, ``drop_last``, ``num_workers``, ``worker_init_fn``,
 ``prefetch_factor``, ``multiprocessing_context``.
 
-Left alone, as none of them changes what a model is given: ``pin_memory`` and ``pin_memory_device``
-(memory is pinned where the devices are GPUs), ``persistent_workers`` (workers are started for each
-pass), ``timeout`` (the Trainer's ``timeout_s`` holds), ``in_order`` (batches always come in order)
-and, with ``shuffle``, ``generator`` (the order follows from the Trainer's seed).
+Ignored, because they do not change the batches: ``pin_memory`` and ``pin_memory_device`` (memory is
+pinned if the devices are GPUs), ``persistent_workers`` (workers are started for each pass),
+``timeout`` (``timeout_s`` of Trainer applies), ``in_order`` (batches always come in order) and,
+with ``shuffle``, ``generator`` (the order follows from Trainer's seed).
 
-Note: what makes a sampler's order repeat
------------------------------------------
-A sampler may draw from PyTorch's, Python's and NumPy's generators, or from one that it holds. All
-of them are seeded from the run's seed, the number of the pass and that of the loader before the
-order is drawn, and are put back afterwards. The whole order is drawn at once, so that the script's
-own draws during the pass cannot get between, and so that a resumed run draws the same order and
-goes on at the place where it was. What a sampler keeps of earlier passes cannot be seen from here:
-that is why devices compare the digest of each order, and a resumed run that of the pass it is in.
+Note: how a sampler's order is made repeatable
+----------------------------------------------
+A sampler may draw from PyTorch's, Python's and NumPy's generators, or from its own. All of them are
+seeded from the run's seed and the numbers of the pass and the loader before the order is drawn, and
+are restored afterwards. The whole order is drawn at once, so that the script's draws during the
+pass cannot interleave, and a resumed run draws the same order and continues at its position. State
+that a sampler keeps from earlier passes is invisible here. Devices therefore compare the digest of
+each order, and a resumed run compares it with the saved one.
 
 Note: samplers of ten billion samples
 -------------------------------------
-An order longer than `WHOLE_MOST` is drawn in parts, when its batches are asked for, by
-`PartialOrder`. All generators stand still between two parts, so the samples are those of an order
-that is drawn at once. A resumed run draws from the beginning again, and keeps nothing of what is
-used. The digest is that of the first part.
+`PartialOrder` draws an order longer than `WHOLE_MOST` in parts, when its batches are requested. No
+generator advances between two parts, so the samples are the same as in an order that is drawn at
+once. A resumed run draws from the beginning again, without keeping the used part. The digest covers
+only the first part.
 """
 
 from __future__ import annotations
@@ -74,40 +74,40 @@ __all__ = [
 _log = logging.getLogger("onefold")
 
 WHOLE_MOST = 1 << 24
-"""The longest order that is drawn at once: 16.8 million samples, for a moment 0.6 GB of them."""
+"""Longest order that is drawn at once: 16.8 million samples, which briefly take 0.6 GB."""
 _PART = 1 << 17
-"""The fewest samples of a part of a longer one."""
+"""Minimum number of samples per part of a longer order."""
 _PART_BATCHES = 1024
-"""The fewest batches of a part: more than workers read ahead, so that two parts suffice."""
+"""Minimum number of batches per part: more than workers prefetch, so that two parts suffice."""
 
 _INNER = ("sampler", "batch_sampler", "base_sampler")
-"""The names under which samplers usually keep another one."""
+"""Attributes in which samplers usually hold another sampler."""
 _MOST_NESTED = 20
 _STATEFUL = "StatefulDataLoader"
-"""torchdata's, which is made like PyTorch's own; known by its name, as few have torchdata."""
+"""torchdata's class, which is made like PyTorch's; compared by name, as few install torchdata."""
 
 
 def arguments_of(loader: DataLoader[Any], given: Sequence[str], in_order: bool) -> dict[str, Any]:
-    """Read the arguments of `onefold.data_order.loader.Loader` from a DataLoader.
+    """Convert a DataLoader to arguments of `onefold.data_order.loader.Loader`.
 
     Args:
-        loader: PyTorch's.
-        given: names of arguments that were given in addition.
-        in_order: visit samples in the order of the data set if the DataLoader would shuffle.
+        loader: PyTorch's loader.
+        given: names of additional arguments.
+        in_order: visit samples in the order of the data set, even if the DataLoader would shuffle.
 
     Raises:
-        TypeError: there are such arguments, or the DataLoader reads in a way of its own.
+        TypeError: there are additional arguments, or the DataLoader's class reads differently.
     """
     if given:
         raise TypeError(
-            f"a DataLoader was given together with {', '.join(given)}: expected it alone, as "
-            f"it has settings of its own; or give its data set, with all settings here"
+            f"a DataLoader was passed together with {', '.join(given)}, but has its own settings. "
+            f"Pass it alone, or pass its data set with all settings here"
         )
     _check_class(loader)
     dataset: Any = loader.dataset
     stream = is_stream(dataset)
     workers = Workers(
-        # A stream is read by one process, whatever number would share it in PyTorch.
+        # One process reads a stream, even if several would share it in PyTorch.
         number=min(loader.num_workers, 1) if stream else loader.num_workers,
         init=loader.worker_init_fn,
         prefetch=loader.prefetch_factor if loader.num_workers and not stream else None,
@@ -119,15 +119,15 @@ def arguments_of(loader: DataLoader[Any], given: Sequence[str], in_order: bool) 
         if stream:
             raise TypeError(
                 f"the DataLoader has batch_size=None, and its {type(dataset).__name__} is a stream "
-                f"of whole batches: expected one of samples, with the batch size over all devices "
-                f"in the DataLoader; or give each batch to trainer.step itself, or make them in a "
-                f"function for trainer.batches"
+                f"of whole batches. Use a stream of samples, with the global batch size in the "
+                f"DataLoader; or pass each batch to trainer.step, or create batches in a function "
+                f"for trainer.batches"
             )
         if _is(loader.sampler, BatchSampler):
             raise TypeError(
-                f"the DataLoader has batch_size=None and a BatchSampler as its sampler, so that "
-                f"{type(dataset).__name__} gets the numbers of a whole batch at once: expected "
-                f"DataLoader(..., batch_sampler=...), which reads sample by sample; or make whole "
+                f"the DataLoader has batch_size=None and a BatchSampler as its sampler, so "
+                f"{type(dataset).__name__} gets the indices of a whole batch at once. Use "
+                f"DataLoader(..., batch_sampler=...), which reads single samples, or create whole "
                 f"batches in a function for trainer.batches"
             )
         order = _order_of(loader.sampler, dataset, in_order)
@@ -138,20 +138,20 @@ def arguments_of(loader: DataLoader[Any], given: Sequence[str], in_order: bool) 
         drop_last = loader.drop_last and not in_order
         return {**same, "batch_size": loader.batch_size, "drop_last": drop_last}
     if _is(loader.batch_sampler, BatchSampler):
-        # Also where a script has made it itself: PyTorch then says nothing of its size.
+        # This includes a BatchSampler of the script, whose size PyTorch's loader does not show.
         batches: Any = loader.batch_sampler
         order = _order_of(batches.sampler, dataset, in_order)
-        # Each sample counts in an evaluation, and has a row in a prediction.
+        # An evaluation or prediction must include every sample.
         drop_last = batches.drop_last and not in_order
         return {**same, "batch_size": batches.batch_size, "drop_last": drop_last, **order}
     return {**same, "batch_size": None, "batch_sampler": loader.batch_sampler}
 
 
 def of_batches(loader: object) -> TypeError:
-    """The error for webdataset's loader, which reads batches by a DataLoader inside of it."""
+    """Return the error for webdataset's loader, which wraps a DataLoader of batches."""
     return TypeError(
-        f"{type(loader).__name__} makes batches in its own way: expected the data set that it was "
-        f"given, without .batched(), and the batch size over all devices: "
+        f"{type(loader).__name__} makes batches in its own way. Pass its data set, without "
+        f".batched(), and the global batch size: "
         f"trainer.loader(webdataset.WebDataset(...), batch_size=64, workers=1)"
     )
 
@@ -160,25 +160,25 @@ def _check_class(loader: DataLoader[Any]) -> None:
     kind = type(loader)
     if kind is DataLoader or (kind.__name__ == _STATEFUL and _is_torchdata(kind)):
         return
-    # First, as its message says more: what Accelerate or Lightning prepared deals samples out.
+    # Check samplers first, for a better message: Accelerate's and Lightning's split the samples.
     for name in ("sampler", "batch_sampler"):
         if getattr(loader, name, None) is not None and not is_stream(loader.dataset):
             check_sampler(getattr(loader, name), name)
-    # The second is private: where a PyTorch has no such method, neither has the class.
+    # `_get_iterator` is private: if PyTorch removes it, both classes lack it.
     ways = ("__iter__", "_get_iterator")
     own = any(getattr(kind, way, None) != getattr(DataLoader, way, None) for way in ways)
     if own or kind.__module__.startswith("accelerate."):
         raise TypeError(
-            f"{kind.__name__} reads its data in its own way, which onefold would not follow: "
-            f"expected a plain torch.utils.data.DataLoader, such as the one that Accelerate or "
-            f"Lightning was given; or give the data set, with batch_size and collate_fn here"
+            f"{kind.__name__} reads its data in its own way, which onefold cannot reproduce. Pass "
+            f"a plain torch.utils.data.DataLoader, such as the one passed to Accelerate or "
+            f"Lightning; or pass the data set, with batch_size and collate_fn here"
         )
 
 
 def _order_of(sampler: Any, dataset: Any, in_order: bool) -> dict[str, Any]:
-    """Recognize PyTorch's two usual orders; any other sampler is the script's own."""
+    """Detect PyTorch's two usual orders; any other sampler is the script's own."""
     usual = _is(sampler, RandomSampler) or _is(sampler, SequentialSampler)
-    # The sampler of a part of the data set is not the usual order of all of it.
+    # Compare lengths: a sampler of a part of the data set does not have the usual order.
     if usual and len(sampler.data_source) == len(sampler) == len(dataset):
         if _is(sampler, SequentialSampler):
             return {}
@@ -188,7 +188,7 @@ def _order_of(sampler: Any, dataset: Any, in_order: bool) -> dict[str, Any]:
 
 
 def _is(sampler: object, kind: type) -> bool:
-    """Whether a sampler is PyTorch's own of this kind, or what torchdata puts in its place."""
+    """Whether a sampler is PyTorch's own of this class, or torchdata's replacement."""
     same = type(sampler).__name__ == kind.__name__ and _is_torchdata(type(sampler))
     return type(sampler) is kind or same
 
@@ -198,45 +198,43 @@ def _is_torchdata(kind: type) -> bool:
 
 
 def check_sampler(sampler: object, name: str) -> None:
-    """Refuse a sampler whose passes have no end, or that is made for one device of several.
+    """Refuse a sampler with endless passes, or one for a single device of several.
 
     Args:
         sampler: the user's sampler.
-        name: of the argument, for errors.
+        name: name of the argument, for errors.
 
     Raises:
-        TypeError: it cannot be iterated or has no length, or deals samples out to devices.
-        ValueError: its length is 0 in every pass.
+        TypeError: the sampler is not iterable, has no length, or splits samples across devices.
+        ValueError: the sampler's length is 0 in every pass.
     """
     if not hasattr(sampler, "__iter__"):
-        raise TypeError(f"expected {name} to be iterable, got {type(sampler).__name__}")
+        raise TypeError(f"expected {name} to be iterable, but got {type(sampler).__name__}")
     for each in samplers_within(sampler):
         kind = type(each)
         home = kind.__module__.partition(".")[0]
         deals = hasattr(each, "num_replicas") and hasattr(each, "rank")
         if deals or home in ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"):
             raise TypeError(
-                f"{name} is or holds a {kind.__name__}, which deals the samples out to devices, as "
-                f"onefold does itself: give the sampler that it was made of, or shuffle=True, and "
-                f"the batch size over all devices. A DataLoader of Accelerate or Lightning is to "
-                f"be given as it was before prepare or setup"
+                f"{name} contains a {kind.__name__}, which splits samples across devices; onefold "
+                f"does that itself. Pass the underlying sampler, or shuffle=True, and the global "
+                f"batch size. Pass a DataLoader before Accelerate or Lightning prepares it"
             )
-    # One that is told the epoch may have samples in another one.
+    # A sampler with set_epoch may have samples in another epoch.
     if not _length(sampler, name) and not changes_with_epoch(sampler):
         raise ValueError(
-            f"the {name} {type(sampler).__name__} has the length 0, so nothing would be trained: "
-            f"expected at least one sample or batch in a pass. Its data set may be empty, or hold "
-            f"less than a batch that it drops"
+            f"the {name} {type(sampler).__name__} has length 0, so nothing would be trained. Its "
+            f"data set may be empty, or smaller than one batch with drop_last"
         )
 
 
 def changes_with_epoch(sampler: object) -> bool:
-    """Whether a sampler, or one within it, is told the epoch, with which its length may change."""
+    """Whether a sampler, or one that it holds, has ``set_epoch``, so that its length may change."""
     return any(callable(getattr(each, "set_epoch", None)) for each in samplers_within(sampler))
 
 
 def samplers_within(sampler: object) -> list[object]:
-    """Return a sampler and those that it holds, each once, the outer ones first."""
+    """Return a sampler and the samplers that it holds, each once, the outer ones first."""
     found: list[object] = []
     waiting = [sampler]
     while waiting and len(found) < _MOST_NESTED:
@@ -256,14 +254,14 @@ def draw_samples(
     """Draw the order of one pass from a sampler.
 
     Args:
-        sampler: yields the indices of samples; its length is that of the pass.
+        sampler: yields sample indices; its length is the length of the pass.
         batch_size: number of samples in a batch.
-        seed: seed of the run.
+        seed: the run's seed.
         epoch: number of the pass.
         loader: number of the loader.
 
     Raises:
-        TypeError: the sampler yields something other than whole numbers.
+        TypeError: the sampler yields something other than integers.
     """
     drawing = _Drawing(sampler, "sampler", seed=seed, epoch=epoch, loader=loader)
     if drawing.length > WHOLE_MOST:
@@ -277,43 +275,43 @@ def draw_samples(
 def draw_batches(
     batch_sampler: Iterable[Iterable[int]], *, seed: int, epoch: int, loader: int
 ) -> Order:
-    """Draw the order of one pass from a batch sampler, whose batches are those of all devices.
+    """Draw the order of one pass from a batch sampler, which yields global batches.
 
     Args:
-        batch_sampler: yields the indices of the samples of whole batches.
-        seed: seed of the run.
+        batch_sampler: yields the sample indices of whole batches.
+        seed: the run's seed.
         epoch: number of the pass.
         loader: number of the loader.
 
     Raises:
-        TypeError: the batch sampler yields something other than lists of whole numbers.
+        TypeError: the batch sampler yields something other than lists of integers.
         ValueError: a batch is empty, or there are more than `WHOLE_MOST` batches.
     """
     drawing = _Drawing(batch_sampler, "batch_sampler", seed=seed, epoch=epoch, loader=loader)
     if drawing.length > WHOLE_MOST:
         raise ValueError(
             f"the batch_sampler {type(batch_sampler).__name__} has {drawing.length:,} batches in a "
-            f"pass, all of which would be drawn before the first: expected at most {WHOLE_MOST:,}. "
-            f"Give it a shorter length and go through it again and again, or give its sampler as "
-            f"sampler=, which is drawn in parts, and batch_size="
+            f"pass, all of which would be drawn before the first; the maximum is {WHOLE_MOST:,}. "
+            f"Use shorter passes, and more of them; or pass its sampler as sampler=, which is "
+            f"drawn in parts, with batch_size="
         )
     drawn = drawing.all()
     batches = [_whole_numbers(_listed(batch), "batch_sampler") for batch in drawn]
     for number, batch in enumerate(batches):
         if not len(batch):
-            raise ValueError(f"batch {number} of batch_sampler is empty: expected samples in it")
+            raise ValueError(f"batch {number} of batch_sampler is empty: yield at least one sample")
     indices = torch.cat(batches) if batches else torch.zeros(0, dtype=torch.int64)
     ends = list(accumulate(len(batch) for batch in batches))
     return Order(indices, 1, ends, digest=_digest(indices, ends), repeats=True)
 
 
 class _Drawing:
-    """One pass of a sampler, drawn bit by bit; the generators stand still in between.
+    """One pass of a sampler, drawn in steps; no generator advances between them.
 
     Args:
         sampler: the user's sampler.
-        name: of the argument, for errors.
-        seed: seed of the run.
+        name: name of the argument, for errors.
+        seed: the run's seed.
         epoch: number of the pass.
         loader: number of the loader.
     """
@@ -323,13 +321,13 @@ class _Drawing:
         self._sampler = sampler
         self._generators = OwnGenerators(generators_in(sampler))
         self._seed = loader_seed("sampler", seed, epoch, loader=loader)
-        # One thread: the bits of what multinomial adds up may depend on how many there are.
+        # Use one thread: the bits of sums in multinomial may depend on the number of threads.
         with kept_generators(), one_thread(), self._generators.kept():
             self._generators.seed(self._seed, "held by a sampler")
             for each in samplers_within(sampler):
                 if callable(set_epoch := getattr(each, "set_epoch", None)):
                     set_epoch(epoch)
-            # Now, as some samplers only know it once they know the epoch.
+            # Read the length here: some samplers know it only after set_epoch.
             self.length = _length(sampler, name)
             seed_generators(self._seed)
             self._states = GeneratorStates(), self._generators.states()
@@ -337,19 +335,19 @@ class _Drawing:
 
     def all(self) -> list[Any]:
         """Draw the whole pass."""
-        # One more than its length: an endless sampler must not be read to its end.
+        # Draw one more than the length, not all: the sampler may be endless.
         found = self.next(self.length + 1)
         if len(found) > self.length:
             _log.warning(
-                "the %s yields more than its length, %d: a pass ends there, and the rest is left "
-                "out",
+                "the %s yields more samples than its length, %d: a pass ends there, and the rest "
+                "is dropped",
                 self.name,
                 self.length,
             )
         return found[: self.length]
 
     def next(self, most: int) -> list[Any]:
-        """Draw the next items, at most so many."""
+        """Draw the next items, at most ``most``."""
         with kept_generators(), one_thread(), self._generators.kept():
             own, held = self._states
             own.restore()
@@ -361,11 +359,11 @@ class _Drawing:
 
 
 class PartialOrder:
-    """The numbers of a pass's samples, of which the last two parts are kept.
+    """The sample indices of a pass, drawn in parts; the last two parts are kept.
 
     Args:
-        drawing: of the pass, from its beginning.
-        part: how many numbers are drawn at a time.
+        drawing: draws the pass, from its beginning.
+        part: number of indices per part.
     """
 
     def __init__(self, drawing: _Drawing, part: int) -> None:
@@ -378,7 +376,8 @@ class PartialOrder:
         return self._drawing.length
 
     def __getitem__(self, places: slice) -> torch.Tensor:  # (n,) int64
-        """Return the numbers at some places, which lie at most one part before the last ones."""
+        """Return the indices at some positions, which start at most one part before the last
+        ones."""
         start, stop, _ = places.indices(len(self))
         found = []
         for number in range(start // self.part, -(-stop // self.part)):
@@ -393,9 +392,9 @@ class PartialOrder:
             if len(drawn) < wanted:
                 raise ValueError(
                     f"the {self._drawing.name} ended after {self._next * self.part + len(drawn):,} "
-                    f"samples: expected its length, {len(self):,}"
+                    f"samples, but its length is {len(self):,}"
                 )
-            # What a resumed run leaves behind is drawn, and no more.
+            # Draw skipped parts, which a resumed run has used already, without storing them.
             if self._next >= number - 1:
                 self._kept[self._next] = _whole_numbers(drawn, self._drawing.name)
             self._kept.pop(self._next - 2, None)
@@ -408,30 +407,30 @@ def _length(sampler: Any, name: str) -> int:
         return len(sampler)
     except (TypeError, NotImplementedError) as error:
         raise TypeError(
-            f"the {name} {type(sampler).__name__} has no length: expected one, as it says where a "
-            f"pass ends. Give it a __len__; for batches without end, trainer.batches takes a "
-            f"function and how many batches are an epoch"
+            f"the {name} {type(sampler).__name__} has no length, which determines the end of a "
+            f"pass. Give it a __len__; for endless batches, pass a function and the number of "
+            f"batches per epoch to trainer.batches"
         ) from error
 
 
 def _listed(batch: Any) -> list[Any]:
     if not hasattr(batch, "__iter__") or isinstance(batch, str):
         raise TypeError(
-            f"expected batch_sampler to yield a list of samples for each batch, got {batch!r}: "
-            f"what yields single samples is a sampler"
+            f"expected batch_sampler to yield a list of sample indices for each batch, but got "
+            f"{batch!r}. Pass an object that yields single indices as sampler"
         )
     return list(batch)
 
 
 def _whole_numbers(indices: list[Any], name: str) -> torch.Tensor:  # (n,) int64
     for index in indices:
-        # Anything that stands for a whole number, also NumPy's and PyTorch's.
+        # Accept any integer type, including NumPy's and PyTorch's.
         try:
             operator.index(index)
         except TypeError:
             raise TypeError(
-                f"expected {name} to yield the numbers of samples, got {index!r}: samples are "
-                f"dealt out and seeded by number, so give the data set an index of whole numbers"
+                f"expected {name} to yield integer sample indices, but got {index!r}: onefold "
+                f"divides and seeds samples by index. Give the data set integer indices"
             ) from None
     return torch.tensor([operator.index(index) for index in indices], dtype=torch.int64)
 

@@ -1,12 +1,13 @@
-"""Sources of a loader's batches: a data set with an index, and whole batches.
+"""Sources of a loader's batches: map-style data sets, and whole batches.
 
-`Indexed` is a data set with an index, of samples or of whole batches. Whole batches are items of a
-data set (`Items`), or a function of the script makes them (`FunctionBatches`). Every process makes
-all whole batches and keeps its own shards, as `trainer.step` does with a batch of the script's own,
-so the cost of making a batch is not divided between devices.
+`Indexed` reads a map-style data set of samples or of whole batches. Whole batches are items of a
+data set (`Items`), or come from a function of the script (`FunctionBatches`). Every process makes
+each whole batch and keeps its own shards, as `trainer.step` does with a batch of the script, so
+devices do not share the cost of making it.
 
-Sources, `onefold.data_order.stream.Stream` among them, are alike: in each pass the loader calls
-``order``, and then ``reader`` for what answers the requests, in this process or in a worker.
+All sources, including `onefold.data_order.stream.Stream`, have the same methods: in each pass the
+loader calls ``order``, and then ``reader`` for the object that answers its requests, in this
+process or in a worker.
 """
 
 from __future__ import annotations
@@ -50,35 +51,35 @@ __all__ = ["BatchFunction", "Choices", "FunctionBatches", "Indexed", "Items"]
 
 
 class Choices(TypedDict, total=False):
-    """Which samples come when, and in which batches."""
+    """Arguments that determine the order of the samples and their batches."""
 
     batch_size: int | None
-    """Number of samples in a whole batch, over all devices; None with a ``batch_sampler``."""
+    """Global batch size, in samples; None with a ``batch_sampler``."""
     shuffle: bool
     """Whether to visit the samples in a different order in each pass."""
     lengths: Sequence[int] | None
-    """The length of every sample, to have similar ones in one batch; None to ignore lengths."""
+    """Length of every sample, to batch samples of similar length; None to ignore lengths."""
     drop_last: bool
-    """Whether to leave out the last batch if it is short."""
+    """Whether to drop the last batch if it is short."""
     sampler: Iterable[int] | None
-    """Yields the numbers of the samples in the order of a pass."""
+    """Yields sample indices in the order of a pass."""
     batch_sampler: Iterable[Sequence[int]] | None
-    """Yields the numbers of the samples of whole batches, those of all devices together."""
+    """Yields lists of sample indices, each a global batch."""
 
 
 class Indexed:
-    """A data set with an index, visited in an order that is known beforehand.
+    """A map-style data set, visited in an order that is known in advance.
 
     Args:
         dataset: an object with a length and an item for each index; or `Items` or a
-            `FunctionBatches`, which say the order and take the place of all choices.
-        collate: makes a shard's payload; PyTorch's default if None. It changes each whole batch
-            before that is cut.
-        seed: seed of the run.
-        choices: which samples come when.
+            `FunctionBatches`, which determine the order themselves.
+        collate: makes a shard's payload; PyTorch's default if None. For whole batches, it converts
+            each batch before the batch is cut.
+        seed: the run's seed.
+        choices: order of the samples and size of the batches.
 
     Raises:
-        TypeError, ValueError: the arguments do not fit together, no pass would have a batch, or
+        TypeError, ValueError: the arguments do not fit together, every pass would be empty, or
             there are too many samples to shuffle.
     """
 
@@ -94,7 +95,7 @@ class Indexed:
             choices = {"batch_size": 1, "shuffle": whole.shuffle, "sampler": whole.sampler}
         sampler, batch_sampler = choices.get("sampler"), choices.get("batch_sampler")
         batch_size, lengths = choices.get("batch_size"), choices.get("lengths")
-        # A script may give 0 or 1, of which a checkpoint would not know what it means.
+        # Convert to bool: a script may pass 0 or 1, which a checkpoint would store as numbers.
         shuffle, drop_last = bool(choices.get("shuffle")), bool(choices.get("drop_last"))
         self.dataset: Any = dataset if whole is None else whole.dataset
         samples = len(dataset)
@@ -129,9 +130,9 @@ class Indexed:
         )
         if drop_last and not self.batches() and not _changes_with_epoch(sampler):
             raise ValueError(
-                f"drop_last=True leaves out every batch: expected at least batch_size={batch_size} "
-                f"samples in a pass, got {self._places()}, so that nothing would be trained. Make "
-                f"batch_size smaller, or leave out drop_last=True"
+                f"drop_last=True drops every batch: a pass has {self._places()} samples, but a "
+                f"batch has batch_size={batch_size}, so nothing would be trained. Reduce "
+                f"batch_size, or omit drop_last=True"
             )
 
     def batches(self) -> int:
@@ -140,8 +141,8 @@ class Indexed:
         return self.size.batches(self._places()) if own is None else len(own)
 
     def order(self, this: DataPass, loader: int) -> Order:
-        """Find the order of a pass."""
-        # A function of (seed, epoch, loader) alone: a resumed run computes it again.
+        """Return the order of a pass."""
+        # The order depends only on seed, epoch and loader: a resumed run computes it again.
         numbers = {"seed": self._seed, "epoch": this.number, "loader": loader}
         samples, batch_size = self._samples(), self.size.batch_size
         order: Order
@@ -152,7 +153,8 @@ class Indexed:
             draw = load("data_order.from_pytorch").draw_samples
             order = draw(self._sampler, batch_size=batch_size, **numbers)
         elif not self.size.shuffle:
-            # Numbered on from pass to pass: a function is given the number of the batch in the run.
+            # Number items consecutively over all passes: a function gets its batch's number in the
+            # run.
             first = this.number * samples if isinstance(self._whole, FunctionBatches) else 0
             order = Order(range(first, first + samples), batch_size)
         elif self._by_length is None:
@@ -162,27 +164,27 @@ class Indexed:
             by_length = _checked_lengths(self._by_length, samples, shuffle=True)
             order = Order(order_by_length(by_length, batch_size=batch_size, **numbers), batch_size)
         if samples != self.size.samples and not order.digest:
-            # The order follows from the seed and this length, which the data set now has.
+            # Digest the present length, which determines the order together with the seed.
             order = replace(order, digest=struct.pack("<q", samples))
         return order if self._whole is None else replace(order, of_items=True)
 
     def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
-        """Make what answers the requests of a pass."""
+        """Return the object that answers the requests of a pass."""
         if self._whole is None:
             return Reader(self.dataset, self._collate, self._seed)
         return _WholeReader(self._whole, self._collate, self._seed, track.last_to_check())
 
     @property
     def skips(self) -> bool:
-        """Whether a resumed script may leave out batches that are done, without making them."""
+        """Whether a resumed script may skip completed batches without making them."""
         return not isinstance(self._whole, FunctionBatches) or self._whole.stateless
 
     def _samples(self) -> int:
-        """Length of the data set now: it may grow or shrink between passes."""
+        """Return the present length of the data set, which may change between passes."""
         return len(self.dataset if self._whole is None else self._whole)
 
     def _places(self) -> int:
-        """How many samples a pass has."""
+        """Return the number of samples in a pass."""
         sampler: Any = self._sampler
         return self._samples() if sampler is None else len(sampler)
 
@@ -201,34 +203,32 @@ def _changes_with_epoch(sampler: object) -> bool:
 
 
 def check_alone(name: str, others: dict[str, bool]) -> None:
-    """Refuse arguments that another one leaves nothing to decide.
+    """Refuse arguments that another argument makes redundant.
 
     Args:
         name: the argument that decides.
-        others: for each other argument whether it was given.
+        others: for each other argument, whether it was given.
 
     Raises:
-        ValueError: one of them was given.
+        ValueError: one of the other arguments was given.
     """
     given = [other for other, is_given in others.items() if is_given]
     if given:
-        raise ValueError(
-            f"{name} decides itself what {' and '.join(given)} would: expected {name} alone"
-        )
+        raise ValueError(f"{name} determines what {' and '.join(given)} would: pass {name} alone")
 
 
 def check_shuffled(samples: int) -> None:
-    """Refuse to shuffle more than can be.
+    """Refuse to shuffle too many samples.
 
     Raises:
-        ValueError: there are too many.
+        ValueError: there are more than `MOST_SHUFFLED`.
     """
     if samples > MOST_SHUFFLED:
         raise ValueError(
             f"the order of {samples:,} shuffled samples would take {samples * 8 / 1e9:.0f} GB in "
-            f"each process: expected at most {MOST_SHUFFLED:,}. Draw them in parts, each time from "
-            f"all of them: sampler=RandomSampler(dataset, replacement=True, num_samples=...) in "
-            f"the place of shuffle=True"
+            f"each process; the maximum is {MOST_SHUFFLED:,}. Draw random samples in parts, with "
+            f"replacement, instead of using shuffle=True: sampler=RandomSampler(dataset, "
+            f"replacement=True, num_samples=...)"
         )
 
 
@@ -236,10 +236,10 @@ def _checked_lengths(
     lengths: Sequence[int] | torch.Tensor, samples: int, shuffle: bool
 ) -> torch.Tensor:
     if not shuffle:
-        raise ValueError("batches by length are made of shuffled samples: expected shuffle=True")
+        raise ValueError("lengths requires shuffle=True: it makes batches from shuffled samples")
     if len(lengths) != samples:
         raise ValueError(
-            f"expected one length for each of the {samples} samples, got {len(lengths)} lengths"
+            f"expected one length for each of the {samples} samples, but got {len(lengths)} lengths"
         )
     return torch.as_tensor(lengths).to(torch.int64)
 
@@ -249,12 +249,12 @@ def _digest(lengths: torch.Tensor) -> str:
 
 
 def _subset(dataset: object) -> str:
-    """A digest of the samples of all subsets in a data set; empty if there are none."""
+    """Return a digest of the indices of all subsets in a data set; empty if it has none."""
     if isinstance(dataset, ConcatDataset):
         own, inner = "", list(map(_subset, dataset.datasets))
     elif isinstance(dataset, Subset):
         places = np.asarray(dataset.indices)
-        # Samples may have other names than numbers.
+        # Indices may be other objects than integers; these are not digested.
         known = places.dtype.kind in "iu"
         own = _digest(torch.from_numpy(places.astype(np.int64))) if known else ""
         inner = [_subset(dataset.dataset)]
@@ -265,19 +265,19 @@ def _subset(dataset: object) -> str:
 
 
 BatchFunction = Callable[[int, torch.Generator], object]
-"""Makes a whole batch from its number in the run and a generator on the host."""
+"""Makes a whole batch from its number in the run and a CPU generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionBatches:
-    """Batches from a function of the script, for `Loader` in the place of a data set."""
+    """Whole batches from a function of the script."""
 
     dataset: BatchFunction
     """The function."""
     per_epoch: int
-    """How many batches a pass has."""
+    """Number of batches per pass."""
     stateless: bool = False
-    """Whether a batch depends on the arguments alone, so that a resumed run makes none again."""
+    """Whether a batch depends only on the arguments, so that a resumed run can skip it."""
     kind: ClassVar = BATCH_FUNCTION
     shuffle: ClassVar = False
     sampler: ClassVar = None
@@ -288,24 +288,24 @@ class FunctionBatches:
     def __post_init__(self) -> None:
         if not callable(self.dataset):
             raise TypeError(
-                f"expected a function of step and generator that returns a whole batch, got "
+                f"expected a function of step and generator that returns a whole batch, but got "
                 f"{self.dataset!r}"
             )
         check_whole("per_epoch", self.per_epoch, least=1)
 
     @property
     def made_twice(self) -> bool:
-        """Whether a batch may be made twice: a function may count its batches."""
+        """Whether a batch may be made twice; a function with state might count its calls."""
         return self.stateless
 
     @property
     def owners(self) -> tuple[object, ...]:
-        """What holds generators that are seeded: none, as the function goes on with its own."""
+        """Objects whose generators are seeded: none, because the function continues its own."""
         return ()
 
     def read(self, request: Request, seed: int, held: HeldGenerators) -> object:
         """Make a whole batch."""
-        # Both: a function may draw from its own generator or, as many do, from the global ones.
+        # Seed both kinds: the function may draw from its argument or from the global generators.
         drawn = loader_seed("batch", seed, request.item, loader=request.loader)
         seed_generators(drawn)
         return self.dataset(request.item, torch.Generator().manual_seed(drawn))
@@ -313,18 +313,18 @@ class FunctionBatches:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A data set whose items are whole batches, for `Loader` in the place of a data set."""
+    """A data set whose items are whole batches."""
 
     dataset: SizedDataset
     shuffle: bool = False
     sampler: Iterable[int] | None = None
-    """The script's own order of the items; None for that of their numbers, or shuffled."""
+    """The script's order of the items; None for the numeric or shuffled order."""
     kind: ClassVar = "batches as items"
     made_twice: ClassVar = True
 
     @property
     def owners(self) -> tuple[object, ...]:
-        """What holds generators that are seeded."""
+        """Objects whose generators are seeded."""
         return (self.dataset,)
 
     def __len__(self) -> int:
@@ -332,7 +332,7 @@ class Items:
 
     def read(self, request: Request, seed: int, held: HeldGenerators) -> object:
         """Read a whole batch."""
-        # By the place in the pass, for a sampler may give an item twice.
+        # Seed by position in the pass, because a sampler may yield an item twice.
         numbers = seed, request.epoch, request.stop
         drawn = loader_seed("item", *numbers, loader=request.loader)
         seed_generators(drawn)
@@ -341,7 +341,7 @@ class Items:
 
 
 class _WholeReader(Dataset[Answer]):
-    """Answers requests for whole batches, of which each process keeps its shards."""
+    """Answers requests for whole batches, of which each process keeps its own shards."""
 
     def __init__(
         self,
@@ -376,8 +376,8 @@ class _WholeReader(Dataset[Answer]):
     def _bad(self, request: Request, error: Exception) -> BadSample:
         if isinstance(error, StateError) and not self._given.made_twice:
             error = StateError(
-                f"{error}. A resumed script calls the function given to trainer.batches again for "
-                f"the batches that are done; with stateless=True it does not"
+                f"{error}. After a resume, the function given to trainer.batches is called again "
+                f"for completed batches; with stateless=True it is not"
             )
         return bad_sample(request.item, request.epoch, error, "making batch")
 
@@ -392,17 +392,17 @@ class _WholeReader(Dataset[Answer]):
         return Answer(found, dict(cut.shards), cut.digest, others=cut.others)
 
     def _check_last(self, request: Request, data_pass: int, stop: int, digest: int) -> None:
-        """Refuse a function that does not make the last batch used before the run was saved."""
+        """Refuse a function that does not reproduce the last batch used by the saved run."""
         self._last = None
         item = data_pass * len(self._given) + stop - 1
         made = self._cut(request, self._made(replace(request, item=item)))
         if made.digest != digest:
             raise CheckpointError(
-                f"the function given to trainer.batches does not return batch {item} as it did "
-                f"before the run was saved: expected the same, as this run continues behind it. "
-                f"The function keeps state, such as a generator or a position in the data, which "
-                f"trainer.load and runs without a record do not restore. Draw from the generator "
-                f"that it is given, or resume by onefold run --checkpoint with its record, which "
-                f"calls the function again for the batches that are done. If the batch depends on "
-                f"the model or on trainer.steps, and on nothing else, give stateless=True"
+                f"the function given to trainer.batches returned a different batch {item} than in "
+                f"the saved run, which this run continues. The function keeps state, such as a "
+                f"generator or a position in the data, which trainer.load and runs without a "
+                f"record do not restore. Draw from the generator passed to the function, or resume "
+                f"with onefold run --checkpoint and its record, which calls the function again for "
+                f"completed batches. If the batch depends only on the model or on trainer.steps, "
+                f"pass stateless=True"
             )

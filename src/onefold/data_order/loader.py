@@ -1,14 +1,14 @@
-"""Reads a data set in shards: the same samples, order and augmentation on any number of devices.
+"""Loads a data set in shards, with the same order and augmentation on any number of devices.
 
 `source_of` decides how a data set is read.
 
 Note: who keeps the workers alive
 ---------------------------------
-PyTorch ends the worker processes of a pass when the pass's iterator is destroyed, in a destructor.
-So whatever refers to the iterator decides when the processes end: a frame that an exception keeps,
-or a cycle of references, would keep them until the garbage collector comes along. That is why the
-iterator is deleted by name when a pass is left, why the requests know nothing of the loader, and
-why errors are raised in functions that do not hold the iterator.
+PyTorch ends a pass's worker processes in the destructor of its iterator. Any reference to the
+iterator therefore keeps the processes alive: a frame that an exception stores, or a reference
+cycle, would do so until the next garbage collection. For that reason the iterator is deleted
+explicitly at the end of a pass, the requests do not refer to the loader, and errors are raised in
+functions that do not hold the iterator.
 """
 
 from __future__ import annotations
@@ -44,37 +44,37 @@ __all__ = ["DataSource", "Loader", "TorchNames", "choose"]
 _log = logging.getLogger("onefold")
 
 _OF_A_STREAM = 10_000
-"""How many batches a pass without a length has that repeats one batch."""
+"""Number of repeated batches in a pass whose length is unknown."""
 
 _USED_BEFORE = (
-    "this pass was used before the run was saved, so it comes empty, and the next one may as well: "
-    "go through a loader again and again by itertools.chain.from_iterable(itertools.repeat(loader))"
+    "this pass was used before the run was saved, so it is empty, and the next one may be too. To "
+    "iterate over a loader endlessly, use itertools.chain.from_iterable(itertools.repeat(loader))"
 )
 
 
 class Loader:
-    """Yields the batches of a data set, pass after pass: of each, the shards of this process.
+    """Yields the batches of a data set, pass after pass, with this process's shards of each batch.
 
-    It is made by ``Trainer.loader`` and ``Trainer.batches``, see `Trainer.loader`. Every ``iter()``
-    begins a new pass, in a new order if ``shuffle`` is set; the order depends only on the seed and
-    the numbers of the pass and the loader. Before each sample is read, the generators are seeded
-    from these and its index, so that augmentation does not depend on which process reads. Worker
-    processes are started for each pass, with the data set as it is at that time.
+    Created by ``Trainer.loader`` and ``Trainer.batches``, see `Trainer.loader`. Every ``iter()``
+    starts a new pass, in a new order if ``shuffle`` is set. The order depends only on the seed and
+    on the numbers of the pass and the loader. Before each sample is read, the generators are seeded
+    from these and the sample's index, so that augmentation does not depend on the process that
+    reads. Worker processes are started for each pass, with a copy of the data set at that time.
 
     Args:
-        dataset: an object with a length and an item for each index; or a stream, or whole batches
-            (`Items`, `FunctionBatches`).
-        workers: number of processes that read ahead, or `Workers`; 0 reads in this process.
+        dataset: a map-style data set, a stream, or whole batches (`Items`, `FunctionBatches`).
+        workers: number of worker processes, or `Workers`; 0 reads in this process.
         collate: makes a shard's payload from a list of samples; PyTorch's default if None.
-        seed: seed of the run.
-        shares: returns the current shares; called when a batch is handed out, whenever it was read.
-        own: returns the numbers of this process's devices; called likewise.
+        seed: the run's seed.
+        shares: returns the current shares; called when a batch is yielded, even if the batch was
+            prefetched.
+        own: returns the numbers of this process's devices; called at the same time.
         first_epoch: number of the first pass.
-        pin_memory: read into page-locked memory, from which a GPU copies on its own.
-        timeout_s: the longest wait for a worker.
-        gather: brings the payloads of a batch's shards to every device.
-        repeats: returns whether passes are to have the last batch again and again, unread.
-        choices: which samples come when.
+        pin_memory: whether to read into page-locked memory, for asynchronous copies to a GPU.
+        timeout_s: maximum wait for a worker, in seconds.
+        gather: gathers the payloads of all shards of a batch on every device.
+        repeats: returns whether passes yield the last batch again and again, without reading.
+        choices: order of the samples and size of the batches.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class Loader:
         self._workers = workers if isinstance(workers, Workers) else Workers(number=workers)
         self._source = source_of(dataset, collate, seed, self._workers, choices)
         self.dataset = self._source.dataset
-        """The data set, stream or function that the batches come from."""
+        """The data set, stream or function that provides the batches."""
         self.batch_size = choices.get("batch_size")
-        """Number of samples in a whole batch, over all devices; None where batches differ."""
+        """Global batch size, in samples; None if batches differ in size."""
         self.track = LoaderTrack(self._source.size, first_epoch)
-        """Which passes the loader has been through."""
+        """The loader's passes, for checkpoints."""
         self._shares, self._own, self._gather = shares, own, gather
         self._repeats = repeats
         self._last: ShardedBatch | None = None
         self.note_reading: Callable[[bool], None] = lambda reads: None
-        """Called as a wait for a batch begins, and as it ends."""
+        """Called with True before each wait for a batch, and with False after it."""
         self._pin_memory = pin_memory
         self._timeout_s = timeout_s
         self._data_digest = 0
@@ -115,17 +115,17 @@ class Loader:
         self._warned = False
 
     def __len__(self) -> int:
-        """Number of batches in a pass; TypeError for a stream that does not know its length."""
+        """Return the number of batches in a pass; TypeError if a stream has no length."""
         return self._source.batches()
 
     def __iter__(self) -> Generator[ShardedBatch, None, str]:
-        """Begin a new pass.
+        """Start a new pass.
 
         Raises:
             TypeError: ``collate`` returned nothing.
-            SampleError: a sample could not be read, no worker delivered one within the timeout, or
-                a stream that had samples has none any more.
-            CheckpointError: a sampler gave another order than in the run that was saved.
+            SampleError: reading a sample failed, no worker sent one within the timeout, or a stream
+                that had samples has none.
+            CheckpointError: a sampler's order differs from the saved run.
         """
         this = self.track.start_pass()
         used = this.given
@@ -133,36 +133,36 @@ class Loader:
             if this.given < this.end:
                 yield from self._repeated(this, 0) if self._is_repeating() else self._batches(this)
         except GeneratorExit:
-            # The script has left its loop by `break` or an exception, and dropped the iterator.
+            # The script left its loop by `break` or an exception, and dropped the iterator.
             self.track.end(this, broken_off=True)
             raise
         if not this.given:
             self._warn_of_nothing(this)
         self.track.end(this, broken_off=False)
-        # The text of a StopIteration that nobody catches; a loop takes no notice of it.
+        # The value of an uncaught StopIteration, if the script calls `next`; a loop ignores it.
         return _USED_BEFORE if 0 < this.given <= used else ""
 
     def _batches(self, this: DataPass) -> Iterator[ShardedBatch]:
         order = self._order(this)
         if self._source.skips:
             yield from self._unread(this, order)
-        # Only now is it known that all was used before the run resumed.
+        # Check after the replay, which may use up the pass.
         if this.given >= this.end:
             return
         start, process, handed = host_now_s(), os.getpid(), 0
         requests = self._requests(this, order)
         reader = self._source.reader(this, self.track)
-        # Workers are forked in here, where Ctrl-C would be lost: see `onefold.system.process`.
+        # Workers are forked here, where Ctrl-C would be lost: see `onefold.system.process`.
         with ctrl_c_later():
             answers = self._workers.answers(
                 reader, requests, pin_memory=self._pin_memory, timeout_s=self._timeout_s
             )
         try:
             while this.given < this.end:
-                # The shares first, then the answer: see the note on shares that change.
+                # Get the shares before the answer: see the note on shares that change.
                 requests.follow(self._shares(), self._own(), this.given)
                 answer = self._next(answers)
-                # Dropped: batches that were read ahead for the previous shares.
+                # Drop batches that were prefetched for the previous shares.
                 while answer.request.turn != requests.turn:
                     answer = self._next(answers)
                 payloads = _checked(answer.payloads)
@@ -172,7 +172,7 @@ class Loader:
                     self.track.note_length(this.given, self._shares().devices)
                     break
                 self._had_samples = True
-                # Before the yield: the script may never come back for the next batch.
+                # Record this before the yield: the script may never request the next batch.
                 _handed_out(answer, this)
                 batch = self._batch(answer, payloads, this, start)
                 self._last = batch if self._repeats else None
@@ -181,14 +181,14 @@ class Loader:
                 if self._is_repeating():
                     yield from self._repeated(this, handed)
                     break
-                # The wait for the next batch begins when the script asks for it.
+                # Start timing the wait when the script requests the next batch.
                 start = host_now_s()
         finally:
-            # In a child that the script forked inside its loop, this iterator is only a copy.
+            # In a child process forked inside the script's loop, this iterator is only a copy.
             if os.getpid() != process:
                 disown(answers)
-            # An exception keeps this frame, and would keep the worker processes with it. Ending
-            # them happens in a destructor, where Ctrl-C would be lost.
+            # An exception keeps this frame, and thereby the worker processes. The destructor of
+            # `answers` ends them; it runs here, because it would lose Ctrl-C.
             with ctrl_c_later():
                 del answers
 
@@ -215,7 +215,7 @@ class Loader:
         return self._last is not None and self._repeats is not None and self._repeats()
 
     def _repeated(self, this: DataPass, handed: int) -> Iterator[ShardedBatch]:
-        """Yield the last batch, as often as the pass has batches besides those handed out."""
+        """Yield the last batch until the pass has its number of batches."""
         assert self._last is not None
         batches = _OF_A_STREAM
         with suppress(TypeError):
@@ -225,7 +225,7 @@ class Loader:
         this.given = this.end
 
     def _warn_of_nothing(self, this: DataPass) -> None:
-        """Say, once and on one device, that a pass had no batch."""
+        """Warn, once and on one device, that a pass was empty."""
         if self._warned or 0 not in self._own():
             return
         self._warned = True
@@ -239,12 +239,12 @@ class Loader:
         )
 
     def _check_not_exhausted(self, this: DataPass) -> None:
-        # A loop over nothing would train no more, without a word.
+        # Without this error, a loop over an empty pass would silently stop training.
         if self._had_samples and not this.given:
             raise SampleError(
-                f"{self.track.size.kind} gave no sample in epoch {this.number}, and had some in a "
-                f"pass before: expected one that begins anew with every iter(). An iterator can be "
-                f"gone through once; give the object that makes it, or have __iter__ make it"
+                f"{self.track.size.kind} yielded no samples in epoch {this.number}, but did in an "
+                f"earlier pass. Pass an iterable that restarts on every iter(), not an iterator: "
+                f"the object that creates the iterator, or a class whose __iter__ does"
             )
 
     def _next(self, answers: Iterator[Answer]) -> Answer:
@@ -253,38 +253,38 @@ class Loader:
         try:
             answer = next(answers)
         except RuntimeError as error:
-            # DataLoader raises the same class for a timeout and for whatever else goes wrong, and a
-            # collate function may raise it as well: so the text and the time must both fit.
+            # DataLoader raises RuntimeError for a timeout and for other failures, and so may a
+            # collate function. Check both the text and the time.
             late = time.monotonic() - began >= self._timeout_s and "timed out" in str(error)
             if not self._workers.number or not late:
                 raise
             raise SampleError(
-                f"the loader's workers gave nothing within {self._timeout_s:g} s: expected a "
-                f"batch. Reading takes longer (raise timeout_s of Trainer, or onefold run "
-                f"--timeout), or what a worker had read could not be sent, which it has reported "
-                f"above; with workers=0 this process reads"
+                f"the loader's workers sent no batch within {self._timeout_s:g} s. If reading "
+                f"takes longer, raise timeout_s of Trainer, or onefold run --timeout. If a worker "
+                f"could not send its batch, it reported the reason above; workers=0 reads in this "
+                f"process"
             ) from error
         finally:
             self.note_reading(False)
-        # The very first answer carries the digest, even if its batch is dropped.
+        # The first answer carries the digest, even if its batch is dropped.
         self._data_digest = answer.digest or self._data_digest
         return answer
 
     def _unread(self, this: DataPass, order: Order) -> Iterator[ShardedBatch]:
-        """Yield batches without their samples for as long as the script runs through what is done.
+        """Yield batches without reading their samples while the script replays completed steps.
 
-        Those that the script then keeps for later are read when they are used.
+        A batch that the script keeps for later is read when it is used.
         """
         position = self.track.position
         while position is not None and position.replaying() and this.given < this.end:
             start = this.given
             found = position.next_batch(self.track.number, this.number, start)
             if found is None and order.indices is None:
-                this.end = start  # a stream, which had no more than that
+                this.end = start  # a stream, which ended there
                 return
             stop = order.stop(start)
             samples = stop - start
-            # Else the script has left this batch out, and a later one was used.
+            # Otherwise the script skipped this batch, and used a later one.
             if found is not None and found[0] <= stop:
                 stop, samples = found
             this.given = stop
@@ -304,7 +304,7 @@ class Loader:
             this.given = this.end
 
     def _read_later(self, this: DataPass, order: Order, start: int, stop: int) -> ShardedBatch:
-        """Read a batch that was handed out unread."""
+        """Read a batch that was yielded without its samples."""
         began = host_now_s()
         reader = self._source.reader(replace(this, used=start), self.track)
         requests = self._requests(replace(this, given=start, end=stop), order)
@@ -325,24 +325,24 @@ class Loader:
 
 
 def _handed_out(answer: Answer, this: DataPass) -> None:
-    """Note in the pass that a batch is handed out, and where a stream stands after it."""
+    """Record in the pass that a batch is yielded, and the state of its stream."""
     this.given = answer.request.stop
     if answer.state is not None:
-        # Of those before, only the one after the last batch that was used can still be asked for.
+        # Of the earlier states, only the one after the last used batch is still needed.
         this.states = {place: s for place, s in this.states.items() if place >= this.used}
         this.states[this.given] = answer.state
 
 
 def _checked(payloads: dict[int, Any] | BadSample) -> dict[int, Any]:
     if isinstance(payloads, BadSample):
-        # Made in a function of its own: a frame that holds its exception is a cycle of references,
-        # and would keep the workers alive.
+        # Create the error in another function: a frame that holds its own exception is a reference
+        # cycle, which would keep the workers alive.
         raise _sample_error(payloads)
     for shard, payload in payloads.items():
         if payload is None:
             raise TypeError(
-                f"collate returned None for the samples of shard {shard}: expected what the loss "
-                f"takes as its batch. Does the function lack its return?"
+                f"collate returned None for the samples of shard {shard}. Return the batch that "
+                f"the loss expects; the function may lack a return statement"
             )
     return payloads
 
@@ -353,7 +353,7 @@ def _sample_error(bad: BadSample) -> SampleError | CheckpointError:
     error = SampleError(
         f"{bad.doing} {bad.index} in epoch {bad.epoch} failed: {bad.kind}: {bad.text}"
     )
-    # As a note: the traceback of another process cannot be chained to this one's.
+    # Add a note: the traceback of another process cannot be chained to this exception.
     if bad.traceback:
         error.add_note(f"Where it happened:\n{bad.traceback}")
     return error
@@ -362,17 +362,17 @@ def _sample_error(bad: BadSample) -> SampleError | CheckpointError:
 def source_of(
     dataset: Any, collate: Collate | None, seed: int, workers: Workers, choices: Choices
 ) -> Indexed | Stream:
-    """Find how a data set is read.
+    """Create the source that reads a data set.
 
     Args:
-        dataset: what the user gave; see `Loader`.
+        dataset: the user's data set; see `Loader`.
         collate: makes a shard's payload.
-        seed: seed of the run.
-        workers: how many processes read ahead.
-        choices: which samples come when.
+        seed: the run's seed.
+        workers: the worker processes.
+        choices: order of the samples and size of the batches.
 
     Raises:
-        TypeError: the data set has neither an index nor passes.
+        TypeError: the data set is neither map-style nor a stream.
         ValueError: the choices do not fit the data set, or each other.
     """
     if _is_loader(dataset) or not is_stream(dataset):
@@ -381,17 +381,17 @@ def source_of(
         return Indexed(dataset, collate, seed, choices)
     if workers.number > 1:
         raise ValueError(
-            f"{type(dataset).__name__} is a stream, which one process reads from beginning to end: "
-            f"expected workers of 0 or 1, got {workers.number}"
+            f"{type(dataset).__name__} is a stream, which a single process reads from beginning to "
+            f"end: workers must be 0 or 1, but got {workers.number}"
         )
     given = ["shuffle"] if choices.get("shuffle") else []
     by_index = "lengths", "sampler", "batch_sampler"
     given += [name for name in by_index if choices.get(name) is not None]
     if given:
         raise ValueError(
-            f"{type(dataset).__name__} is a stream, whose samples come in its own order, so "
-            f"{' and '.join(given)} cannot be followed: leave that out. To shuffle a stream, "
-            f"shuffle in it: a buffer from which it yields at random, or the order of its files"
+            f"{type(dataset).__name__} is a stream, whose order is its own, and does not support "
+            f"{' and '.join(given)}. Shuffle inside the stream, with a shuffle buffer or by file "
+            f"order"
         )
     drop_last = bool(choices.get("drop_last"))
     size, stream = choices.get("batch_size"), load("data_order.stream").Stream
@@ -406,33 +406,34 @@ def _is_loader(dataset: Any) -> bool:
 def _check_index(dataset: Any) -> None:
     if _is_loader(dataset):
         raise TypeError(
-            f"expected a data set, got a {type(dataset).__name__}, which makes batches: give "
-            f"its dataset, or to trainer.loader, evaluate and predict a DataLoader of PyTorch"
+            f"expected a data set, but got a {type(dataset).__name__}, which makes batches. Pass "
+            f"its dataset; trainer.loader, evaluate and predict also accept PyTorch's DataLoader"
         )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
             f"expected a data set with a length and an item for each index, or a stream that can "
-            f"be iterated again and again in one order, got {type(dataset).__name__}. An iterator "
-            f"or generator ends with its first pass: give what makes it, such as an object with "
-            f"__iter__. Batches that the script makes itself: trainer.batches, or trainer.step"
+            f"be iterated repeatedly in the same order, but got {type(dataset).__name__}. An "
+            f"iterator or generator has a single pass: pass the object that creates it, such as "
+            f"one with __iter__. For batches that the script makes itself, use trainer.batches or "
+            f"trainer.step"
         )
 
 
 DataSource = SizedDataset | Iterable[Any] | DataLoader[Any]
-"""What a loader can be made of: a data set with an index, a stream, or a DataLoader."""
+"""A map-style data set, a stream, or a DataLoader."""
 
 
 class TorchNames(TypedDict, total=False):
-    """The arguments of `torch.utils.data.DataLoader` that may stand beside ours."""
+    """Arguments of `torch.utils.data.DataLoader` that may be used with onefold's."""
 
     sampler: Iterable[int] | None
-    """Yields the numbers of the samples in the order of a pass; its length is the pass."""
+    """Yields sample indices in the order of a pass; its length is the length of a pass."""
     batch_sampler: Iterable[Sequence[int]] | None
-    """Yields the numbers of the samples of whole batches, over all devices."""
+    """Yields lists of sample indices, each a global batch."""
     num_workers: int
-    """The same as ``workers``."""
+    """Same as ``workers``."""
     collate_fn: Collate | None
-    """The same as ``collate``."""
+    """Same as ``collate``."""
     worker_init_fn: Callable[[int], object] | None
     """Called in each worker with its number, before it reads."""
 
@@ -449,26 +450,26 @@ def choose(
     drop_last: bool = False,
     in_order: bool = False,
 ) -> dict[str, Any]:
-    """Read the arguments of `Trainer.loader`, `evaluate` or `predict`.
+    """Convert the arguments of `Trainer.loader`, `evaluate` or `predict`.
 
     Returns:
-        Those of `onefold.data_order.loader.Loader`, by name.
+        Arguments of `onefold.data_order.loader.Loader`, by name.
 
     Args:
         dataset: a data set, a stream, or a DataLoader with its own settings.
-        names: what was given by PyTorch's names.
-        batch_size, workers, collate, shuffle, lengths, drop_last: what was given by ours.
-        in_order: visit samples in the order of the data set where a DataLoader would shuffle.
+        names: arguments under PyTorch's names.
+        batch_size, workers, collate, shuffle, lengths, drop_last: arguments under onefold's names.
+        in_order: visit samples in the order of the data set, even if a DataLoader would shuffle.
 
     Raises:
-        TypeError: a name is unknown, one thing was given by two names, a DataLoader was given
-            settings beside its own, or cannot be taken over.
+        TypeError: a name is unknown, an argument was passed under both names, or a DataLoader was
+            passed with additional settings or is of an unsupported class.
     """
     unknown = names.keys() - TorchNames.__annotations__.keys()
     if unknown:
         raise TypeError(
-            f"unexpected argument {', '.join(sorted(unknown))}: expected those of trainer.loader, "
-            f"or of PyTorch's DataLoader {', '.join(TorchNames.__annotations__)}"
+            f"unexpected argument {', '.join(sorted(unknown))}. Use the arguments of "
+            f"trainer.loader, or of PyTorch's DataLoader {', '.join(TorchNames.__annotations__)}"
         )
     if isinstance(dataset, DataLoader):
         ours = {
@@ -490,8 +491,8 @@ def choose(
     batch_sampler = names.get("batch_sampler")
     if batch_size is None and batch_sampler is None:
         raise TypeError(
-            "expected batch_size, the number of samples in a batch over all devices; or a "
-            "batch_sampler, or a DataLoader, which have their own"
+            "batch_size is missing: pass the global batch size, in samples; or a batch_sampler or "
+            "a DataLoader, which have their own"
         )
     number = names.get("num_workers", workers)
     return {
@@ -509,4 +510,4 @@ def choose(
 
 def _once(ours: str, is_given: bool, theirs: str, names: TorchNames) -> None:
     if is_given and theirs in names:
-        raise TypeError(f"{ours} and {theirs} are the same thing: expected one of the two names")
+        raise TypeError(f"{ours} and {theirs} are the same argument: pass only one of them")

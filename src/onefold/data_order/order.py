@@ -1,7 +1,7 @@
-"""The order of a pass, who asks for its batches, and who reads them.
+"""The order of a pass, the requests for its batches, and the processes that read them.
 
 `Order` cuts the batches of a pass; `onefold.data_order.from_pytorch` draws one from a sampler.
-`Requests` asks for the batches in turn, and `Workers` says which processes answer.
+`Requests` yields the requests for batches, and `Workers` starts the processes that answer them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Order", "Requests", "Workers", "disown"]
 
 
 class Numbers(Protocol):
-    """Numbers of samples that are drawn when they are asked for."""
+    """A sequence of sample indices that are drawn on access."""
 
     def __len__(self) -> int: ...
 
@@ -34,29 +34,28 @@ class Numbers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order of one pass; its places are counted in samples, or in whole batches."""
+    """The order of one pass; positions count samples, or whole batches."""
 
     indices: torch.Tensor | range | Numbers | None
-    """The numbers of the samples, or of items, (samples,) int64; None of a stream, whose order
-    nobody knows."""
+    """Indices of samples or items, (samples,) int64; None for a stream, whose order is unknown."""
     batch_size: int = 1
-    """Number of samples in a batch; of no meaning if there are ``ends``."""
+    """Number of samples in a batch; ignored if there are ``ends``."""
     ends: Sequence[int] = ()
-    """Where each batch ends, for batches of any sizes."""
+    """End of each batch, for batches of different sizes."""
     digest: bytes = b""
-    """What differs for different orders; empty if it follows from the seed alone."""
+    """Distinguishes different orders; empty if the order follows from the seed alone."""
     repeats: bool = False
-    """Whether a sample may come several times in a pass."""
+    """Whether a sample may occur several times in a pass."""
     of_items: bool = False
-    """Whether each number is that of a whole batch, which the reader cuts."""
+    """Whether each index is the number of a whole batch, which the reader cuts."""
 
     @property
     def length(self) -> int:
-        """How many places the pass has; `WHOLE` if nobody knows."""
+        """Number of positions in the pass; `WHOLE` if unknown."""
         return WHOLE if self.indices is None else len(self.indices)
 
     def stop(self, start: int) -> int:
-        """Return where the batch ends that begins at ``start``; a stream may end before."""
+        """Return the end of the batch that starts at ``start``; a stream may end earlier."""
         if self.ends:
             return self.ends[bisect_right(self.ends, start)]
         return min(start + self.batch_size, self.length)
@@ -68,8 +67,7 @@ class Order:
         if self.indices is None:
             return {}, {}, -1
         batch = self.indices[start:stop]
-        # Lists of numbers, which cost less to send to a worker than tensors, each a file
-        # descriptor.
+        # Use lists: a tensor costs a file descriptor when it is sent to a worker.
         numbers = batch.tolist() if isinstance(batch, torch.Tensor) else batch
         if self.of_items:
             return {}, {}, numbers[0]
@@ -93,28 +91,28 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """How many processes read ahead for a loader, and how they are made."""
+    """The number of worker processes of a loader, and how they are started."""
 
     number: int
     """0 to read in this process."""
     init: Callable[[int], object] | None = None
     """Called in each worker with its number, before it reads."""
     prefetch: int | None = None
-    """How many batches each worker reads ahead; PyTorch's usual number if None."""
+    """Number of batches that each worker prefetches; PyTorch's default if None."""
     context: Any = None
-    """How processes are made, as `torch.utils.data.DataLoader` takes it; the usual way if None."""
+    """Multiprocessing context, as in `torch.utils.data.DataLoader`; the default if None."""
 
     def __post_init__(self) -> None:
         check_whole("workers", self.number, least=0)
         if self.init is not None and not callable(self.init):
-            raise TypeError(f"expected worker_init_fn to be a function, got {self.init!r}")
+            raise TypeError(f"expected worker_init_fn to be a function, but got {self.init!r}")
         if self.number:
             load("data_order.worker_processes").check_temporary_path(self.number)
 
     def answers(
         self, reader: Dataset[Answer], requests: Requests, *, pin_memory: bool, timeout_s: float
     ) -> Iterator[Answer]:
-        """Start the processes, and return the iterator over their answers, which ends them."""
+        """Start the workers; return the iterator over their answers, which ends the workers."""
         if not self.number:
             return _read_here(reader, requests)
         start = load("data_order.worker_processes").start_workers
@@ -125,44 +123,44 @@ class Workers:
 
 def _read_here(reader: Dataset[Answer], requests: Requests) -> Iterator[Answer]:
     for request in requests:
-        # The yield stays outside: generators and threads must be the caller's again by then.
+        # Yield outside the block: by then generators and threads must be the caller's again.
         with kept_generators(), one_thread():
             answer = reader[request]
         yield answer
 
 
 def disown(answers: Iterator[Answer]) -> None:
-    """Let go of the workers in a forked child that leaves the pass: they still read for its parent.
+    """Release the workers in a forked child that leaves the pass: they still read for the parent.
 
-    PyTorch ends them when the iterator is destroyed, whichever process destroys it.
+    PyTorch ends the workers when any process destroys the iterator.
     """
-    # DataLoader's own mark for an iterator whose workers have been ended already. An iterator of
-    # ours, without workers, has nothing to let go of.
+    # Set DataLoader's own mark of an iterator whose workers have ended. The iterator of
+    # `_read_here` has no workers, and lacks the mark.
     if hasattr(answers, "_shutdown"):
         answers._shutdown = True
 
 
 @dataclass
 class Requests:
-    """The batches of a pass that are to be read in turn; starts over if shares or devices change.
+    """Requests for the batches of a pass, in order. Restarts if shares or devices change.
 
-    Note: shares that change while workers read ahead
-    --------------------------------------------------
-    A batch has the shares of the moment at which it is handed out, so that devices agree however
-    far ahead each of them reads. If the shares have changed, the requests go back to the first
-    batch that was not handed out, and the loader drops the answers to requests of an earlier turn.
-    DataLoader draws another request for each answer that it receives, even if there was none left
-    before: so ``__next__`` may continue after it has raised StopIteration.
+    Note: shares that change during prefetching
+    -------------------------------------------
+    A batch is cut by the shares at the time when it is yielded, so that devices agree however far
+    each of them prefetches. If the shares have changed, the requests return to the first batch that
+    was not yielded, and the loader drops the answers to requests of an earlier turn. DataLoader
+    calls ``__next__`` for each answer that it receives, even after StopIteration, so ``__next__``
+    may continue after raising it.
 
-    It does not refer to the loader: see the note on who keeps the workers alive.
+    Requests do not refer to the loader: see the note on who keeps the workers alive.
     """
 
     epoch: int
     """Number of the pass."""
     start: int
-    """The place in it of the next batch."""
+    """Start of the next batch in the pass."""
     end: int
-    """Where the pass ends."""
+    """End of the pass."""
     order: Order
     loader: int
     """Number of the loader."""
@@ -171,11 +169,11 @@ class Requests:
     own: Sequence[int]
     """Numbers of this process's devices."""
     checks: bool = False
-    """Whether the next request asks for its first shard to be made twice."""
+    """Whether the next request is for the loader's first shard to be made twice."""
     compares: bool = True
-    """Whether the next request asks for the digest of a data set, as the first of a pass does."""
+    """Whether the next request includes the digest of the data set, as the first of a pass does."""
     turn: int = 0
-    """How often shares or devices have changed during this pass."""
+    """Number of changes of shares or devices during this pass."""
 
     def __iter__(self) -> Requests:
         return self
@@ -193,8 +191,8 @@ class Requests:
         return Request(*numbers, self.shares, self.own, self.turn, digest, *cut, check)
 
     def follow(self, shares: Shares, own: Sequence[int], start: int) -> None:
-        """Go back to place ``start`` of the pass if the shares or this process's devices differ."""
-        # The identity first: it settles nearly every step without comparing the counts.
+        """Return to position ``start`` if the shares or this process's devices have changed."""
+        # Compare identity first: in nearly every step this saves comparing the counts.
         if (shares is not self.shares or own is not self.own) and (
             (shares, own) != (self.shares, self.own)
         ):

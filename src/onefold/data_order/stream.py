@@ -1,28 +1,28 @@
-"""A stream as the source of a loader's batches: samples in one order, without an index.
+"""Streams as sources of a loader's batches: samples in a fixed order, without an index.
 
 Note: who reads a stream
 ------------------------
-A stream cannot be asked for the samples of one shard, so every process reads all of it, batch after
-batch in the order in which the samples come, and collates those of its own shards. What a stream
-does for each sample is therefore not divided between devices; collating and computing are. One
-process at most reads ahead for each device: a stream that deals itself out to the workers of a
-DataLoader sees that it is alone, and yields everything.
+A stream cannot provide the samples of a single shard. Every process therefore reads all of it,
+batch after batch, and collates the samples of its own shards. Devices share the work of collating
+and computing, but not the work that a stream does per sample. Each device has at most one worker: a
+stream that divides itself among the workers of a DataLoader sees that it is alone, and yields all
+samples.
 
-Note: a stream that goes on
----------------------------
-A pass begins with a new ``iter()`` and with generators seeded from the seed, the pass and the
+Note: resuming a stream
+-----------------------
+A pass starts with a new ``iter()``, after seeding the generators from the seed, the pass and the
 loader: the global ones, and those that the stream holds. A stream may draw from the global ones at
-any time, so their states are kept from batch to batch, apart from the script's own. A resumed run
-begins the pass again and leaves out the samples that were used, which repeats all draws. If the
-stream has ``state_dict`` and ``load_state_dict``, it goes on from its own state instead: that of
-the moment after the last batch that was used, together with the states of the global generators.
-Both are noted with every batch, before any further sample is read, and in the process that reads,
-as only there the stream moves.
+any time, so their states are kept from batch to batch, separate from the script's. A resumed run
+starts the pass again and skips the used samples, which repeats all draws. If the stream has
+``state_dict`` and ``load_state_dict``, it continues from its own state instead: the state after the
+last used batch, together with the states of the global generators. Both are recorded with every
+batch before the next sample is read, in the process that reads, because only there the stream
+advances.
 
-Note: shares that change while the stream was read ahead
----------------------------------------------------------
-The requests then go back to batches that were read already, and a stream cannot be read twice. So
-the reader keeps the samples of the last few batches: as many as may have been requested ahead.
+Note: shares that change after prefetching
+------------------------------------------
+The requests then return to batches that were already read, but a stream cannot be read twice. The
+reader therefore keeps the samples of the last few batches: as many as may have been prefetched.
 """
 
 from __future__ import annotations
@@ -71,37 +71,37 @@ __all__ = ["Stream"]
 _log = logging.getLogger("onefold")
 
 _KEPT = 4
-"""Batches whose samples are kept: one in use, two that the one worker reads ahead, one more."""
+"""Number of batches kept: one in use, two prefetched by the worker, and one more."""
 _HOST = torch.device("cpu")
 _PARTS = 100
-"""The most parts of a stream that are looked at for their library."""
+"""Maximum number of a stream's parts that are searched for their library."""
 _ORDERS = {
-    "webdataset": "For webdataset, give shuffle a seed, .shuffle(1000, seed=0), and WebDataset "
-    "shardshuffle and seed without detshuffle=True, which counts passes.",
+    "webdataset": "For webdataset, set a seed for shuffle, .shuffle(1000, seed=0), and in "
+    "WebDataset set shardshuffle and seed without detshuffle=True, which counts passes.",
     "streaming": "StreamingDataset counts its passes: in a subclass, define `def set_epoch(self, "
     "epoch): self.next_epoch = epoch`.",
-    "datasets": "For datasets, give shuffle a seed: .shuffle(seed=0).",
-    "torchdata": "For torchdata, shuffle by a generator that the stream holds.",
+    "datasets": "For datasets, set a seed for shuffle: .shuffle(seed=0).",
+    "torchdata": "For torchdata, shuffle with a generator that the stream holds.",
 }
-"""What to do about the order of a stream, by the library that it is made with."""
+"""How to fix the order of a stream, by library."""
 _OTHERWISE = (
-    "To go on with other samples, give allow_changed=['dataset'] to trainer.load, or onefold run "
-    "--allow-changed dataset; then " + PROMISES["dataset"]
+    "To continue with other samples, pass allow_changed=['dataset'] to trainer.load, or use "
+    "onefold run --allow-changed dataset; then " + PROMISES["dataset"]
 )
 
 
 class Stream:
-    """A stream, whose passes are of any length, and begin anew with ``iter()``.
+    """A stream; its passes have any length, and each starts with ``iter()``.
 
     Args:
-        dataset: anything that can be iterated any number of times.
+        dataset: an iterable that can be iterated any number of times.
         collate: makes a shard's payload; PyTorch's default if None.
-        seed: seed of the run.
-        batch_size: number of samples in a whole batch.
-        drop_last: leave out the last batch if it is short.
+        seed: the run's seed.
+        batch_size: global batch size, in samples.
+        drop_last: whether to drop the last batch if it is short.
 
     Raises:
-        TypeError, ValueError: the size is no positive number.
+        TypeError, ValueError: the batch size is not a positive integer.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class Stream:
         )
 
     skips = True
-    """Whether a resumed script may leave out batches that are done."""
+    """Whether a resumed script may skip completed batches."""
 
     def batches(self) -> int:
-        """Return the number of batches in a pass, if the stream knows its length.
+        """Return the number of batches in a pass, if the stream has a length.
 
         Raises:
             TypeError: the stream has no length.
@@ -135,17 +135,16 @@ class Stream:
         return self.size.batches(len(self.dataset))
 
     def order(self, this: DataPass, loader: int) -> Order:
-        """Find the order of a pass."""
+        """Return the order of a pass."""
         return Order(None, self.size.batch_size)
 
     def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
-        """Make what answers the requests of a pass."""
+        """Return the object that answers the requests of a pass."""
         return _StreamReader(self, this, track)
 
 
 _Piece = tuple[list[Any], list[bytes], StreamState | None]
-"""One batch as it came from the stream, digests of some of its samples, and where the stream then
-stood."""
+"""The samples of one batch, digests of some of them, and the state of the stream after them."""
 
 
 class _StreamReader(Dataset[Answer]):
@@ -160,7 +159,7 @@ class _StreamReader(Dataset[Answer]):
         self._has_state = all(
             callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")
         )
-        # Nobody goes on in the middle of an evaluation.
+        # An evaluation is never resumed in the middle.
         self._is_followed = track.position is not None
         self._keeps_state = self._is_followed and self._has_state
         at_place = track.position is not None and not track.position.replaying()
@@ -190,7 +189,7 @@ class _StreamReader(Dataset[Answer]):
         return Answer(found, payloads, digest, state)
 
     def _first_shard(self, request: Request, samples: list[Any]) -> FirstShard | None:
-        """Make the first shard of this pass twice; see `onefold.data_order.reader`."""
+        """Make the first shard of this pass in advance; see `onefold.data_order.reader`."""
         if self._has_checked:
             return None
         self._has_checked = True
@@ -225,7 +224,7 @@ class _StreamReader(Dataset[Answer]):
         return self._source.collate(samples)
 
     def _piece(self, start: int, wanted: int) -> _Piece:
-        """Return the batch that begins at ``start``, which may have been read for other shares."""
+        """Return the batch that starts at ``start``; it may have been read for other shares."""
         if start in self._read:
             return self._read[start]
         if self._generators is None:
@@ -236,9 +235,9 @@ class _StreamReader(Dataset[Answer]):
         for sample in take_items(self._samples, wanted):
             samples.append(sample)
             self._place += 1
-        # Before anything is collated, which may change samples.
+        # Digest samples before collating, which may change them.
         some = self._note_read(samples)
-        # Noted before anything else is drawn or read: see the note on a stream that goes on.
+        # Record states before drawing or reading more: see the note on resuming a stream.
         self._generators = packed_generators(_HOST)
         piece = samples, some, self._state_now()
         self._read = dict([*self._read.items(), (start, piece)][-_KEPT:])
@@ -246,7 +245,7 @@ class _StreamReader(Dataset[Answer]):
 
     def _start_stream(self, start: int) -> None:
         if self._to_check is not None and (before := self._to_check[0]) < self._numbers[1]:
-            # A pass before: begun as it was then, to see whether the same samples come first.
+            # Read the previous pass again, to check whether it starts with the same samples.
             self._begin(before)
             self._samples = iter(self._stream)
             self._read_again(before, self._to_check[1])
@@ -255,16 +254,16 @@ class _StreamReader(Dataset[Answer]):
         if self._state is not None and self._has_state and self._state.own is not None:
             self._stream.load_state_dict(from_json(self._state.own))
             self._samples = iter(self._stream)
-            # After everything else: whatever was drawn until here was drawn by the run before.
+            # Restore the generators last: the saved states include all draws up to this point.
             states = bytearray.fromhex(self._state.generators)
             put_generators(torch.frombuffer(states, dtype=torch.uint8), _HOST)
             return
         self._samples = iter(self._stream)
-        # What was used before the run resumed is read once more, and dropped.
+        # Read the samples that were used before the resume again, and drop them.
         self._read_again(self._numbers[1], start)
 
     def _begin(self, epoch: int) -> None:
-        """Put all that a pass depends on where it is when the pass begins."""
+        """Seed the generators and set the epoch, as at the start of a pass."""
         number = loader_seed("stream", self._numbers[0], epoch, loader=self._loader)
         seed_generators(number)
         OwnGenerators(generators_in(self._stream)).seed(number, "held by a stream")
@@ -272,10 +271,10 @@ class _StreamReader(Dataset[Answer]):
             set_epoch(epoch)
 
     def _read_again(self, epoch: int, stop: int) -> None:
-        """Read samples up to a place of a pass, in the batches in which they were read.
+        """Read a pass again up to a position, in the same batches.
 
         Raises:
-            CheckpointError: they are others than those that were used before the run resumed.
+            CheckpointError: the samples differ from those used before the run resumed.
         """
         self._digest, size, checked, found = 0, self._source.size.batch_size, self._to_check, 0
         for start in range(0, stop, size):
@@ -299,28 +298,28 @@ class _StreamReader(Dataset[Answer]):
     def _refusal(self, number: int, stop: int) -> CheckpointError:
         advice = [text for name, text in _ORDERS.items() if name in _modules_of(self._stream)]
         return CheckpointError(
-            f"{self._source.size.kind} does not give the samples that the run used that was saved: "
-            f"the first {stop} of pass {number} are others now. Expected an order that depends on "
-            f"the generators of PyTorch, Python and NumPy, on those that the stream holds, and on "
-            f"set_epoch(epoch), which is called before each pass if the stream has it; not on "
-            f"passes before, the time or the process. {' '.join([*advice, _OTHERWISE])}"
+            f"{self._source.size.kind} yields other samples than in the saved run: the first "
+            f"{stop} of pass {number} differ. The order may depend on the generators of PyTorch, "
+            f"Python and NumPy, on those that the stream holds, and on set_epoch(epoch), which is "
+            f"called before each pass if the stream has it; but not on earlier passes, the time or "
+            f"the process. {' '.join([*advice, _OTHERWISE])}"
         )
 
     def _state_now(self) -> StreamState | None:
-        """Note where the stream stands, as a checkpoint has it, if the stream itself says so."""
+        """Return the stream's state for a checkpoint; None if no run resumes from it."""
         if not self._is_followed or self._generators is None:
             return None
         if not self._keeps_state:
             return StreamState(None, "", self._digest)
         try:
-            # Copied by this, so that the stream may go on changing what it gave.
+            # to_json copies the state, so that the stream may change it afterwards.
             own = to_json(self._stream.state_dict(), "the state of the stream")
         except TypeError as error:
-            # The run is none the worse: without a state, going on reads what was used once more.
+            # Continue without a state: a resumed run then reads the used samples again.
             self._keeps_state = False
             _log.warning(
-                "%s: so a run that goes on reads the stream from its beginning, and leaves out "
-                "what was used",
+                "%s: a resumed run therefore reads the stream from its beginning and skips used "
+                "samples",
                 error,
             )
             return StreamState(None, "", self._digest)
@@ -328,7 +327,7 @@ class _StreamReader(Dataset[Answer]):
 
 
 def _modules_of(stream: object) -> set[str]:
-    """The libraries whose classes a stream is made of."""
+    """Return the libraries that define the classes of a stream's parts."""
     parts = [stream, *vars(stream).values()] if hasattr(stream, "__dict__") else [stream]
     parts += [each for part in parts if isinstance(part, list | tuple) for each in part[:_PARTS]]
     return {type(each).__module__.partition(".")[0] for each in parts}

@@ -1,19 +1,20 @@
-"""Starts the worker processes of a loader, which read ahead and send what they have read.
+"""Starts the worker processes of a loader, which prefetch batches and send them.
 
-`Sending` checks whether a worker can send: each tensor needs a descriptor of its memory.
+`Sending` checks whether a worker can send its batch: each tensor needs a file descriptor.
 
 Note: when descriptors run out
 ------------------------------
-A process may have so many files open. A worker that has no descriptor left to hand its tensors over
-does not fail: the thread that hands them over tries again for ever, and whoever wants them waits
-for ever, where no limit of ours holds. So the limit is raised as far as this process may, and a
-worker looks at what is left before it sends.
+The number of open files per process is limited. A worker without a free descriptor for its tensors
+does not fail: PyTorch's sending thread retries forever, and the receiver waits forever, beyond the
+reach of any timeout of onefold. The limit is therefore raised as far as this process may, and a
+worker checks the number of free descriptors before it sends.
 
 Note: garbage of the parent
 ---------------------------
-A forked worker inherits objects that nobody refers to but in a circle. To collect one that owns
-something of a GPU aborts the worker, as a forked process cannot speak to the GPU. So collection is
-off while workers are forked, and each of them sets aside what it has inherited.
+A forked worker inherits objects that are only kept by reference cycles. Collecting one that owns
+GPU resources aborts the worker, because a forked process cannot use the parent's GPU context.
+Garbage collection is therefore disabled while workers are forked, and each worker excludes the
+inherited objects from it.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ __all__ = ["Sending", "check_temporary_path", "start_workers"]
 
 _log = logging.getLogger("onefold")
 _WARNED: set[str] = set()
-"""The names of files that this process has warned of."""
+"""Names of files that this process has already reported."""
 _NAMED = 5
-"""The most files that a warning names."""
+"""Maximum number of files named in a warning."""
 
 
 @contextmanager
@@ -71,36 +72,36 @@ def start_workers(
     pin_memory: bool,
     timeout_s: float,
 ) -> Iterator[Answer]:
-    """Start the processes, and return the iterator over their answers, which ends them."""
-    # Of this process, which has all that they send open; the workers inherit it.
+    """Start the workers; return the iterator over their answers, which ends the workers."""
+    # This process has all sent tensors open, too; the workers inherit its limit.
     allow_open_files()
     _warn_of_files(workers, reader, requests)
     loader = DataLoader(
         reader,
-        # Requests are whole batches already.
+        # Do not batch: each request is a whole batch.
         batch_size=None,
         sampler=requests,
         num_workers=workers.number,
-        # What is called with each answer before it is sent.
+        # The collate function gets each answer before it is sent.
         collate_fn=Sending(),  # type: ignore[arg-type]  # of answers, not of lists
         worker_init_fn=_Tied(workers.context, workers.init),
-        # Persistent workers would keep the data set as it was in the first pass.
+        # Persistent workers would keep the data set's state of the first pass.
         persistent_workers=False,
         pin_memory=pin_memory,
         timeout=timeout_s,
         prefetch_factor=workers.prefetch,
         multiprocessing_context=workers.context,
-        # Without one, DataLoader would draw a seed from the caller's generator.
+        # Without a generator, DataLoader would draw a seed from the caller's.
         generator=torch.Generator().manual_seed(0),
     )
     before = set(multiprocessing.active_children())
     with _collecting_nothing():
         answers = iter(loader)
-    # PyTorch hears of the end of workers that it knows, and of those alone.
+    # Check this ourselves: PyTorch only reports workers that end after they have been registered.
     if len(set(multiprocessing.active_children()) - before) < workers.number:
         raise SampleError(
-            f"expected {workers.number} worker processes of a loader, one has ended while they "
-            f"were started: it was killed, as where memory runs out. Use fewer workers"
+            f"started {workers.number} worker processes of a loader, but one ended at once: it was "
+            f"killed, possibly because memory ran out. Use fewer workers"
         )
     return answers
 
@@ -111,15 +112,15 @@ def _context(given: Any) -> Any:
 
 
 def _warn_of_files(workers: Workers, reader: Any, requests: Requests) -> None:
-    """Warn of files that a data set holds open, whose position all forked workers share."""
+    """Warn if a data set holds open files, whose position all forked workers would share."""
     forks = _context(workers.context).get_start_method() == "fork"
     files = files_in(reader.dataset, reader.collate) if forks and 0 in requests.own else []
     if new := [name for name in files if name not in _WARNED]:
         _WARNED.update(new)
         _log.warning(
-            "the data set or collate holds %s open, and workers are forked: %s. They share the "
-            "file's position with this process and with each other, so one may read what another "
-            "one has moved to. Open the file in the worker, when the first sample is read",
+            "the data set or collate holds %s open, and workers are forked: %s. The workers and "
+            "this process share the file's position, so one process may read at a position that "
+            "another one has set. Open the file in the worker, when the first sample is read",
             *("a file" if len(new) == 1 else f"{len(new)} files", ", ".join(new[:_NAMED])),
         )
 
@@ -127,24 +128,26 @@ def _warn_of_files(workers: Workers, reader: Any, requests: Requests) -> None:
 class _Tied:
     """Ties a worker process to the process that it reads for: it ends with it, and has its dtype.
 
-    A worker that is not forked starts with PyTorch's own default dtype, and would draw other random
+    A worker that is not forked starts with PyTorch's default dtype, and would draw other random
     numbers than ``workers=0`` does.
 
     Note: the parent is a thread
     ----------------------------
-    When the kernel kills a process with its parent, the parent is the thread that created the
-    process. If that thread may end before the process does, nothing is asked of the kernel, and
-    PyTorch's workers are left to notice the end by themselves. A fork server is the parent of the
-    processes that it creates, and ends with the process that it serves.
+    If the kernel is to kill a process with its parent, the parent is the thread that created the
+    process. If that thread may end earlier than its process, onefold does not use this feature;
+    PyTorch's workers then detect the end of the process themselves. A fork server is the parent of
+    the processes that it creates, and ends with the process that it serves.
     """
 
     def __init__(self, context: Any, init: Callable[[int], object] | None) -> None:
-        # Noted in the process that is read for, and forked or pickled into its workers.
+        # Recorded in the process that the workers read for, and forked or pickled into them.
         self._parent = os.getpid()
         self._lasting = threading.current_thread() is threading.main_thread()
         self._served = _context(context).get_start_method() == "forkserver"
         self._dtype = torch.get_default_dtype()
-        self._environment = type(os.environ)  # which may hide the place of a device
+        self._environment = type(
+            os.environ
+        )  # a class that may hide rank variables from data libraries
         self._collects = gc.isenabled()
         self._init = init
 
@@ -155,12 +158,12 @@ class _Tied:
         torch.set_default_dtype(self._dtype)
         os.environ.__class__ = self._environment
         if self._lasting:
-            # The parent of a worker that a fork server made is the server, whatever its number is.
+            # The parent of a worker created by a fork server is the server, whatever its pid.
             die_with_parent(os.getppid() if self._served else self._parent)
-        # The fork happened inside `ctrl_c_later`, whose handler nobody in here will ever undo.
+        # The fork happened inside `ctrl_c_later`, whose handler would otherwise stay in the worker.
         ctrl_c_as_before()
-        # There PyTorch shows what this worker reads: the data set and not our reader, for functions
-        # and streams look at it, and change it.
+        # Show the user's data set in PyTorch's worker info instead of our reader: functions and
+        # streams read it there, and change it.
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
         if self._init is not None:
@@ -168,25 +171,25 @@ class _Tied:
 
 
 def check_temporary_path(workers: int) -> None:
-    """Refuse a temporary folder whose path is too long for the sockets of worker processes.
+    """Refuse a temporary directory whose path is too long for the sockets of worker processes.
 
-    In a worker this would fail in a thread of its queue, and the answer would simply never arrive.
+    In a worker, the error would be raised in a queue's thread, and the answer would never arrive.
     """
     folder = os.fsencode(tempfile.gettempdir())
     if sends_by_socket() and len(folder) > LONGEST_TEMPORARY_PATH:
         raise ValueError(
             f"workers={workers}: worker processes send tensors through sockets in the temporary "
-            f"folder, so expected its path to have at most {LONGEST_TEMPORARY_PATH} bytes, got "
-            f"{len(folder)}: {os.fsdecode(folder)}; set TMPDIR to a shorter path, or use workers=0"
+            f"directory, whose path may have at most {LONGEST_TEMPORARY_PATH} bytes, but has "
+            f"{len(folder)}: {os.fsdecode(folder)}. Set TMPDIR to a shorter path, or use workers=0"
         )
 
 
 _MOST_OPEN_FILES = 1 << 16
-"""Programs that a script starts may look through all descriptors that they could have."""
+"""Maximum limit to set: programs that a script starts may iterate over all possible descriptors."""
 
 
 _EACH = 2
-"""Descriptors of a tensor that waits to be sent: that of its memory, and the one to be sent."""
+"""Descriptors per tensor that waits to be sent: one for its memory, and one to send."""
 
 
 _PLENTY = 1 << 14
@@ -196,17 +199,17 @@ _PAUSE_S = 0.02
 
 
 _SPARE = 16
-"""Those of connections, and of what the data set opens to read a sample."""
+"""Descriptors reserved for connections and for files that the data set opens per sample."""
 
 
 def sends_by_socket() -> bool:
-    """Whether processes send each other the memory of tensors by descriptors, through sockets."""
+    """Whether processes send tensor memory to each other by descriptors, through sockets."""
     found: str = get_sharing_strategy()  # type: ignore[no-untyped-call]
     return found == "file_descriptor"
 
 
 def allow_open_files() -> None:
-    """Let this process have as many files open as the system allows it, within reason."""
+    """Raise this process's limit of open files as far as the system allows, within reason."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
     if soft not in (resource.RLIM_INFINITY, hard) and soft < most:
@@ -214,24 +217,24 @@ def allow_open_files() -> None:
 
 
 class Sending:
-    """Looks, in a worker, whether an answer can be sent; hands on what says so if it cannot.
+    """Checks, in a worker, whether an answer can be sent; otherwise replaces it by an error.
 
-    It waits until earlier answers have been taken, if that is what is missing: whoever wants this
-    one takes those first, and has a limit for its wait.
+    If earlier answers hold the missing descriptors, it waits until they are received: the receiver
+    takes them first, and its wait has a timeout.
     """
 
     def __init__(self) -> None:
         self._first: int | None = None
-        """The files that this process has open while nothing waits to be sent."""
+        """Number of files that this process has open while no answer waits to be sent."""
         self._before = 0
-        """The tensors of the answer before, which may not be on its way yet."""
+        """Number of tensors in the previous answer, which may not have been sent yet."""
 
     def __call__(self, answer: Answer) -> Answer:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         used = _open_files()
         if self._first is None:
             self._first = used
-        # To count takes time, and so many tensors nobody has in a batch.
+        # Skip the count, which takes time: no batch has so many tensors.
         if not sends_by_socket() or most == resource.RLIM_INFINITY or most - used > _PLENTY:
             return answer
         before, self._before = self._before, count_tensors(answer.payloads)
@@ -240,17 +243,17 @@ class Sending:
             return answer
         if self._first + needed > most:
             return self._refused(answer, needed, most)
-        time.sleep(_PAUSE_S)  # by now the one before is on its way, and counted
+        time.sleep(_PAUSE_S)  # until the previous answer is being sent, and is counted
         while _open_files() + needed > most:
             time.sleep(_PAUSE_S)
         return answer
 
     def _refused(self, answer: Answer, needed: int, most: int) -> Answer:
         text = (
-            f"expected room for {needed} more open files in a worker process, which may have "
-            f"{most} and has {self._first} from the start: each of the {self._before} tensors of a "
-            f"batch takes {_EACH} until it is used. Raise the limit (ulimit -n), have fewer and "
-            f"larger tensors in a batch, or use workers=0"
+            f"a worker process needs {needed} more open files, but its limit is {most} and it has "
+            f"{self._first} from the start: each of the {self._before} tensors of a batch takes "
+            f"{_EACH} until it is used. Raise the limit (ulimit -n), use fewer and larger tensors "
+            f"in a batch, or use workers=0"
         )
         request = answer.request
         bad = BadSample(
@@ -260,14 +263,14 @@ class Sending:
 
 
 class _Counting(ForkingPickler):
-    """Counts the tensors in what it pickles, as a worker's queue does to send it."""
+    """Counts the tensors in a pickled object, with the pickler of a worker's queue."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO())
         self.tensors = 0
 
     def reducer_override(self, value: Any) -> Any:
-        """Count a tensor in place of pickling it, which would share its memory."""
+        """Count a tensor instead of pickling it, which would share its memory."""
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         self.tensors += 1
@@ -275,7 +278,7 @@ class _Counting(ForkingPickler):
 
 
 def count_tensors(value: object) -> int:
-    """Count the tensors that are sent with a value, however nested.
+    """Count the tensors in a value, however nested.
 
     >>> count_tensors({"images": torch.zeros(2), "boxes": [torch.zeros(1), torch.zeros(1)]})
     3
@@ -286,7 +289,7 @@ def count_tensors(value: object) -> int:
 
 
 def _open_files() -> int:
-    """How many files this process has open, at least: a new one has the lowest number."""
+    """Return a lower bound of the open files: a new descriptor gets the lowest free number."""
     try:
         descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
