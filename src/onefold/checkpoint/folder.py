@@ -32,7 +32,7 @@ Note: the race of a removed lock file
 A lock is on the inode, not on the name. Between the open and the lock of a lock file, its owner may
 remove it, and another process may create a new one under the same name: then two processes hold
 locks on two inodes, and each believes that it owns the name. So `_locked` compares the inode of the
-descriptor with that of the name after locking, and the owner removes the name *before* it unlocks:
+descriptor with the name's inode after locking, and the owner removes the name *before* it unlocks:
 the next process to get the lock finds no file, or another inode.
 """
 
@@ -419,8 +419,8 @@ def _write_record(
             f"resumed from a checkpoint with this value, resume from an earlier one; existing "
             f"checkpoints are kept"
         ) from error
-    # Not `write_whole`: a kill could leave its temporary file in the folder, which would then
-    # contain more than parts of a checkpoint and would never be deleted.
+    # `write_whole` would not do: a kill could leave its temporary file in the folder, which would
+    # then contain more than parts of a checkpoint and would never be deleted.
     with path.open("xb") as file:
         file.write(_sealed(text))
         file.flush()
@@ -557,7 +557,7 @@ def _sweep(directory: Path) -> None:
 
 def _is_our_leftover(folder: Path) -> bool:
     """Whether this user owns the folder and it contains only parts of a checkpoint."""
-    # Not `stat`, which would follow a symbolic link to a foreign folder.
+    # `lstat`, because `stat` would follow a symbolic link to a foreign folder.
     there = folder.lstat()
     ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
     return ours and not _strange_files(folder)

@@ -53,7 +53,7 @@ _Values = dict[str, Any]
 
 
 def _one_of(names: Iterable[str]) -> Meta:
-    # Not a Literal, whose errors do not list the allowed values.
+    # A pattern, because the errors of a Literal do not list the allowed values.
     return Meta(pattern=rf"\A({'|'.join(names)})\Z")
 
 

@@ -119,8 +119,7 @@ def coming_parts(
 
 
 class TensorFiles:
-    """The tensors of a checkpoint's files. The files stay open even if another process deletes
-    them.
+    """Tensors of a checkpoint's files, which stay open even if another process deletes them.
 
     Args:
         paths: paths of the files.

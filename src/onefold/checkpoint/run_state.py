@@ -73,7 +73,7 @@ class RunState:
         self._settings = engine.context.settings
         self._engine, self._optimizer = engine, engine.context.update.optimizer
         self._trained_then: dict[str, list[str]] = {}
-        """For each loss of a loaded run, the parameters that its last step trained."""
+        """Parameters that the last step of each loss trained, in a loaded run."""
         self._unchecked: set[str] = set()
         """Losses of these that have had no step since."""
         self.run = uuid.uuid4().hex
@@ -173,7 +173,7 @@ class RunState:
             allow_changed=allow_changed,
             name="a number of parameter groups of",
         )
-        # By name: the same parameters in other groups would silently train with other settings.
+        # Compare by name: the same parameters in other groups would silently get other settings.
         before, after = map(_grouped, (one["parameters"], other["parameters"]))
         for name in {**before, **after}:
             what = f"parameter {name} in the optimizer's group"
@@ -331,7 +331,7 @@ class RunState:
 def _differing(
     began: Mapping[str, Any], begins: Mapping[str, Any], keys: Collection[str]
 ) -> list[str]:
-    """Return those of some settings that both scripts have, with different values."""
+    """Return the settings that both scripts have, with different values."""
     return sorted(k for k in keys if k in began and k in begins and began[k] != begins[k])
 
 

@@ -84,7 +84,7 @@ class LeadWork:
         self._devices = devices
         self._timeout_s = timeout_s
         self.look_s = min(_LOOK_S, timeout_s / _LOOKS_OF_A_LIMIT)
-        """Interval at which the lead tells the waiting devices that it is alive, in seconds."""
+        """Interval between signs of life from the lead to the waiting devices, in seconds."""
 
     @property
     def is_here(self) -> bool:
@@ -347,7 +347,7 @@ def _write_all(
     trained: Sequence[TensorParts],
     kept: Sequence[TensorParts],
 ) -> None:
-    """Write a checkpoint, and delete older ones that need not be kept."""
+    """Write a checkpoint, and delete the older ones that its rule does not keep."""
     keys, values = optimizer.keys, optimizer.values
     record["optimizer"] |= {"tensors": keys, "other_state": values, "strides": optimizer.strides}
     tensors = saved, [*optimizer.tensors, *of_buffers], rest, trained, kept

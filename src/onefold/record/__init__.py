@@ -97,12 +97,12 @@ class Record:
 
     @property
     def begins(self) -> list[dict[str, Any]]:
-        """One dict for each start and resume of the run: its devices, command and settings."""
+        """Devices, command and settings of each start and resume of the run, as dicts."""
         return [structs.asdict(each) for each in self._all(StartEntry)]
 
     @property
     def steps(self) -> Table:
-        """One row per step.
+        """Table with one row per step.
 
         ``step``, ``epoch``, ``samples``, ``loss``, ``weight``, ``norm``, ``skipped``, ``name``,
         ``time`` (in seconds since 1970), ``rate.0`` for each optimizer group, ``value.NAME`` for
@@ -117,7 +117,7 @@ class Record:
 
     @property
     def shards(self) -> Table:
-        """One row per shard of each step: ``step``, ``shard``, ``total``, ``weight``.
+        """Table with one row per shard of each step: ``step``, ``shard``, ``total``, ``weight``.
 
         ``digest`` (uint64) is a digest of a sample of the shard's gradient; 0 if none was computed.
         """
@@ -151,12 +151,12 @@ class Record:
 
     @property
     def blocks(self) -> Table:
-        """One row per `Trainer.modifying` block: ``step``, ``line``, ``digest``."""
+        """Table with one row per `Trainer.modifying` block: ``step``, ``line``, ``digest``."""
         return self._table(BlockEntry)
 
     @property
     def checkpoints(self) -> Table:
-        """One row per checkpoint: ``step`` and ``folder``."""
+        """Table with one row per checkpoint: ``step`` and ``folder``."""
         return self._table(SavedEntry)
 
     @property
@@ -191,7 +191,7 @@ _OF_SHARDS = {
 
 
 def standing(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries that led to the run's current state, without those that a resume undid."""
+    """Return the entries that led to the run's current state; a resume drops the ones it undid."""
     return [entry for _, entry in _standing(entries)]
 
 

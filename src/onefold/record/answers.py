@@ -162,7 +162,7 @@ class ScriptReplay:
         kind: type[Exception] = errors.OnefoldError
         if isinstance(found, type) and issubclass(found, Exception):
             kind = found
-        # Not kind(text): some constructors require more arguments.
+        # `kind(text)` may fail: some constructors require more arguments.
         return kind.__new__(kind, failed.text)
 
     def step(self, batch: ShardedBatch, name: str) -> StepResult:
@@ -227,7 +227,7 @@ class ScriptReplay:
             names |= {FailureEntry: "a step that raised an error"}
             name = names.get(type(entry)) or getattr(entry, "call", "")
             was = f"{name} after step {entry.step} at {getattr(entry, 'line', '')}"
-        # Not `trainer.replaying`, whose position changes at every resume.
+        # The step number is fixed, whereas `trainer.replaying` ends elsewhere at every resume.
         return RecordError(
             f"{script_line()}: the resumed script reaches {call}, but the recorded run had {was}: "
             f"{_SAME}. Keep the calls that the run made, and put new ones under `if trainer.steps "

@@ -85,7 +85,7 @@ class StartEntry(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=Tru
     command: list[str]
     """The script with its arguments."""
     folder: str = ""
-    """Working directory in which the program was started."""
+    """Working directory at the start of the program."""
     python: str = ""
     """Path of the Python interpreter."""
     module: str = ""
@@ -95,7 +95,7 @@ class StartEntry(Struct, tag="begun", tag_field="kind", frozen=True, kw_only=Tru
     script_digest: str
     """SHA-256 of the script's text, in hexadecimal."""
     flags: dict[str, str] = {}
-    """Environment variables by which libraries choose their kernels."""
+    """Environment variables that select the kernels of libraries."""
     libraries: dict[str, str] = {}
     """Versions of the loaded libraries that have a ``__version__``."""
     devices: Annotated[list[str], Meta(min_length=1)]
@@ -161,7 +161,7 @@ class StepEntry(Struct, tag="step", tag_field="kind", frozen=True, kw_only=True)
     rows: bytes = b""
     """Per-sample outputs, encoded by `onefold.core.encoding`; empty if they are too large."""
     place: list[tuple[int, int, int, int]] = []
-    """For each loader: its number, its pass, the end of the batch in the pass, its samples."""
+    """Number of each loader, with its pass, the batch's end in the pass, and its samples."""
     totals: bytes
     """V float64: each shard's part of the loss, before the division by ``weight``."""
     weights: bytes
@@ -254,7 +254,7 @@ class HangEntry(Struct, tag="hang", tag_field="kind", frozen=True, kw_only=True)
 
     step: Number
     text: str
-    """Which device waits for which, with the stacks of all processes."""
+    """Waiting devices and what they wait for, with the stacks of all processes."""
 
 
 Found = AuditEntry | SameProcessEntry
@@ -374,7 +374,7 @@ def append_beside(path: Path, body: bytes) -> None:
     """
     file = open_regular(path, os.O_WRONLY | os.O_APPEND)
     try:
-        # One O_APPEND write: it cannot land inside another process's frame.
+        # A single O_APPEND write cannot land inside another process's frame.
         write_all(file, _frame(body, _digest(_BESIDE, body)))
     finally:
         os.close(file)

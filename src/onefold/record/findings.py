@@ -5,8 +5,8 @@ requests a replay of a step, and `Findings` holds its results.
 
 Note: the rule
 --------------
-Each number is compared with those of the previous 50 steps. It is an outlier if it is not finite,
-or if it exceeds their median by more than 8 times their spread. The spread is the median absolute
+Each number is compared with its values in the previous 50 steps. It is an outlier if it is not
+finite, or exceeds their median by more than 8 times their spread. The spread is the median absolute
 deviation times 1.4826, which equals the standard deviation for normally distributed numbers, but at
 least 5% of the median. A few extreme numbers change neither median (Hampel, "The influence curve
 and its role in robust estimation", 1974). At least 10 numbers are required.
@@ -76,7 +76,7 @@ class Inspection(Struct, frozen=True, kw_only=True):
     terminal: str = ""
     """Terminal at which to open a Python prompt in the step; empty for none."""
     findings: str
-    """File in which the lead writes its findings."""
+    """File for the findings, written by the lead."""
 
 
 class SampleFinding(Struct, frozen=True, kw_only=True):

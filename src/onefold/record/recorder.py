@@ -48,7 +48,7 @@ __all__ = ["LARGEST_BYTES", "Recorder", "begun", "places_of"]
 _log = logging.getLogger("onefold")
 
 LARGEST_BYTES = 4 << 20
-"""Maximum size of a stored result, in bytes. Of a larger one only the digest is stored."""
+"""Maximum size of a stored result, in bytes. Larger ones are stored as a digest."""
 LARGEST_ROWS_BYTES = 1 << 16
 """Maximum size of a step's stored per-sample outputs, in bytes."""
 
@@ -211,12 +211,12 @@ def begun(
         step: number of finished steps.
         devices: devices of the run.
         description: everything that the numbers depend on.
-        flags: environment variables by which libraries choose their kernels.
-        folder: directory in which the program was started.
+        flags: environment variables that select the kernels of libraries.
+        folder: working directory at the start of the program.
         kept: number of recorded entries that the checkpoint includes.
         anew: whether earlier entries cannot be replayed.
     """
-    # For a launched function, the command of the program that launched it.
+    # A launched function is recorded with the command of the program that launched it.
     options = devices.context.options
     command = list(options.program or sys.argv)
     main, spec = Path(folder, command[0]), getattr(sys.modules["__main__"], "__spec__", None)

@@ -135,7 +135,7 @@ def settle_process(devices: Devices, settings: Settings) -> None:
     """
     shards, threads = settings.shards, settings.threads
     available, on_host = cores(), devices.all[devices.own[0]].type == "cpu"
-    # From shards, not devices: the threads per device must not depend on the number of devices.
+    # Divide by shards: the threads per device must not depend on the number of devices.
     settled = max(1, available // shards) if threads is None else threads
     torch.set_num_threads(settled)
     if on_host:

@@ -210,6 +210,6 @@ class GradientSteps:
                         asked.batch, asked.number, name=name, asked_to_stop=asked.asked_to_stop
                     )
                 note()
-                # Not the update: the script makes it later.
+                # The script makes the update later.
                 session.note_done(cut if asked.begins else None, outcome)
         return session.told(asked, outcome, waited)

@@ -67,7 +67,7 @@ class Session:
         user: model, optimizers, losses and scheduler.
         settings: settings of the run.
         devices: devices that the script assigns to this process; None if it names none.
-        shares: number of shards of each device; None for even shares.
+        shares: number of shards per device; None for even shares.
         tools: tools that add hooks to the run.
 
     Raises:
@@ -354,8 +354,7 @@ class Session:
         except BaseException as error:
             load("system.output").show_output()  # first, because the script may catch it and print
             if but is None or not isinstance(error, but):
-                # With a single device, no peer is left waiting: a script may catch the error and
-                # continue.
+                # A single device leaves no peer waiting: a script may catch the error and continue.
                 self._left |= self.engine.context.with_others
                 self.engine.context.exchange.close(error)
             raise

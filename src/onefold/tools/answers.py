@@ -44,7 +44,7 @@ settings that the script now initializes differently, with a warning. Without a 
 `evaluate` and `predict` after a loop begins but before the position may differ from the original
 ones. This is reported once, with the line. Effects of such results are undone if possible:
 schedulers and settings get the checkpoint's values at the position, and a loader of another subset
-raises an error (`onefold.data_order.position`). Of the script's own variables, only copies of
+raises an error (`onefold.data_order.position`). Among the script's own variables, only copies of
 weights are followed (`onefold.tools.kept_weights`).
 """
 

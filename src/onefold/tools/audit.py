@@ -136,7 +136,7 @@ class Auditor(Hook):
         self._kept = {shard: self._written(batch.shards[shard]) for shard in own}
         who = {shard: 0 for shard, kept in self._kept.items() if kept is not None}
         self._end_early()  # a child of an earlier attempt at this step
-        # Not with compiled code: a child forked before this process compiles would compile it too.
+        # Compiled code rules out an early child: forked before this process compiles, it would too.
         ready = task.gatherers is None and not self._context.compilers.compiled
         if who and ready and self._forks and has_idle_cores():
             self._early = self._in_child(who, task)
@@ -346,7 +346,7 @@ class Auditor(Hook):
         for each, kept in gradients:
             each.grad = kept
         if not same_bits(updated, segment.detach()):
-            # Not healed: nothing is known about the other segments of this update.
+            # Healing is impossible: nothing is known about the other segments of this update.
             self._report(self._fault(-1, self._context.first.number))
 
     def _fault(

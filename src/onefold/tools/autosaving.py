@@ -37,7 +37,7 @@ class SaveClock:
     request.
 
     Args:
-        progress: table in which the lead writes its request.
+        progress: table for the lead's request.
         every_s: interval between checkpoints, in seconds; 0 for none.
         devices: devices of the run.
     """

@@ -126,7 +126,7 @@ class GradientDigest:
     """Draws the sample of each step.
 
     Args:
-        sizes: number of elements of each trained parameter.
+        sizes: number of elements in each trained parameter.
         seed: seed of the run.
 
     >>> digests = GradientDigest([3, 5000], seed=0)

@@ -64,7 +64,7 @@ def _row(sizes: Footprint, devices: int, *, together: bool) -> dict[str, int | N
     for name, kind in PLACEMENTS.items():
         used = devices if kind.has_pipelines else min(devices, sizes.shards)
         found = implementation_of(name).estimate(sizes, used, together=together)
-        # Only pipelines can use more devices than there are shards.
+        # A pipeline is the only placement that can use more devices than shards.
         row |= found if used == devices else dict.fromkeys(found)
     return row
 
@@ -90,7 +90,7 @@ def _measured(
     gradients = [each.numel() * added_up_in(each.dtype).itemsize for each in kept]
     early = StageModules(user.module, user.stages, parts.trained, merged=user.stages is None).stages
     segments = cut_segments(lay_out(layout), by_element=updates_by_element(optimizer))
-    # With microbatch="auto", it is unknown before a step whether a shard runs in microbatches.
+    # A microbatch size leaves open, before a step, whether a shard runs in microbatches.
     compiled = Compilers(user.module, *user.losses.values(), compiles=settings.compile).compiled
     parameters = sum(each.nbytes for each in kept)
     small = parameters < LEAST_SENT_EARLY_BYTES

@@ -135,7 +135,7 @@ _CAUSES = {
     "sample "
     "separately, or use shards=1",
 }
-"""Causes by the relation of a scalar loss, or by the way in which samples depend on each other."""
+"""Causes by the relation of a scalar loss, or by how samples depend on each other."""
 _NOTES = {
     "unmatched": "the loss draws random numbers that have no counterpart for a part of the batch "
     "({}, such as a permutation of the shard's samples), so this difference may be chance: the "

@@ -102,7 +102,7 @@ def relation_of(
     Args:
         losses: loss of each of `PARTS`.
         samples: number of samples in A, B and C.
-        tolerance: relative difference up to which numbers count as equal.
+        tolerance: largest relative difference of numbers that count as equal.
 
     >>> samples = {"A": 1, "B": 2, "C": 2}
     >>> of_samples = {"A": [3.0], "B": [1.0, 2.0], "C": [6.0, 0.0]}
@@ -125,7 +125,7 @@ def relation_of(
         return "sum"
     if all(same(losses[p], _mean(losses, samples, p)) for p in several):
         return "mean"
-    # A and B give the weight of B, A and C that of C; BC and ABC must then follow.
+    # A and B give the weight of B, A and C the weight of C; BC and ABC must then follow.
     b, c = _ratio_of(losses, "A", "B"), _ratio_of(losses, "A", "C")
     if b is None or c is None:
         return "unclear"
@@ -159,7 +159,7 @@ def relative_size(norms: Sequence[float], size: float) -> float:
 
     Args:
         norms: norms of the difference, of the value folded over shards, and of the whole batch's.
-        size: size by which the difference is divided.
+        size: divisor of the difference.
     """
     difference, folded, alone = norms
     if math.isfinite(difference):
@@ -206,7 +206,7 @@ class Comparison:
     carried: list[str] = field(default_factory=list)
     """Per-shard buffers, which have no value for the whole batch."""
     dim: int = 0
-    """Dimension along which the batch was cut."""
+    """Dimension of the cut through the batch."""
     differentiates: bool = False
     """Whether the loss computes gradients itself, with `torch.autograd.grad`."""
     norms: list[str] = field(default_factory=list)
@@ -328,7 +328,7 @@ class Mathematics:
 
         This computes the whole batch, which shows whether the loss fails.
         """
-        # Once narrow, always narrow: otherwise every step would fail once more.
+        # A narrow mode stays narrow: otherwise every step would fail once more.
         for narrow in (True,) if self._narrow else (False, True):
             try:
                 with quiet_modes(self._model, narrow=narrow), kept_generators(self._device):
@@ -376,7 +376,7 @@ class Mathematics:
         except Exception as error:
             error.add_note("raised while onefold verify computed the whole batch as one shard")
             raise
-        # With `inputs`: plain backward, which leaves all gradients in .grad, does not pass them.
+        # Plain backward, which leaves all gradients in .grad, does not pass `inputs`.
         self._comparison.differentiates |= any(by)
         left = count_of(payload, len(rows), self._dim).samples
         return _read(result, left, "the loss of the whole batch")

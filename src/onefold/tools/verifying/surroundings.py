@@ -293,7 +293,7 @@ class KeptBuffers:
             start: buffers before the step.
             shards: buffers after each shard.
             sizes: number of samples in each shard.
-            tolerance: relative difference up to which values count as equal.
+            tolerance: largest relative difference of values that count as equal.
 
         Returns:
             For each buffer that differs, the difference and its remedy.
