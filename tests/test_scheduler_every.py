@@ -149,7 +149,7 @@ def test_a_line_that_is_left_over_is_named(every: str) -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="and there is none"):
+    with pytest.raises(ValueError, match="but there is none"):
         make_trainer(scheduler_every="epoch")
     with pytest.raises(ValueError, match='scheduler_every must be one of "step"'):
         make_trainer(scheduler_every="week")

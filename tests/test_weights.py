@@ -132,7 +132,7 @@ def test_numbers_are_converted_where_there_is_room(
         assert model.values.dtype == own
         assert torch.equal(model.values, values.to(own))
         return
-    words = f"values is {own} in the model and {dtype} in the f"
+    words = f"values is {own} in the model, but {dtype} in the f"
     with pytest.raises(CheckpointError, match=words):
         load_weights(model, tmp_path / "weights.pth", strict=False)
     assert bits(model) == before
