@@ -451,7 +451,7 @@ def names_with_nan(tensors: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of all values, (), in a dtype that small types do not overflow."""
+    """Return the sum of all values, (), in a dtype that low precision does not overflow."""
     # `sum(dtype=)` widens while it adds; `.float()` would first copy the tensor at twice its size.
     if values.dtype in (torch.float16, torch.bfloat16):
         return values.detach().sum(dtype=torch.float32)

@@ -65,7 +65,7 @@ class Storage:
     devices: int
     """Number of devices."""
     stages: Stages | None = None
-    """Stages whose gradients are sent one stage at a time; None if whole sums are sent."""
+    """Stages whose gradients are reduced one stage at a time; None if whole sums are."""
     frozen: Frozen | None = None
     """Frozen parameters that are partitioned among the devices; not part of ``other``."""
     updated_in: torch.dtype | None = None
@@ -111,10 +111,10 @@ class Storage:
         """Return the layout of gradients in memory that holds one stage at a time.
 
         Raises:
-            ValueError: whole sums are sent.
+            ValueError: the model is not cut into stages.
         """
         if self.stages is None:
-            raise ValueError("this run does not split the model into stages")
+            raise ValueError("this run does not cut the model into stages")
         return StageLayout(self.gradients, self.segments, self.stages)
 
     def partitioned_layout(self) -> StageLayout:
@@ -123,7 +123,7 @@ class Storage:
         Trained parameters come first, followed by partitioned frozen ones.
 
         Raises:
-            ValueError: whole sums are sent.
+            ValueError: the model is not cut into stages.
         """
         stages = self.stage_layout().stages
         if self.frozen is None:

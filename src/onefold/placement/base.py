@@ -84,7 +84,7 @@ class PlacementLayout:
     """The way a placement cuts a model, decided before memory is allocated."""
 
     modules: StageModules | None = None
-    """Stages whose gradients are sent one stage at a time; None if partial sums of all are."""
+    """Stages whose gradients are reduced one stage at a time; None if partial sums of all are."""
     allocator: TensorAllocator = DEFAULT_ALLOCATOR
     """Allocator of the model's memory on the host."""
     early: StageModules | None = None
@@ -432,7 +432,7 @@ class StepContext:
             yield
 
     def undo(self, task: ShardTask) -> None:
-        """Restore the model from before an interrupted step; may be called at any time."""
+        """Undo an interrupted step in the model; may be called at any time."""
         if self._others:
             self.first.attach()
         self.first.buffers.restore()

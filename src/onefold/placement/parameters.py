@@ -131,6 +131,7 @@ class PartitionedParameters(ResidentParameters):
         self.stay_gathered()
         try:
             yield
+            # Only at the end of the outermost block, because parameters stay resident until then.
             if self._gathers == 1:
                 self._buffers.refuse_written()
             if self._gathers == 1 and detect_writes:
@@ -264,6 +265,7 @@ class PartitionedParameters(ResidentParameters):
         self._done_forward.clear()
         self._order = order
         order.start_shard()
+        # Global hooks: PyTorch skips its fast paths for modules that have hooks of their own.
         handles = [
             register_module_forward_pre_hook(lambda part, _: self._before_forward(part)),
             register_module_forward_hook(
@@ -305,11 +307,14 @@ class PartitionedParameters(ResidentParameters):
         if stage in self._resident:
             self._done_forward.discard(stage)
             return self._resident[stage]
+        # In order of arrival: free the oldest stages beyond the limit, and those that forward has
+        # left.
         here = [each for each in self._resident if each != ROOT]
         for each in {*self._done_forward, *here[: max(0, len(here) + 1 - _AT_HAND)]} - {*together}:
             self._free(each)
         self._resident[stage] = buffer = self._gathered(stage)
         if buffer.numel():
+            # `_packed` recognizes tensors of a stage by the address of their storage.
             self._stage_at[buffer.data_ptr()] = stage
         if self._order is not None:
             self._prefetch(self._order, stage)
@@ -398,6 +403,7 @@ class PartitionedParameters(ResidentParameters):
         if not isinstance(kept, _Saved):
             found: torch.Tensor = kept
             return found
+        # Gather again, perhaps into other memory than in forward.
         buffer = self._gather(kept.stage)
         empty = torch.empty(0, dtype=kept.dtype, device=buffer.device)
         return empty.set_(buffer.untyped_storage(), kept.offset, kept.shape, kept.stride)

@@ -1,4 +1,4 @@
-"""Each device keeps a partition of the parameters, and sends gradients stage by stage.
+"""Each device keeps a partition of the parameters, and gradients are reduced stage by stage.
 
 If devices share no memory, the parameters of a stage are gathered while they are needed (see
 `onefold.placement.parameters`). If they do, all parameters are in the shared memory, and only
@@ -45,7 +45,7 @@ class Partitioned(Placement):
 
     @classmethod
     def simplest(cls, devices: Devices, settings: Settings) -> type[Placement]:
-        # A single shard is not summed with others, so sending stage by stage is unnecessary.
+        # A single shard is not summed with others, so reducing stage by stage is unnecessary.
         return Replicated if cls is Partitioned and settings.shards == 1 else cls
 
     @classmethod

@@ -187,6 +187,7 @@ class StageBoundary:
                     put.enter_context(_called_instead(module, self._before(stage, context)))
                     continue
                 hook = self._own if place == self._place else self._after
+                # Before hooks of the script, which must see the received tensors.
                 handle = module.register_forward_pre_hook(
                     partial(hook, stage, context), prepend=True, with_kwargs=True
                 )
@@ -199,6 +200,8 @@ class StageBoundary:
         for name, part in context.replica.module.named_modules():
             if not has_backward_hooks(part):
                 continue
+            # A module with stages on several devices has its inputs on one and its outputs on
+            # another.
             places = {self._place_of[of] for of in part.modules() if of in self._place_of}
             if len(places) > 1:
                 raise PipelineError(
@@ -392,6 +395,7 @@ class StageBoundary:
                 f"function of torch.func, which a pipeline cannot cut. Call it with whole tensors, "
                 f"or use --placement partition"
             )
+        # Send a tensor once, even if several arguments refer to it.
         tensors = list({id(tensor): tensor for tensor in found}.values())
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
         order = [places[id(tensor)] for tensor in found]
@@ -489,6 +493,7 @@ def _entered(inputs: StageInputs, number: int) -> torch.Tensor:
     tensor = inputs.outputs.tensors[number]
     if not inputs.outputs.with_gradient[number]:
         return tensor
+    # Backward stops at this leaf: `_Entering` stores the gradient and returns none for it.
     handle = torch.empty((), requires_grad=True)
     entered: torch.Tensor = _Entering.apply(handle, inputs, number)  # type: ignore[no-untyped-call]
     return entered
