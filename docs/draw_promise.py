@@ -221,7 +221,8 @@ def drawn(ours: Sequence[Run], theirs: Sequence[Run]) -> Iterator[str]:
         yield f'<path class="curve {name}" d="{curve(run, theirs[0])}"/>'
     yield f'<path class="ours" d="M{LEFT} {ZERO}H{RIGHT}"/>'
     yield text(LEFT - 8, ZERO + 5, "0", anchor="end")
-    yield text(LEFT + 10, TOP + 16, "DDP on 2 (dashed) and 3 devices", "name theirs-text")
+    label = "DDP on 2 (dashed) and 3 devices"
+    yield text(RIGHT, height_of(1e-5), label, "name theirs-text", anchor="end")
     yield text(LEFT + 10, ZERO - 10, "onefold on 2 and 3 devices", "name ours-text")
     yield text(RIGHT, ZERO + 24, f"after {EPOCHS * BATCHES} steps", anchor="end")
     yield text(8, 316, "fingerprint")
