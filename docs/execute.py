@@ -119,7 +119,7 @@ def _executed(text: str, at: Path, wrong: list[str]) -> Iterator[str]:
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=at,
-            env=_environment(),
+            env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -133,7 +133,7 @@ def _executed(text: str, at: Path, wrong: list[str]) -> Iterator[str]:
         yield f"$ {command}\n{shown if LEFT_OUT in shown.splitlines() else printed}"
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     kept = {name: text for name, text in os.environ.items() if not name.startswith("ONEFOLD_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     sources = os.pathsep.join(str(ROOT / each) for each in ("src", "packages/onefold-jobs/src"))

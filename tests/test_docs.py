@@ -529,6 +529,16 @@ def test_the_lines_of_ports_are_those_that_are_counted() -> None:
     assert stated == {name: found["onefold"] for name, found in COUNTER["counts"]().items()}
 
 
+def test_the_picture_of_the_report_is_of_the_run_that_is_shown() -> None:
+    image = pytest.importorskip("PIL.Image")
+    drawing = importlib.import_module("docs.draw_report")
+    page = (DOCS / "try.md").read_text()
+    (shown,) = re.findall(rf"(?ms)^\$ {re.escape(drawing.COMMAND)}\n(.*?)^```", page)
+    assert len(drawing.LINES.findall(shown)) == 2
+    assert dict(drawing.LINES.findall(shown)).items() <= image.open(drawing.OUTPUT).info.items()
+    assert drawing.COMMAND in (GUIDES / "jobs.md").read_text()
+
+
 def test_the_differences_of_pages_are_those_of_the_scripts() -> None:
     seen = 0
     for page in execute.pages():
@@ -537,4 +547,4 @@ def test_the_differences_of_pages_are_those_of_the_scripts() -> None:
                 before, after = (ROOT / name for name in pair.groups())
                 assert text == pair[0] + execute.difference(before, after), page
                 seen += 1
-    assert seen >= 9
+    assert seen >= 6
