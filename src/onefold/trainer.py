@@ -290,8 +290,7 @@ class Trainer:
         )
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Count epochs from the position of the run, which may be inside an epoch, up to
-        ``number``.
+        """Count epochs up to ``number``, from the position of the run, maybe inside an epoch.
 
         With ``scheduler_every="epoch"``, the scheduler is stepped at the end of each epoch with
         steps.
@@ -603,8 +602,7 @@ class Trainer:
         every: int = 1,
         after: str | None = None,
     ) -> None:
-        """Keep an average of the model (EMA or SWA) from here on, in addition to the training
-        values.
+        """Keep an average of the model (EMA or SWA) from here on, in addition to its values.
 
         It starts with the current values. Skipped steps do not change it. Every checkpoint contains
         it, and a resumed run continues it; the line may then come before `load` or after it, or be

@@ -124,8 +124,7 @@ class CollectiveTransport(Transport):
         """Overwrite the tensors of every process with the lead's."""
         with self._naming_the_lost():
             for tensor in tensors:
-                # Send bytes: backends know fewer dtypes than PyTorch, and bytes are never
-                # converted.
+                # Send bytes: backends know fewer dtypes than PyTorch, and convert no bytes.
                 dist.broadcast(tensor.view(torch.uint8), group=self._group, group_src=0)
 
     def peers(self) -> list[int]:
@@ -271,8 +270,7 @@ class CollectiveTransport(Transport):
             with self._lateness.waiting():
                 yield
         except RuntimeError as error:
-            # An error of this device itself, such as running out of memory, is not caused by a
-            # peer.
+            # This device's own errors, such as running out of memory, are not caused by a peer.
             if not _is_of_connection(error):
                 error.add_note(f"raised in step {self.step}, on device {self.rank}")
                 raise
@@ -288,8 +286,7 @@ class CollectiveTransport(Transport):
             pid = self._watch.pids[rank]
             return PeerLost.stopped(rank, pid, waiting=self.rank, step=step)
         timed_out = "timed out" in str(error).lower()
-        # Report before waiting for a reason: this gives other devices time to report that they
-        # wait, too.
+        # Report before waiting for a reason, so that others have time to report their waits.
         _asked(lambda: self._lateness.say_waiting(in_vain=timed_out), None)
         told = _asked(self._failure_told, None)
         if told is not None:
@@ -365,8 +362,7 @@ def groups_of(operations: Sequence[Operation], size: int) -> list[list[Operation
     """
     if not operations or operations[0].part.device.type == "cpu":
         return [list(operations)] if operations else []
-    # In and out for each peer. Both ends compute the same number, because it depends only on the
-    # size.
+    # In and out for each peer. It depends on the size alone, so both ends compute the same.
     each = max(1, MOST_OF_A_GROUP // (2 * (size - 1)))
     counts = Counter[tuple[int, bool]]()
     groups: defaultdict[int, list[Operation]] = defaultdict(list)

@@ -59,8 +59,8 @@ from onefold.exchange.reduction import (
 __all__ = ["CollectiveMemory", "CollectiveStageExchange"]
 
 _LEARNING = 3
-"""First steps after which devices agree on the sending order of stages. One is not enough: the
-loss may turn out to need another path, and then no stage is sent early."""
+"""Number of first steps, after each of which devices agree on the sending order of stages. One may
+not be enough: if the loss turns out to need another path, no stage was sent early."""
 
 
 class CollectiveMemory(Memory):
@@ -99,8 +99,7 @@ class CollectiveMemory(Memory):
         self._written = 0
         self._waiting: set[int] = set()
         self._moving: list[Moving] = []
-        # A file does not take host memory, so it may hold all parameters. Otherwise owners keep
-        # their own.
+        # A file takes no host memory, so it may hold all parameters. Otherwise owners keep theirs.
         self.is_partitioned = storage.stages is not None and (
             allocator.apart or not allocator.on_disk
         )
@@ -175,8 +174,7 @@ class CollectiveMemory(Memory):
         slot, turn = divmod(number, len(self._turns))
         shares, operations = self._shares, []
         for peer in self.transport.peers():
-            # Devices may have different numbers of blocks: both ends compute from the shares which
-            # exist.
+            # Devices may have different numbers of blocks, which both ends derive from the shares.
             if slot < len(blocks_of(shares.shards_of(self._rank), shares.shards)):
                 operations += self._part(True, peer, self._own[slot], peer, turn)
             if slot < len(blocks_of(shares.shards_of(peer), shares.shards)):
@@ -226,8 +224,7 @@ class CollectiveMemory(Memory):
             # Chunks are numbered by turn, so the number tells which messages bring it.
             turn = bisect_right(self._bounds[self._rank], number) - 1
             for moving in self._moving[turn :: len(self._turns)]:
-                # A mirror's own sums are also being sent. Wait until they have left before adding
-                # to them.
+                # A mirror's own sums are being sent, too. Wait until they have left to add to them.
                 moving.finish() if self.storage.mirrors else moving.wait_for(number)
 
         # The sums may still be on their way: the owner adds each chunk when it arrives.
@@ -348,8 +345,7 @@ class CollectiveStageExchange(StageExchange):
                 asked += _swap(peer, (each for _, each in own[headers[peer].stage]), [])
             awaited = ahead if headers[self.rank].is_ahead else at_once
             awaited += _swap(peer, [], self._awaited(call, peer))
-        # Same order on every device. Start both before waiting, or devices would wait for each
-        # other.
+        # Start both, in this order, before waiting, or devices would wait for each other.
         moving, prefetched = transport.move(at_once), transport.move(ahead)
         self._underway += [prefetched] if ahead else []
         if isinstance(call, ParameterRequest):

@@ -1,5 +1,4 @@
-"""Guards a process group: checks who belongs to it, cuts its connections, and finds the late
-device.
+"""Guards a process group: authenticates processes, cuts connections, finds the late device.
 
 `SealedStore` is a store whose values only processes with the secret of the run can write. Anyone
 who reaches the store's port may set any key, before or after its owner does: the address at which a
@@ -20,9 +19,8 @@ Note: why connections are cut
 A wait in gloo ends in one of two ways: the message arrives, or the connection ends. A peer that is
 stopped, or that has failed and lives on (a notebook), causes neither. gloo cannot end a wait from
 outside: aborting a group leaves pending waits. So this module remembers the sockets that were
-opened
-while the group was made. A process that fails shuts down its own sockets, and so does a process
-that finds a peer stopped: every wait then ends with an error at once.
+opened while the group was made. A process that fails shuts down its own sockets, and so does a
+process that finds a peer stopped: every wait then ends with an error at once.
 
 Note: a descriptor is only a number
 -----------------------------------
@@ -144,8 +142,7 @@ class LateWatch:
         until = time.monotonic() + ANSWERS_S
         keys = {rank: _waits_key(rank) for rank in range(self._size)}
         while True:
-            # Read the clock before the store, so that the last check comes after the end of the
-            # time.
+            # Read the clock before the store, so that the last check comes after the limit.
             at_an_end = time.monotonic() > until
             missing = [rank for rank, key in keys.items() if not self._store.check([key])]
             if at_an_end or not missing:
@@ -233,8 +230,7 @@ class PeerWatch:
         while not self._end.wait(LOOK_S):
             for rank, peer in self._peers.items():
                 if peer.sample_state():
-                    # Set it before the cut: the wait that the cut ends reads it to explain the
-                    # error.
+                    # Set it before the cut, because the wait that the cut ends reads it.
                     self.stopped = rank
                     self._connections.cut()
                     return

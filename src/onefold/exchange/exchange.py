@@ -57,8 +57,7 @@ __all__ = ["Exchange", "exchange_over", "has_memory_in_common", "join"]
 
 
 class Exchange:
-    """Exchanges partial sums and parameters between this process's devices and all others of the
-    run.
+    """Exchanges partial sums and parameters between this process's devices and all others.
 
     Args:
         memory: the memory of this process's devices.
@@ -247,8 +246,7 @@ class LocalMemory(Memory):
         if place not in self._own:
             layout, device = self.storage.gradients, self._devices[place.device]
             is_alone = len(self._devices) == 1
-            # A single partial sum is added to nothing, so backward's tensors can stay where they
-            # are.
+            # Nothing is added to a single partial sum, so backward's tensors can stay in place.
             self._own[place] = (
                 LocalGradients(layout) if is_alone else Partial.private(layout, device)
             )
@@ -263,8 +261,7 @@ class LocalMemory(Memory):
         return own.flat if isinstance(own, Partial) else None
 
     def publish_parameters(self) -> None:
-        # Non-blocking: the next kernels of both devices are queued behind the copy in their
-        # streams.
+        # Non-blocking: the next kernels of both devices are queued behind the copy.
         for owner, chunks in enumerate(self._updated):
             source = self.trained[owner]
             for receiver, parameters in self.trained.items():

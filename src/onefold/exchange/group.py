@@ -269,8 +269,7 @@ def join_group(meeting: Rendezvous, kind: str, trainer: int) -> JoinedGroup:
     if not dist.is_initialized():
         # The script has no group of its own, so no other code tears this one down at exit.
         _note_membership(group, meeting)
-    # After a failure that the script survived, `break_off` has unregistered it. Never register it
-    # twice.
+    # `break_off` unregistered it if the script survived a failure. Never register it twice.
     if _memberships:
         atexit.unregister(_leave)
         atexit.register(_leave)
@@ -305,8 +304,7 @@ def _connect(
         try:
             with noted_connections(connections), gloo_interface(context, hosts):
                 group, store = _make_group(meeting, kind, limit_s, trainer, attempt)
-            # Before every other message, so that nothing an intruder sends is used before its
-            # proof.
+            # Prove before every other message, so that nothing from an intruder is used.
             trade = partial(all_gather_objects, group, most=_MOST_OF_PROOF)
             prove(context.proof, group.rank(), trade, connections.ends())
         except RuntimeError as error:
@@ -319,8 +317,7 @@ def _connect(
             raise
         outcomes = meeting.all_gather(f"ends/{name}", str(problem or _JOINED))
         if group is not None and all(outcome == _JOINED for outcome in outcomes):
-            # The group was made with the short limit of an attempt; from here on the run's limit
-            # applies.
+            # The group was made with the short limit of an attempt. Set the run's limit.
             Groups.set_limit(group, timedelta(seconds=timeout_s))
             return group, store, connections
         connections.cut()

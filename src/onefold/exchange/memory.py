@@ -139,8 +139,7 @@ class Partial:
         Its flat memory is not cleared.
         """
         if device.type == "cpu":
-            # Untouched pages of CPU memory take no room, so the stretches of large gradients cost
-            # nothing.
+            # Untouched pages of CPU memory take no room, so stretches of large gradients are free.
             return cls(FlatTensors(layout, memory=_untouched(layout.nbytes)))
         memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         # Copy all: a partition is then one message and one addition. Each tensor by itself would
@@ -331,8 +330,7 @@ class FrozenMemory:
         ]
         self.stages = sorted(set(frozen.stage_of))
         """The stages that have frozen parameters."""
-        # Parameters in other memory, such as a file, must be copied before a device can compute
-        # with them.
+        # A device cannot compute with parameters in other memory, such as a file.
         self._is_all = [
             not allocator.apart
             and len(mine) == sum(number >= self._first_segment for number in numbers)

@@ -93,8 +93,7 @@ class Progress:
     def __init__(self, descriptor: int, devices: int, access: int = mmap.ACCESS_WRITE) -> None:
         memory = mmap.mmap(descriptor, self.nbytes(devices), access=access)
         # Rows of the devices, then the launcher's. A device's row: its state, then the fields of
-        # `DevicePlace`, with shard and peer increased by one, because new memory is 0 and means
-        # none.
+        # `DevicePlace`, with shard and peer increased by one, so that 0 means none.
         self._rows = memoryview(memory).cast("q")
         self._launcher = devices * _COLUMNS
 
@@ -169,8 +168,7 @@ class Progress:
         return bool(self._rows[self._launcher])
 
     def save_after(self, step: int) -> None:
-        """Request a save after ``step`` on all devices. Only the lead calls it, before it starts
-        the step.
+        """Request a save on all devices after ``step``. Called by the lead before it starts.
 
         All devices then see the request, because none ends a step before the lead has started it.
         """

@@ -245,8 +245,7 @@ class RunningFold(Generic[T]):
             if other not in self._kept:
                 break
             found = self._kept.pop(other)
-            # Floating-point addition: the order decides the bits, so the left half always comes
-            # first.
+            # The order of floating-point addition decides the bits: the left half comes first.
             value = self._add(value, found) if node == left else self._add(found, value)
             node = above
         self._kept[node] = value
@@ -275,8 +274,7 @@ request, so gradients may take as long as one stage computes."""
 
 
 class StageReduction(Reduction):
-    """Takes the gradients of this process's devices, and sums all devices' gradients for its
-    segments.
+    """Takes this process's gradients, and sums all devices' gradients for its segments.
 
     In a step all devices call `start_step`, then for each round of shards `give` for every stage
     that they have computed and `end_round`, and then `collect` and `totals`.
@@ -314,8 +312,7 @@ class StageReduction(Reduction):
         self._arrived()
         self.exchange.await_prefetched()
         self.release()
-        # Empty shards take their place in the tree with no gradient, so that the order stays the
-        # same.
+        # Empty shards take their place in the tree without a gradient, to keep the order.
         for shard in empty:
             for sums, numbers in zip(self._sums, self._segments, strict=True):
                 sums.put(shard, StageSum([None] * len(numbers), set()))

@@ -126,8 +126,7 @@ class ShardTable:
 
     def record(self, device: int, shard: int, result: ShardResult) -> None:
         """Record the results of a shard, except its gradients."""
-        # A GPU is still computing this weight. Reading it now would block; `await_weights` reads
-        # it.
+        # A GPU is still computing this weight; `await_weights` reads it without blocking here.
         if isinstance(result.weight, LateWeight):
             self._late[shard] = result.weight
         else:

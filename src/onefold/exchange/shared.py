@@ -99,8 +99,7 @@ def temporary_file(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Make a file as `new_file` does, to send it in the block; closes its descriptor at the end."""
     descriptor, memory = new_file(size_bytes, allocator)
-    # The mapping outlives the descriptor, and a message in flight keeps the file until it is
-    # received.
+    # The mapping outlives the descriptor, and a message in flight keeps the file alive.
     try:
         yield descriptor, memory
     finally:
@@ -215,8 +214,7 @@ class SharedMemory(Memory):
         row = self.table.buffer_rows[0]
         if self._rank == 0:
             row.write(buffers.views)
-        # First barrier: the lead has written. Second barrier: all have read, so shard 0 may reuse
-        # the row.
+        # First barrier: the lead has written. Second: all have read, so shard 0 may reuse the row.
         self.transport.all_gather_bytes()
         buffers.write(row.views)
         self.transport.all_gather_bytes()
@@ -382,8 +380,7 @@ class SharedTransport(Transport):
             beyond = source + (source - device)
             if beyond // self._pipeline != source // self._pipeline:
                 raise
-            # The source cannot report its own wait, so name the device behind it as a possible
-            # cause.
+            # The source does not report its own wait, so name the device behind it.
             raise PeerTimeout(
                 f"{error}. In a pipeline, device {source} may itself have waited for device "
                 f"{beyond}",

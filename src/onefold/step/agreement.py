@@ -111,8 +111,7 @@ class Agreement:
             return Agreed((0,), stop)
         # These two calls synchronize devices, which may differ before.
         settles = call in (Call.LOAD, Call.CHANGED)
-        # Samples are read from flat memory, and buffers that the script replaced are stored
-        # elsewhere.
+        # Samples are read from flat memory; buffers that the script replaced are not in it.
         self._context.first.buffers.absorb()
         # Read local state before `exchange.agree`, never after: in shared memory, a device that has
         # passed it may already be writing.
@@ -224,9 +223,8 @@ class Agreement:
             also=self._buffers, run_checks=run_checks, of_all=of_all
         )
         if not (changed or self.averaged) and self._placement.written():
-            # The version counters of PyTorch miss this write: the parameters were gathered, and
-            # models and owners have separate memory. The number after the last one names no
-            # parameter.
+            # Version counters miss this write: the parameters were gathered, so models and owners
+            # have separate memory. The number after the last one names no parameter.
             changed = len(self._context.parts.named) + 1
         return changed, values
 

@@ -337,8 +337,7 @@ class Engine:
                     self._gradient_taken = attempt.gradient_taken
                     return totals, weight
                 if attempt.whole:
-                    # A hook rejected the result (an SDC check, for instance). Nothing was updated
-                    # yet.
+                    # A hook, such as the SDC check, rejected the result. Nothing was updated yet.
                     self.placement.publish()
                     continue
                 # The attempt showed that the loss gathers or has several terms. Remember it, and
@@ -556,8 +555,7 @@ class Engine:
     def follow_parameters(self) -> None:
         """Update masters and buffers after changes to the model between two steps."""
         context, update = self.context, self.context.update
-        # Masters must follow neither the averages that the model shows, nor parameters that are not
-        # resident.
+        # Masters must not follow averages that the model shows, or parameters not resident here.
         here = update.is_whole and not self.agreement.averaged
         if not context.with_others and here and update.has_masters:
             update.follow_parameters()
@@ -575,8 +573,7 @@ class Engine:
                     task, done = self._joint.prepared(self.objective, task)
                 return bad_gradient(self.context, task, done)
         except torch.OutOfMemoryError:
-            # Other devices wait in the collectives below, so a device among several must not give
-            # up alone.
+            # Other devices wait in the collectives above, so none may give up alone.
             if not self.context.alone:
                 raise
             return (

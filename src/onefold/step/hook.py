@@ -290,8 +290,7 @@ class _Shells(AbstractContextManager[None]):
                     self._stack = self._stack or ExitStack()
                     self._stack.enter_context(context)
         except BaseException as error:
-            # Python calls no `__exit__` after a failed `__enter__`, so leave the entered hooks
-            # here.
+            # Python calls no `__exit__` after a failed `__enter__`: leave entered hooks here.
             # The hook that failed was never entered, and is not left.
             self.__exit__(type(error), error, error.__traceback__)
             raise

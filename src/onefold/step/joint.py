@@ -82,8 +82,7 @@ class JointShards:
         if objective.gathers:
             return self._first_run(task).known(task), {}
         if objective.several_terms:
-            # Forward passes alone: the denominators of a sum of terms must be known before any
-            # backward.
+            # Forward passes alone: backward requires the denominators of all terms.
             found: dict[int, Sequence[tuple[str, float]]] = {}
             for replica in self._context.replicas:
                 with self._context.attached(replica):
@@ -101,8 +100,7 @@ class JointShards:
             Which shard produced it; empty if there is none.
         """
         found = self._first_run(task, looks=True).spoilt
-        # Backward starts with the last call and proceeds to earlier ones, so the last call comes
-        # first.
+        # Backward visits the last call first, so that is where the value started.
         own = min(((-call, shard) for shard, call in found), default=None)
         transport = self._context.exchange.transport
         rows = transport.all_gather_values(dict.fromkeys(self._context.own, own))
@@ -162,8 +160,7 @@ class _JointRun:
         try:
             self._backward(self._forward())
         finally:
-            # On errors too: end all threads, or one could still be using the module that it
-            # borrowed.
+            # On errors too: no thread may outlive this, and use the module that it borrowed.
             for turn in self._turns.values():
                 turn.end()
             self._put_back()
@@ -259,8 +256,7 @@ class _JointRun:
     def _resume(self, answers: Mapping[int, Any]) -> dict[int, GatherPosition]:
         """Let each shard run to its next stop, one after the other."""
         stops = {}
-        # Resume shards one at a time, by number: threads never compute concurrently, so the order
-        # is fixed.
+        # Resume shards one at a time, by number: concurrent threads would change the order.
         for shard, answer in answers.items():
             turn = self._turns[shard]
             self._attach(turn.replica)
@@ -547,8 +543,7 @@ class RowExchange:
 
         own = {}
         for number in self._homes:
-            # Sum inside this device's whole blocks only; all devices sum the rest, in the same
-            # order.
+            # Sum inside this device's blocks only; all devices sum the rest in the same order.
             blocks = blocks_of(self._shares.shards_of(number), self._shares.shards)
             sums = [fold(leaf, block, _add)[0] for block in blocks]
             own[number] = [each for each in sums if each is not None]

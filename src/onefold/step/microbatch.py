@@ -140,8 +140,7 @@ def _fits_here(replica: Replica, task: ShardTask) -> bool:
         # Keep all partial sums, as a step does: they count towards the memory.
         sums, terms = _share(replica, task)
         if terms > 1 and task.divisors is None:
-            # Without denominators backward did not run. Any denominators will do, as the result is
-            # discarded.
+            # Without denominators backward did not run. Any will do, as the result is discarded.
             sums, _ = _share(replica, replace(task, divisors=(1.0,) * terms))
     except Exception as error:
         if not is_shortage(error):

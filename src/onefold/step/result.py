@@ -1,5 +1,4 @@
-"""Defines a loss that steps use (`Objective`), and the result of a step as the user gets it
-(`Step`).
+"""Defines `Objective`, a loss that steps use, and `Step`, the result that the user gets.
 
 `StepResult` is the engine's result of a step, and `verdict_of` decides whether to update.
 """
@@ -224,8 +223,7 @@ def objectives_of(
         if isinstance(optimizer, Optimizers):
             used = [optimizer.given[each].param_groups for each in optimizer.of_loss(name)]
             held = {id(p) for groups in used for group in groups for p in group["params"]}
-            # Shards need no gradient of these parameters, as the optimizers of this loss leave them
-            # alone.
+            # The optimizers of this loss leave these parameters alone, so shards skip them.
             left_out = tuple(n for n, p in enumerate(trained) if id(p) not in held)
         found[name] = Objective(name=name, number=number, run=loss, left_out=left_out)
     return found

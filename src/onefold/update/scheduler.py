@@ -120,9 +120,8 @@ class RunScheduler:
         elif count != self._count:
             raise RuntimeError(
                 f"{class_of(self.scheduler)}.step() was called by the script, but the trainer "
-                f"steps "
-                f'this scheduler too (scheduler_every="{self._every}"). Remove the line, or use '
-                f'scheduler_every="script", with which only the script steps it'
+                f'steps this scheduler too (scheduler_every="{self._every}"). Remove the line, or '
+                f'use scheduler_every="script", with which only the script steps it'
             )
 
     def note_step(self, epoch: int | None, name: str, *, updates: bool) -> None:
