@@ -134,7 +134,7 @@ def test_what_is_unfrozen_otherwise_is_told_what_works(in_the_optimizer: bool, w
 def test_a_criterion_with_parameters_is_given_with_the_model() -> None:
     model, criterion = nn.Linear(3, 2), nn.Linear(2, 1)
     both = nn.ModuleDict({"model": model, "criterion": criterion})
-    words = r"give Trainer both: Trainer\(\{'model': model, 'criterion': criterion\}, \.\.\.\)"
+    words = r"pass both to Trainer: Trainer\(\{'model': model, 'criterion': criterion\}, \.\.\.\)"
     with pytest.raises(ValueError, match=words):
         make_trainer(model, lambda m, x: criterion(m(x)).mean(1), optimizer=sgd(both))
     trainer = onefold.Trainer(
@@ -367,10 +367,10 @@ def test_a_trainer_that_is_there_is_told_from_one_that_is_gone() -> None:
     model = line()
     optimizer = sgd(model)
     trainer = make_trainer(model, optimizer=optimizer)
-    with pytest.raises(ValueError, match="is still there: make all steps by that one"):
+    with pytest.raises(ValueError, match="still exists: use that one for all steps"):
         make_trainer(model, optimizer=optimizer)
     del trainer
-    with pytest.raises(ValueError, match=r"is gone\. Make another optimizer"):
+    with pytest.raises(ValueError, match=r"is deleted\. Create another optimizer"):
         make_trainer(model, optimizer=optimizer)
 
 

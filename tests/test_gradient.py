@@ -261,7 +261,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "Step the scheduler in the script": (
         lambda: gradient_of(model=(net := Net()), scheduler=StepLR(sgd(net), 1))
     ),
-    r"needs a closure.*Give Trainer None .*trainer.gradient\(batch\).loss": (
+    r"requires a closure.*Pass None to Trainer .*trainer.gradient\(batch\).loss": (
         lambda: make_trainer(net := line(), optimizer=torch.optim.LBFGS(net.parameters()))
     ),
 }

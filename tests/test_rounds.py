@@ -133,8 +133,13 @@ def written(where: str, end: Closes, name: str) -> None:
 @for_each(
     ("where", "end", "name", "words"),
     [
-        ("lead", "close", "1.weight", "parameter 1.weight has other values on device 1"),
-        ("others", "close", "0.running_mean", "buffer 0.running_mean has other values on device 1"),
+        ("lead", "close", "1.weight", "parameter 1.weight differs between device 0 and device 1"),
+        (
+            "others",
+            "close",
+            "0.running_mean",
+            "buffer 0.running_mean differs between device 0 and device 1",
+        ),
         ("everywhere", "close", "1.weight", ""),
         ("everywhere", "drop", "1.weight", "parameter 1.weight changed since the call before"),
         ("at the end", "drop", "1.weight", "weight was changed on device 1 after"),

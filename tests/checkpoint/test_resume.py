@@ -332,7 +332,7 @@ COMPLEX = torch.zeros(1, dtype=torch.complex128)
         (line(), {"best": "lowest loss"}, "but scores has no score of that name"),
         (line(), {"scores": {"loss": "low"}}, "scores must map names to numbers"),
         (line(), {"extra": {"f": print}}, r"extra\['f'\] is of type builtin_function"),
-        (Keeping(3, 1), {}, "holds _extra_state, which is no parameter and no buffer"),
+        (Keeping(3, 1), {}, "contains _extra_state, which is neither a parameter nor a buffer"),
         *((with_buffer(COMPLEX, kept), {}, r"count is of torch\.complex128") for kept in (0, 1)),
     ],
 )

@@ -93,7 +93,7 @@ def in_groups(model: nn.Module, second: Sequence[str]) -> torch.optim.Optimizer:
 
 
 CHOICES: dict[str, dict[str, Any]] = {
-    "shards is 4 on device 0 and 8 on device 1: every device": {"shards": 8},
+    "shards is 4 on device 0 and 8 on device 1. Every device": {"shards": 8},
     "clip_norm is None on device 0 and 0.5 on": {"clip_norm": 0.5},
     "buffers is {} on device 0 and": {"buffers": {"*": "max"}},
     "the number of Trainers before this one is 0 on device 0": {"trainer": 1},
@@ -148,7 +148,7 @@ OLD = {"type": "GTX 1080", "multi processor count": "20", "major": "6"}
         (
             [NEW, OLD],
             True,
-            r"^cuda:1 \(GTX 1080\) and cuda:0 \(RTX 4090\) are .* their type",
+            r"^cuda:1 \(GTX 1080\) and cuda:0 \(RTX 4090\) differ.* their type",
         ),
         ([NEW, NEW | {"multi processor count": "96"}], True, "multi processor count is 96 and 128"),
     ],
@@ -177,7 +177,7 @@ def test_unlike_gpus_of_two_processes_are_refused(monkeypatch: pytest.MonkeyPatc
     for card in (NEW, OLD):
         monkeypatch.setattr(accelerator, "traits_of", lambda gpu, card=card: card)
         each.append(said(gpus=[torch.device("cuda", 0)]))
-    with pytest.raises(DisagreementError, match=r"^the type of the GPU is RTX 4090 .* goes on"):
+    with pytest.raises(DisagreementError, match=r"^the type of the GPU is RTX 4090 .* trains"):
         compared(*each)
 
 

@@ -33,31 +33,34 @@ SQUARE = torch.zeros(4, 4)
 @for_each(
     ("make", "words"),
     [
-        (lambda: len, r"^expected model to be a torch\.nn\.Module, got builti"),
-        (lambda: nn.DataParallel(line()), "wrapped in DataParallel; expected"),
+        (lambda: len, r"^expected model to be a torch\.nn\.Module, but got builti"),
+        (lambda: nn.DataParallel(line()), "wrapped in DataParallel. Pass the plain"),
         (lambda: line().to("meta"), "^weight is on the meta device"),
         (lambda: holding(b_mean=torch.zeros(2, device="meta")), "^b_mean is on the meta device"),
         (
             lambda: holding(wave=torch.zeros(2, dtype=torch.complex64)),
-            r"^parameter wave is complex \(torch\.complex64\): expected real",
+            r"^parameter wave is complex \(torch\.complex64\), but parameters must be real",
         ),
-        (lambda: nn.Sequential(line(), nn.LazyLinear(4)), r"^1\.weight has no shape yet: run one"),
+        (lambda: nn.Sequential(line(), nn.LazyLinear(4)), r"^1\.weight has no shape yet. Run one"),
         (
             lambda: holding(one=MEMORY[:8], two=MEMORY[4:]),
-            "^one and two share memory without being the same tensor",
+            "^one and two share memory but are different tensors",
         ),
         (lambda: holding(row=SQUARE[1], column=SQUARE[:, 1]), "^column and row share memory"),
         (lambda: holding(b_copy=MEMORY[:3], value=MEMORY), "^b_copy and value share memory"),
         (lambda: holding(f_copy=MEMORY[:3], value=MEMORY), "^f_copy and value share memory"),
         (
             lambda: nn.Sequential(nn.SyncBatchNorm(3)),
-            "^layer 0 is a SyncBatchNorm, .* expected BatchNorm",
+            "^layer 0 is a torch.nn.SyncBatchNorm, .* or BatchNorm",
         ),
         (
             lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)),
             r"^layer 0 \(Embedding\) gives sparse gradients",
         ),
-        (lambda: holding(b_sum=torch.eye(2).to_sparse()), r"^b_sum has the layout torch\.sparse_c"),
+        (
+            lambda: holding(b_sum=torch.eye(2).to_sparse()),
+            r"^b_sum must have a dense layout, but has torch\.sparse_c",
+        ),
         (lambda: nn.EmbeddingBag(4, 2, sparse=True), r"\(EmbeddingBag\) gives sparse gradients"),
     ],
 )
@@ -85,7 +88,7 @@ def test_a_gpu_without_bfloat16_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     gpu = torch.device("cuda", 1)
-    with pytest.raises(ValueError, match=r'"bf16": Tesla T4 \(cuda:1\) has no bfloat16'):
+    with pytest.raises(ValueError, match=r'"bf16": Tesla T4 \(cuda:1\) does not support bfloat16'):
         check_device(Precision("bf16"), gpu)
     check_device(Precision("fp16"), gpu)
 

@@ -64,7 +64,7 @@ def test_a_shard_that_does_not_fit_is_named_with_advice(devices: int) -> None:
     before = trainer.fingerprint()
     with raises(torch.OutOfMemoryError, "step 2, shard 2, on device") as found:
         trainer.step(steps[1])
-    assert "give Trainer more than 4 shards" in "\n".join(found[0].__notes__)
+    assert "use more than 4 shards" in "\n".join(found[0].__notes__)
     assert trainer.fingerprint() == before
     # The script may go on, with the bits of a run to which nothing happened.
     for batch in steps[1:]:

@@ -104,7 +104,7 @@ def test_what_would_do_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv(name, "")  # transformers sets them: afterwards they are gone again
         monkeypatch.delenv(name)
     for choices, words in (
-        ({"gradient_accumulation_steps": 2}, "shards are the accumulation"),
+        ({"gradient_accumulation_steps": 2}, "shards replace accumulation"),
         ({"bf16": True}, "precision='bf16'"),
         ({"auto_find_batch_size": True}, "more shards"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
@@ -112,9 +112,9 @@ def test_what_would_do_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         with pytest.raises(ValueError, match=words):
             Trainer(model_of("words", 0.0), arguments(tmp_path, **choices), shards=2)
-    with pytest.raises(ValueError, match="got model_init"):
+    with pytest.raises(ValueError, match="model_init is not supported"):
         Trainer(args=arguments(tmp_path), model_init=lambda: model_of("words", 0.0), shards=2)
     plain = looped.own_loss
     monkeypatch.setattr(looped, "own_loss", lambda *a, **k: plain(*a, **k) + 1)
-    with pytest.raises(ValueError, match="shards would add it up"):
+    with pytest.raises(ValueError, match="the rest would be added once per shard"):
         run("own loss", tmp_path)

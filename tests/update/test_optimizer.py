@@ -76,15 +76,18 @@ def in_use(model: nn.Module) -> torch.optim.Optimizer:
 @for_each(
     ("build", "words"),
     [
-        (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS needs a closure that runs the model"),
+        (
+            lambda m: torch.optim.LBFGS(m.parameters()),
+            "LBFGS requires a closure that runs the model",
+        ),
         (
             lambda m: torch.optim.SparseAdam(m.parameters()),
-            "SparseAdam takes sparse gradients, .* Adam differs",
+            "SparseAdam requires sparse gradients, .* Adam differs",
         ),
         (with_a_strange_parameter, r"parameter 0 of group 1, of shape \(4, 2\), is not"),
-        (lambda m: sgd(copy.deepcopy(m)), r"Make the optimizer from this model's parameters\(\)"),
+        (lambda m: sgd(copy.deepcopy(m)), r"Create the optimizer from this model's parameters\(\)"),
         (lambda m: sgd(m.requires_grad_(False)), "holds no parameter that requires a gradient"),
-        (in_use, "already belongs to a Trainer, which has divided its state, and is gone"),
+        (in_use, "already belongs to a Trainer, which has partitioned its state and is deleted"),
     ],
 )
 def test_optimizers_that_cannot_be_divided(build: Callable[..., Any], words: str) -> None:

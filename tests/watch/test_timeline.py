@@ -198,7 +198,7 @@ def test_no_work_makes_no_file(tmp_path: Path, parts: Path) -> None:
 def test_what_somebody_else_wrote_is_not_replaced(text: str, tmp_path: Path) -> None:
     write_part(tmp_path, 0)
     (tmp_path / "timeline.json").write_text(text)
-    with pytest.raises(ValueError, match=r"timeline\.json is there, and is not a timeline"):
+    with pytest.raises(ValueError, match=r"timeline\.json exists, but was not written by"):
         join_timeline(tmp_path, tmp_path)
     assert (tmp_path / "timeline.json").read_text() == text
 

@@ -1,4 +1,4 @@
-"""Describes and compares what must be the same on every device before a run begins."""
+"""Describes and compares the properties that must be the same on every device of a run."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def describe(
     stages: Stages | None = None,
     values: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Describe what must be the same on every device, and stays so, in words for error messages.
+    """Describe the properties that must be the same on every device during the whole run.
 
-    A device may join at any step if this fits. What steps change is `describe_settings`'s.
-    ``values`` are the digests of those parameters and buffers of which the values must be, too.
+    The names are used in error messages. A device may join at any step if it has the same ones.
+    `describe_settings` describes settings that steps change. ``values`` are the digests of
+    parameters and buffers whose values must also be the same.
     """
     described = {
         **{name: str(value) for name, value in settings.compared().items()},
@@ -66,8 +67,8 @@ def describe(
     }
     for number, (name, p) in enumerate(parts.named.items()):
         kind = "trained" if name in parts.trained else "other"
-        # With strides: they decide the order of elements in flat memory. With numbers: devices add
-        # up gradients by place, so the same layers in another order would be mixed.
+        # Include strides, which determine the order of elements in flat memory, and numbers,
+        # because gradients are added by position: another order of layers would mix them.
         described[f"parameter {name}"] = (
             f"{kind} {p.dtype} {tuple(p.shape)} {p.stride()}, number {number} of the model, "
             f"{updated.get(id(p), 'in no group of the optimizer')}"
@@ -83,7 +84,7 @@ def describe(
 def describe_settings(
     optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None
 ) -> dict[str, str]:
-    """Describe what must be the same after the same step: the scheduler's state and the rates."""
+    """Describe settings that must be the same after each step: the scheduler's state and rates."""
     return {
         "the state of the scheduler": "" if scheduler is None else _state_of(scheduler),
         **{
@@ -96,11 +97,11 @@ def describe_settings(
 
 
 def _surroundings(own: Sequence[torch.device], *, alike: bool) -> dict[str, str]:
-    """Describe what bits depend on beside the script: threads, libraries, processors, settings."""
+    """Describe the environment of the bits: threads, libraries, processors, settings."""
     device = own[0]
     described = {
         "the kind of device": device.type,
-        # Differs where PYTHONHASHSEED does, and with it the order of sets; see `compare`.
+        # Differs with PYTHONHASHSEED, as does the order of sets; see `compare`.
         _HASHES: str(hash("onefold")),
         "the version of onefold": version("onefold"),
         "the version of torch": torch.__version__,
@@ -125,16 +126,16 @@ def _traits_of(gpus: Sequence[torch.device]) -> dict[str, str]:
     """Describe the GPUs of this process.
 
     Raises:
-        DisagreementError: they are not alike.
+        DisagreementError: the GPUs differ.
     """
     traits = [accelerator.traits_of(gpu) for gpu in gpus]
     for gpu, other in zip(gpus, traits, strict=True):
         for name, value in other.items():
             if value != traits[0].get(name):
                 raise DisagreementError(
-                    f"{gpu} ({other['type']}) and {gpus[0]} ({traits[0]['type']}) are unlike, so "
-                    f"the bits would depend on which of them computes a shard: their {name} is "
-                    f"{value} and {traits[0].get(name)}. Name devices of one type, or "
+                    f"{gpu} ({other['type']}) and {gpus[0]} ({traits[0]['type']}) differ, so the "
+                    f"bits would depend on which of them computes a shard: their {name} is "
+                    f"{value} and {traits[0].get(name)}. Use devices of one type, or "
                     f"Trainer(deterministic=False)"
                 )
     return {f"the {name} of the GPU": value for name, value in traits[0].items()}
@@ -144,15 +145,15 @@ def _matmul_precision(device: torch.device) -> str:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        # A script has set it for one backend alone, so that there is no answer for all of them.
+        # The script set the precision of a single backend, so there is no common value.
         backends = torch.backends
         backend = backends.cuda if device.type == "cuda" else backends.mkldnn
         return str(backend.matmul.fp32_precision)
 
 
 def _state_of(scheduler: LRScheduler) -> str:
-    """Describe a scheduler's numbers; functions and other objects count by their type alone."""
-    # Their repr holds an address, which differs between processes.
+    """Describe a scheduler's numbers; for functions and other objects, only their types."""
+    # The repr of other objects contains an address, which differs between processes.
     state = scheduler.state_dict()
     kept = {k: v if _is_plain(v) else type(v).__name__ for k, v in state.items()}
     return str(kept)
@@ -167,22 +168,22 @@ def _is_plain(value: object) -> bool:
 
 
 def compare(descriptions: Sequence[bytes]) -> None:
-    """Refuse a device that differs from device 0.
+    """Refuse devices that differ from device 0.
 
     Args:
-        descriptions: the results of `describe` and `describe_settings`, together and as JSON, in
-            the devices' order.
+        descriptions: for each device, the joint results of `describe` and `describe_settings`, as
+            JSON.
 
     Raises:
-        DisagreementError: a device's description differs from that of device 0.
+        DisagreementError: a device's description differs from device 0's.
     """
     lead: dict[str, str] = json.loads(descriptions[0])
     hashes = lead.pop(_HASHES, None)
-    # A warning at most, and one: few scripts let a set decide anything.
+    # Warn at most once, without an error: few scripts depend on the order of a set.
     if any(json.loads(text).get(_HASHES) != hashes for text in {*descriptions}):
         _log.warning(
-            "the processes of this run hash text differently, so that sets have another order "
-            "in each: if anything depends on it, set PYTHONHASHSEED=0 for all of them"
+            "the processes of this run hash strings differently, so sets have a different order "
+            "in each. If the script depends on that order, set PYTHONHASHSEED=0 for all processes"
         )
     for number, text in enumerate(descriptions):
         if text == descriptions[0]:
@@ -193,24 +194,24 @@ def compare(descriptions: Sequence[bytes]) -> None:
         lacking = [w for w in names if w.startswith(_PARTS) and (w in lead) != (w in other)]
         for what in names:
             if lacking and what.startswith(_PARTS):
-                what = lacking[0]  # it shifts the numbers of those that follow
+                what = lacking[0]  # it shifts the numbers of all later ones
             if lead.get(what) != other.get(what) and what.startswith(_VALUE):
                 raise DisagreementError(
-                    f"{what.removeprefix(_VALUE)} has other values on device {number} than on "
-                    f"device 0, and comes from a Trainer before this one, which left it alike: "
-                    f"what a script changes between two Trainers must be the same on every "
-                    f"device. Seed what is random in it, change nothing under `if "
-                    f"trainer.is_lead:`, or change it in `with trainer.modifying():` before the end"
+                    f"{what.removeprefix(_VALUE)} differs between device 0 and device {number}, "
+                    f"although the previous Trainer left it identical: changes between two "
+                    f"Trainers must be the same on every device. Seed random changes, make no "
+                    f"changes under `if trainer.is_lead:`, or make them in `with "
+                    f"trainer.modifying():` of the previous Trainer"
                 )
             if lead.get(what) != other.get(what):
                 raise DisagreementError(
                     f"{what} is {lead.get(what, 'absent')} on device 0 and "
-                    f"{other.get(what, 'absent')} on device {number}: every device must build the "
+                    f"{other.get(what, 'absent')} on device {number}. Every device must create the "
                     f"same model, optimizer and Trainer, with all parts in the same order and the "
                     f"same libraries{_of_gpus(what)}"
                 )
 
 
 def _of_gpus(what: str) -> str:
-    gives_up = " on GPUs of one type; Trainer(deterministic=False) goes on without equal bits"
+    gives_up = " on GPUs of one type; Trainer(deterministic=False) trains without equal bits"
     return gives_up if what.endswith("of the GPU") else ""

@@ -1,8 +1,8 @@
-"""Refuses models and optimizers that cannot be trained alike on any number of devices, before work.
+"""Refuses models and optimizers whose results would depend on the number of devices, before work.
 
-Low precision needs more of a model and its devices, which `check_precision` and `check_device`
-check. `sorted_values` finds what a checkpoint holds of a model, as a run begins and at each save.
-`updates_by_element` says how finely an optimizer is divided among devices.
+`check_precision` and `check_device` check the additional requirements of low precision.
+`sorted_values` lists the tensors of a model for a checkpoint, at the start of a run and at each
+save. `updates_by_element` determines how finely an optimizer can be partitioned among devices.
 """
 
 from __future__ import annotations
@@ -45,19 +45,18 @@ _NORMALIZING = (BatchNorm, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSN
 
 
 def check_precision(precision: Precision, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse a model whose trained parameters are not what a precision begins with.
+    """Refuse a model whose trained parameters do not have the initial dtype of a precision.
 
     Raises:
-        ValueError: a precision was named, and a parameter is not in float32.
+        ValueError: a precision is named, and a parameter is not in float32.
     """
     if precision.name is None:
         return
     for name, parameter in parameters:
         if parameter.requires_grad and parameter.dtype is not torch.float32:
             raise ValueError(
-                f'precision="{precision.name}": expected parameters in float32, of which lower '
-                f"precision is made here, got {name} in {parameter.dtype}. Leave the model in "
-                f"float32, or precision out"
+                f'precision="{precision.name}" requires float32 parameters, but {name} is '
+                f"{parameter.dtype}. Keep the model in float32, or omit precision"
             )
 
 
@@ -71,17 +70,17 @@ def check_device(precision: Precision, device: torch.device) -> None:
         return
     if precision.compute is torch.bfloat16 and not has_bfloat16(device):
         raise ValueError(
-            f'precision="{precision.name}": {name_of(device)} ({device}) has no '
-            f'bfloat16, which begins with compute capability 8.0. Use precision="fp16"'
+            f'precision="{precision.name}": {name_of(device)} ({device}) does not support '
+            f'bfloat16, which requires compute capability 8.0. Use precision="fp16"'
         )
 
 
 def held_in(precision: Precision, parts: ModelParts) -> dict[str, torch.Tensor]:
-    """Stand-ins for the trained parameters, in the dtypes in which models are to hold them.
+    """Return stand-ins for the trained parameters, in the dtypes that models hold them in.
 
-    Those of normalizing layers stay as they are. Batch norm's go with running means, which low
-    precision would freeze, and the kernels of all of them take low parameters only with inputs that
-    are low as well.
+    Parameters of normalization layers keep their dtype. Batch norm's belong to running means, whose
+    small updates low precision would round away, and the kernels of all these layers accept
+    low-precision parameters only together with low-precision inputs.
     """
     low = precision.parameters
     kept = {
@@ -105,53 +104,53 @@ _MAY_BE_SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 def check_model(model: object) -> None:
-    """Check that every parameter can lie in flat memory and get a dense gradient.
+    """Check that every parameter can be stored in flat memory and get a dense gradient.
 
     Raises:
         TypeError: the model is not a module, or it is wrapped for another kind of parallel
             training.
-        ValueError: a parameter is complex, has no values yet or shares memory with another tensor,
-            a tensor is sparse, or a layer gives sparse gradients or computes statistics over
+        ValueError: a parameter is complex, has no values yet or shares memory with another tensor;
+            a tensor is sparse; a layer gives sparse gradients or computes statistics over
             processes.
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"expected model to be a torch.nn.Module, but got {type(model).__name__}")
     if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
         raise TypeError(
-            f"the model is wrapped in {type(model).__name__}; expected the plain module. Pass "
-            f"model.module: onefold does the rest"
+            f"the model is wrapped in {type(model).__name__}. Pass the plain module, model.module: "
+            f"onefold replaces the wrapper"
         )
     _check_kinds(*model.modules())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(
-                f"{name} has no shape yet: run one forward pass of the lazy module first"
+                f"{name} has no shape yet. Run one forward pass of the lazy module first"
             )
         if tensor.device.type == "meta":
-            raise ValueError(f"{name} is on the meta device: give the model values first")
+            raise ValueError(f"{name} is on the meta device. Give the model values first")
         if tensor.layout is not torch.strided:
             raise ValueError(
-                f"{name} has the layout {tensor.layout}: expected a dense one, as .to_dense() makes"
+                f"{name} must have a dense layout, but has {tensor.layout}. Call .to_dense()"
             )
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ValueError(
-                f"parameter {name} is complex ({parameter.dtype}): expected real parameters. Keep "
-                f"its real and imaginary part as two real ones (torch.view_as_real)"
+                f"parameter {name} is complex ({parameter.dtype}), but parameters must be real. "
+                f"Store its real and imaginary parts as two real ones (torch.view_as_real)"
             )
     _check_memory(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.SyncBatchNorm):
             raise ValueError(
-                f"layer {name} is a SyncBatchNorm, whose statistics are those of all processes "
-                f"that take part: expected BatchNorm, whose statistics are those of a shard, or "
-                f"onefold.SyncBatchNorm, whose are those of the batch; neither depends on the "
-                f"devices. Use onefold.SyncBatchNorm.convert in place of convert_sync_batchnorm"
+                f"layer {name} is a torch.nn.SyncBatchNorm, whose statistics cover all processes "
+                f"and would depend on the devices. Use onefold.SyncBatchNorm, with the statistics "
+                f"of the batch (onefold.SyncBatchNorm.convert instead of convert_sync_batchnorm), "
+                f"or BatchNorm, with the statistics of a shard"
             )
         if isinstance(module, _MAY_BE_SPARSE) and module.sparse:
             raise ValueError(
-                f"layer {name} ({type(module).__name__}) gives sparse gradients: expected dense "
-                f"ones. Make it with sparse=False. {load('shard.advice').DENSE}"
+                f"layer {name} ({type(module).__name__}) gives sparse gradients, but onefold "
+                f"requires dense ones. Create it with sparse=False. {load('shard.advice').DENSE}"
             )
 
 
@@ -162,46 +161,46 @@ def _check_kinds(*parts: object) -> None:
 
 
 def _check_memory(model: torch.nn.Module) -> None:
-    """Refuse tensors that share memory: each gets memory of its own, and they would part ways."""
-    # By identity, so that one tensor under two names, a tied parameter, counts once.
+    """Refuse different tensors that share memory: onefold would give each its own memory."""
+    # Key by identity, so that a tied parameter, one tensor with two names, counts once.
     named = {id(t): (name, t) for name, t in (*model.named_buffers(), *model.named_parameters())}
     held = [(name, t) for name, t in named.values() if t.numel() and t.layout is torch.strided]
-    # What has no values yet has its memory to itself.
+    # Skip deferred tensors: they share no memory, because they have no values yet.
     held = [(name, tensor) for name, tensor in held if deferred_of(tensor) is None]
     ranges = []
     for name, tensor in held:
-        # What another Trainer has partitioned had memory of its own there.
+        # Skip parameters partitioned by another Trainer: that Trainer gave them their own memory.
         with suppress(ResidentError):
             ranges.append((*extent(tensor), name, tensor))
     ranges.sort()
     for place, (_, stop, name, tensor) in enumerate(ranges):
-        # Sorted by their starts, so the first range that begins behind this one ends the search.
+        # The ranges are sorted by start: the first range that starts after this one ends the
+        # search.
         for start, _, other_name, other in ranges[place + 1 :]:
             if start >= stop:
                 break
-            # Tolerated where neither is trained: constants cannot part ways.
+            # Tolerate the overlap of untrained tensors: constants cannot diverge.
             if (tensor.requires_grad or other.requires_grad) and _touch(tensor, other):
                 raise ValueError(
-                    f"{' and '.join(sorted((name, other_name)))} share memory without being the "
-                    f"same tensor: a change of one would no longer be one of the other. To tie "
-                    f"them, give both names the same parameter (a.weight = b.weight); else clone "
-                    f"one of them"
+                    f"{' and '.join(sorted((name, other_name)))} share memory but are different "
+                    f"tensors, so Trainer would separate them. To tie them, assign one parameter "
+                    f"to both names (a.weight = b.weight); otherwise clone one of them"
                 )
 
 
 def _touch(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose ranges overlap have a byte in common, not just alternating rows."""
-    # Listing every address is slow, and only needed where one of the two has gaps.
+    """Whether two tensors with overlapping ranges share a byte, instead of alternating rows."""
+    # Listing every address is slow, and only needed if a tensor has gaps.
     if all(is_dense(tensor.shape, tensor.stride()) for tensor in (one, other)):
         return True
     return bool(torch.isin(_places_of(one), _places_of(other)).any())
 
 
 def _places_of(tensor: torch.Tensor) -> torch.Tensor:
-    """List every address that a tensor occupies: (bytes,) int64."""
+    """List every address of a tensor: (bytes,) int64."""
     size = tensor.element_size()
     place = torch.tensor([tensor.data_ptr()])
-    # Not of the whole range, which may be a thousand times as large: one column of a matrix, say.
+    # Build only the used addresses: the range of, say, one column may be a thousand times larger.
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         place = (place[:, None] + torch.arange(length) * stride * size).flatten()
     return (place[:, None] + torch.arange(size)).flatten()
@@ -210,19 +209,19 @@ def _places_of(tensor: torch.Tensor) -> torch.Tensor:
 def readable(
     module: torch.nn.Module, gathered: Callable[[], AbstractContextManager[None]]
 ) -> AbstractContextManager[None]:
-    """Gather all parameters if the model itself computes what is saved of them.
+    """Gather all parameters if ``state_dict`` computes with their values.
 
     Args:
-        module: the user's own model.
+        module: the user's model.
         gathered: opens a block in which this process has all parameters.
     """
     return nullcontext() if is_saved_as_it_is(module) else gathered()
 
 
 def is_saved_as_it_is(module: torch.nn.Module) -> bool:
-    """Whether ``state_dict`` merely names parameters, and does not compute with their values.
+    """Whether ``state_dict`` only names parameters, without computing with their values.
 
-    Asked where some are elsewhere; where all are here it makes no difference.
+    This matters only while some parameters are not resident.
     """
     try:
         state_of(module)
@@ -234,10 +233,10 @@ def is_saved_as_it_is(module: torch.nn.Module) -> bool:
 def sorted_values(
     module: torch.nn.Module,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
-    """Check and return what ``state_dict`` names, what it leaves out, and the names of all.
+    """Check and return the tensors in ``state_dict``, the other tensors, and the names of all.
 
     Raises:
-        TypeError: the model holds something that is no tensor, or of a type that no file can hold.
+        TypeError: the model holds an object that is not a tensor, or a dtype that no file supports.
     """
     model = state_of(module)
     named = named_tensors(module)
@@ -248,8 +247,8 @@ def sorted_values(
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What ``state_dict`` names: the tensors themselves, under the user's own names."""
-    # Not detached: to detach those whose values are elsewhere would mean to read them.
+    """Return the tensors in ``state_dict``, without copies, under the user's names."""
+    # Do not detach: detaching a tensor that is not resident would read its values.
     with torch.no_grad():
         state = module.state_dict(keep_vars=True)
     return {own_name(name): value for name, value in state.items()}
@@ -258,12 +257,12 @@ def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _check_value(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor) or name.endswith(EXTRA_STATE_KEY_SUFFIX):
         raise TypeError(
-            f"the model's state_dict holds {name}, which is no parameter and no buffer: a "
-            f"checkpoint cannot hold what get_extra_state() returns. Keep it in a buffer, or save "
-            f"it with save(..., extra=...)"
+            f"the model's state_dict contains {name}, which is neither a parameter nor a buffer: a "
+            f"checkpoint cannot store results of get_extra_state(). Store it in a buffer, or pass "
+            f"it to save(..., extra=...)"
         )
     if value.dtype not in DTYPES:
-        raise TypeError(f"{name} is of {value.dtype}, which no safetensors file can hold")
+        raise TypeError(f"{name} is {value.dtype}, which safetensors files cannot store")
 
 
 BY_ELEMENT: set[type[torch.optim.Optimizer]] = {
@@ -279,40 +278,39 @@ BY_ELEMENT: set[type[torch.optim.Optimizer]] = {
     torch.optim.ASGD,
     torch.optim.Rprop,
 }
-"""Classes that update each element from that element alone. Other modules may add theirs."""
+"""Classes that update each element from that element alone; other modules may add their classes."""
 
 
 def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each element's update depends on nothing but that element's own history."""
-    # The exact type: a subclass may override step() and look at a whole parameter, or at its norm;
-    # and so may a hook.
+    """Whether each element's update depends only on that element's history."""
+    # Compare exact types: a subclass, or a hook, may use a whole parameter, such as its norm.
     each = optimizers_in(optimizer).values()
     return all(type(one) in BY_ELEMENT and not has_own_step(one) for one in each)
 
 
 def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
-    """Refuse an optimizer that cannot be divided among devices, before any work.
+    """Refuse an optimizer that cannot be partitioned among devices, before any work.
 
     Raises:
         TypeError: the argument is not an optimizer, or it needs a closure or sparse gradients.
-        ValueError: a parameter is not the module's, the optimizer already belongs to a Trainer, or
-            what it computes would depend on the order of parameters.
+        ValueError: a parameter is not in the module, the optimizer already belongs to a Trainer, or
+            its result would depend on the order of parameters.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise TypeError(f"expected a torch.optim.Optimizer, but got {type(optimizer).__name__}")
     _check_kinds(optimizer)
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
-            f"{name} needs a closure that runs the model several times a step, which cannot be "
-            f"divided among devices. Give Trainer None in its place, and in every step, on every "
+            f"{name} requires a closure that runs the model several times per step, which cannot "
+            f"be divided among devices. Pass None to Trainer instead, and in every step, on every "
             f"device: `with trainer.modifying(): optimizer.step(lambda: "
             f"trainer.gradient(batch).loss)`. Or use an optimizer whose step() takes no closure"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         dense = load("shard.advice").DENSE
-        raise TypeError(f"SparseAdam takes sparse gradients, which are refused. {dense}")
+        raise TypeError(f"SparseAdam requires sparse gradients, which are refused. {dense}")
     if isinstance(optimizer, torch.optim.Adafactor):
         load("shard.advice").check_adafactor(optimizer)
     if isinstance(optimizer, torch.optim.SGD):
@@ -320,10 +318,10 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
     if optimizer in TAKEN:
         gone = TAKEN[optimizer]() is None
         raise ValueError(
-            f"this {name} already belongs to a Trainer, which has divided its state, and "
-            f"{'is gone' if gone else 'is still there: make all steps by that one'}. "
-            f"Make another optimizer for another Trainer; trainer.save and trainer.load bring the "
-            f"state over"
+            f"this {name} already belongs to a Trainer, which has partitioned its state and "
+            f"{'is deleted' if gone else 'still exists: use that one for all steps'}. Create "
+            f"another optimizer for another Trainer; trainer.save and trainer.load transfer the "
+            f"state"
         )
     known = {id(parameter) for parameter in module.parameters()}
     for number, group in enumerate(optimizer.param_groups):
@@ -331,9 +329,9 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
             if id(parameter) not in known:
                 raise ValueError(
                     f"{name}: parameter {place} of group {number}, of shape "
-                    f"{tuple(parameter.shape)}, is not a parameter of the model. Make the "
+                    f"{tuple(parameter.shape)}, is not a parameter of the model. Create the "
                     f"optimizer from this model's parameters() (after moving or changing it). If "
-                    f"it is that of a criterion that the loss uses, give Trainer both: "
+                    f"the parameter belongs to a criterion of the loss, pass both to Trainer: "
                     f"Trainer({{'model': model, 'criterion': criterion}}, ...); the loss gets a "
                     f"dict of them, too"
                 )

@@ -1,13 +1,13 @@
-"""Notices values that somebody else has changed since the engine last looked at them.
+"""Detects changes of parameters that the engine did not make.
 
-Note: what can be seen, and what it costs
------------------------------------------
-PyTorch counts what happens to a parameter in place, but not what happens through ``.data``. So a
-few hundred values, spread over all parameters, are looked at as well: an average that is swapped
-in, or a scaling, changes nearly all of them. A change through ``.data`` of a few values elsewhere
-stays unseen. Reading values on a GPU would wait for the work that is under way, so there they are
-read only when a check is *due*, see `CheckInterval`. Where every process has memory of its own, all
-values are added up when a check is due, so that even a difference in a single one does not last.
+Note: what can be detected, and the cost
+----------------------------------------
+PyTorch counts in-place changes of a parameter, but not changes through ``.data``. A few hundred
+values, spread over all parameters, are therefore sampled as well: swapping in an average, or
+scaling weights, changes nearly all of them. A change of a few other values through ``.data``
+remains undetected. On a GPU, reading values blocks on queued work, so they are read only when a
+check is *due*, see `CheckInterval`. If every process has its own memory, due checks also compare
+the sums of all values, so that a difference in a single value does not persist.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from onefold.system.compat import version_of
 __all__ = ["CheckInterval", "Samples", "ValueGuard", "sum_of"]
 
 _SPREAD = 192
-"""Values looked at in each section, spread evenly over it."""
+"""Number of sampled values per section, evenly spread."""
 _OF_ENTRIES = 256
-"""Entries whose middle value is looked at as well."""
+"""Maximum number of entries per section whose middle value is sampled, too."""
 _SLICE = 1 << 22
-"""Elements that are added up at a time."""
+"""Number of elements summed at a time."""
 _FIRST_STEPS = 3
 _EVERY_STEPS = 50
 
 
 class CheckInterval:
-    """Decides in which steps costly checks are due: in the first few, and then now and then.
+    """Decides in which steps to run costly checks: in the first few, and then at intervals.
 
-    Steps are counted from where the run began or was loaded, which is the same on all devices: a
-    check in which devices compare values must be due on all of them at once.
+    Steps are counted from the start of the run or from a load, so they are the same on all devices:
+    checks that compare values between devices must be due on all of them at once.
     """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Count the next step as the first again."""
+        """Count the next step as the first one again."""
         self._steps = 0
         self.run_checks = True
 
     def advance(self) -> None:
-        """Begin a step, and decide whether checks are due in it."""
+        """Start a step, and decide whether to run costly checks in it."""
         self._steps += 1
         self.run_checks = self._steps <= _FIRST_STEPS or self._steps % _EVERY_STEPS == 0
 
 
 class Samples:
-    """Reads a few values of flat memory, always the same ones.
+    """Reads a fixed set of values from flat memory.
 
     Args:
-        flats: the memory to look at.
+        flats: the memory to sample.
     """
 
     def __init__(self, flats: Sequence[FlatTensors]) -> None:
@@ -73,17 +73,17 @@ class Samples:
                     scale = section.element_size() // words.element_size()
                     index = torch.tensor(places, device=section.device) * scale
                     self._parts.append((words, index))
-        # NumPy views of the same memory: picking values through PyTorch costs more than all else.
+        # Keep NumPy views of the same memory: indexing through PyTorch would dominate the cost.
         self._host = (
             [(words.numpy(), index.numpy()) for words, index in self._parts] if self.on_host else []
         )
 
     def add_up(self) -> bytes:
-        """Return the sums of all values, read as whole numbers; on a GPU this waits as well."""
+        """Return the sums of all values, read as integers; on a GPU this blocks."""
         return b"".join(sum_of(words) for words, _ in self._parts)
 
     def read(self) -> bytes:
-        """Return the bytes of the few values; on a GPU this waits for the work under way."""
+        """Return the bytes of the sampled values; on a GPU this blocks on queued work."""
         if self.on_host:
             return b"".join([words.take(index).tobytes() for words, index in self._host])
         parts = [words[index].cpu().numpy().tobytes() for words, index in self._parts]
@@ -91,9 +91,9 @@ class Samples:
 
 
 def sum_of(words: torch.Tensor) -> bytes:
-    """Add up whole numbers; on a GPU this waits for the work under way."""
-    # Whole numbers wrap around, and so add up to the same in any order, on any device. In slices,
-    # as the sum of small ones would convert all of them to large ones first.
+    """Add up integers; on a GPU this blocks on queued work."""
+    # Integer sums wrap around, so they do not depend on the order or the device. Sum in slices:
+    # `sum` would otherwise convert all small integers to int64 at once.
     starts = range(0, max(len(words), 1), _SLICE)
     sums = [words[start : start + _SLICE].sum(dtype=torch.int64) for start in starts]
     total: bytes = torch.stack(sums).sum().cpu().numpy().tobytes()
@@ -101,9 +101,9 @@ def sum_of(words: torch.Tensor) -> bytes:
 
 
 def _places(flat: FlatTensors, section: int) -> list[int]:
-    """List the elements of a section to look at: the middles of entries, and others evenly spread.
+    """List the sampled elements of a section: the middles of entries, and evenly spread ones.
 
-    They depend on the layout alone, and so are the same on every device.
+    They depend only on the layout, and are therefore the same on every device.
     """
     entries = [e for e in flat.layout.entries if e.section == section and e.numel]
     numel = flat.layout.numels[section]
@@ -116,11 +116,11 @@ def _places(flat: FlatTensors, section: int) -> list[int]:
 
 
 class ValueGuard:
-    """Remembers the parameters as the engine left them, and finds those changed since.
+    """Stores the state of the parameters after each step, and detects later changes.
 
     Args:
-        parameters: the user's module's, by name.
-        flats: the memory in which they lie.
+        parameters: the parameters of the user's module, by name.
+        flats: the memory of the parameters.
     """
 
     def __init__(
@@ -129,40 +129,41 @@ class ValueGuard:
         self._names = list(parameters)
         self._parameters = list(parameters.values())
         self.samples = Samples(flats)
-        """The values that are looked at."""
+        """The sampled values."""
         self._values = b""
         self.note()
 
     def note(self, *, values: bool = True) -> None:
-        """Remember the parameters as they are now, which is how they ought to be.
+        """Store the present state of the parameters as the correct one.
 
         Args:
-            values: whether `changed` will be asked about values before the next `note`.
+            values: whether `changed` will compare values before the next `note`.
         """
         self._versions = self._count()
-        # Never on a GPU: this runs at the end of a step, and would wait for the update.
+        # Do not read values of a GPU: this runs at the end of a step, and would block on the
+        # update.
         if values and self.samples.on_host:
             self._values = self.samples.read()
 
     def changed(self, *, values: bool = True) -> int:
-        """Find a parameter that was changed since the last `note`.
+        """Find a parameter that changed since the last `note`.
 
         Args:
-            values: whether to look at values as well, and not only at what PyTorch counts.
+            values: whether to compare values as well, not only PyTorch's version counters.
 
         Returns:
-            Its number, counted from 1; the number after the last where only values show a change;
-            0 where none is seen.
+            The parameter's number, from 1; the number after the last one if only values changed; 0
+            if no change is detected.
         """
-        # Compared with themselves, values differ in nothing: only the counts decide.
+        # Without reading values, compare the stored ones with themselves: only versions can differ.
         looks = values and self.samples.on_host
         return self._changed(self.samples.read() if looks else self._values)
 
     def refuse_writing(self, step: int | None, *, values: bool) -> None:
-        """Refuse changes to parameters while shards run: they belong to the optimizer.
+        """Refuse changes of parameters while shards run: only the optimizer may update them.
 
         Args:
-            step: number of the step that is computed; None in an evaluation.
+            step: number of the step; None in an evaluation.
             values: as for `changed`.
 
         Raises:
@@ -174,24 +175,24 @@ class ValueGuard:
             if step is None:
                 where, what = "an evaluation", "scores were"
             raise StateError(
-                f"{where}: {self.name_of(changed)} was written to while {what} computed (max_norm "
-                f"of an embedding, a masked weight, a momentum encoder, weights that a model "
-                f"scales for evaluation do so): the shards that follow on the same device would "
-                f"see it, and others would not. Write to parameters between steps, in `with "
-                f"trainer.modifying():`, or keep what changes with every batch in a buffer"
+                f"{where}: {self.name_of(changed)} was written to while {what} computed, possibly "
+                f"by max_norm of an embedding, a masked weight, a momentum encoder, or weights "
+                f"that a model scales for evaluation. Only later shards on the same device would "
+                f"see the change. Write to parameters between steps, in `with "
+                f"trainer.modifying():`, or store values that change with every batch in a buffer"
             )
 
     @contextmanager
     def refusing_writing(self, *, values: bool) -> Iterator[None]:
-        """Refuse changes to parameters inside this context, in which scores are computed.
+        """Refuse changes of parameters inside this context, in which scores are computed.
 
-        What is remembered of the last `note` stays.
+        The state stored by the last `note` is kept.
 
         Args:
             values: as for `changed`.
 
         Raises:
-            StateError: a parameter was changed in it.
+            StateError: a parameter was changed inside the context.
         """
         noted = self._versions, self._values
         self.note(values=values)
@@ -204,21 +205,21 @@ class ValueGuard:
     def inspect(
         self, *, also: Samples | None = None, run_checks: bool, of_all: bool = False
     ) -> tuple[int, int]:
-        """Find a changed parameter, and compute a checksum of sampled values, in one reading.
+        """Find a changed parameter, and compute a checksum of sampled values, in one read.
 
         Args:
             also: other values to include in the checksum.
             run_checks: whether costly checks are due.
-            of_all: whether to add up all values as well, where checks are due.
+            of_all: whether the checksum includes the sums of all values, if checks are due.
 
         Returns:
-            The number that `changed` returns, and the checksum; 0 where the values are on a GPU and
-            no check is due.
+            The result of `changed`, and the checksum; the checksum is 0 if the values are on a GPU
+            and no check is due.
         """
         if not (self.samples.on_host or run_checks):
             return self.changed(values=False), 0
         read = self.samples.read()
-        # `note` keeps no values of a GPU, so there these are compared with other devices' only.
+        # `note` stores no values of a GPU: there, only checksums are compared, between devices.
         changed = self._changed(read if self.samples.on_host else self._values)
         text = read if also is None else read + also.read()
         if run_checks and of_all:
@@ -227,14 +228,14 @@ class ValueGuard:
 
     def _changed(self, sampled: bytes) -> int:
         versions = self._count()
-        # The counts first, as they name the parameter; values do not.
+        # Compare versions first: they identify the parameter, values do not.
         if versions != self._versions:
             pairs = zip(versions, self._versions, strict=True)
             return next(number for number, (now, then) in enumerate(pairs, 1) if now != then)
         return len(self._names) + 1 if sampled != self._values else 0
 
     def name_of(self, number: int) -> str:
-        """Put what `changed` has found into words, for a message."""
+        """Name a changed parameter for a message, given the result of `changed`."""
         if number > len(self._names):
             return "parameters (through .data)"
         return f"parameter {self._names[number - 1]}"

@@ -1,9 +1,9 @@
-"""Every step's numbers to TensorBoard, Weights & Biases, MLflow or trackio, from the lead alone.
+"""Logs every step's metrics to TensorBoard, Weights & Biases, MLflow or trackio, on the lead only.
 
     from onefold.integrations.loggers import log_steps
 
-The logger is the script's: onefold makes none, and needs none of these libraries itself.
-docs/do/loggers.md has an example of each.
+The script creates the logger; onefold imports none of these libraries. docs/do/loggers.md has an
+example of each.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from onefold import Step, Trainer
 __all__ = ["StepLog", "log_steps"]
 
 Write = Callable[[dict[str, float], int], object]
-"""Called with numbers by name, and the step that they belong to."""
+"""Called with metrics by name, and their step number."""
 
 
 class StepLog:
-    """What writes the numbers of a run; called with more of them, such as scores.
+    """Writes a run's metrics. Call it to log other metrics, such as scores.
 
     Example:
         >>> log = StepLog(trainer, lambda numbers, step: print(step, numbers))
@@ -36,10 +36,10 @@ class StepLog:
         self._write = write
 
     def __call__(self, numbers: Mapping[str, Any]) -> None:
-        """Write numbers of the step that is done last; on devices other than the lead do nothing.
+        """Write metrics of the last completed step; does nothing except on the lead.
 
         Args:
-            numbers: by name; floats, or tensors of one element.
+            numbers: metrics by name, as floats or tensors of one element.
         """
         if self._write is not None and not self._trainer.replaying:
             found = {name: float(value) for name, value in numbers.items()}
@@ -54,29 +54,30 @@ def log_steps(
     prefix: str = "train/",
     optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
 ) -> StepLog:
-    """Write the numbers of a run's steps: loss, values beside it, norm of the gradient, speed.
+    """Log the metrics of a run's steps: loss, logged values, gradient norm and speed.
 
-    Called on every device; what is written comes from the lead. It is there for every step that a
-    checkpoint holds, and written once. Steps that are made once more, after a stop between two
-    checkpoints, are written once more, with the same numbers.
+    Call it on every device; only the lead writes. Each step up to a checkpoint is written once.
+    Steps that are repeated after a stop between two checkpoints are written again, with the same
+    values.
 
     Args:
-        trainer: of the run.
+        trainer: the run's trainer.
         logger: a ``SummaryWriter`` of TensorBoard; a run of Weights & Biases or trackio, as
-            ``wandb.init`` and ``trackio.init`` return it; the module ``mlflow`` or an
+            returned by ``wandb.init`` or ``trackio.init``; the module ``mlflow`` or an
             ``MlflowClient``-like object with ``log_metrics(numbers, step=...)``; or a function of a
-            dict of numbers and the step.
-            Not used on devices other than the lead, where it may be None.
-        every: write every so many steps, and the first.
-        prefix: begins each name, as in ``train/loss``.
-        optimizer: whose learning rates to write as well, as they are after the step.
+            dict of metrics and the step.
+            Only the lead uses it; on other devices it may be None.
+        every: interval in steps; the first step is always written.
+        prefix: prefix of each name, as in ``train/loss``.
+        optimizer: optimizer whose learning rates are written as well, with their values after the
+            step.
 
     Returns:
-        a function for other numbers: ``log({"validation/accuracy": 0.9})``.
+        A function for other metrics: ``log({"validation/accuracy": 0.9})``.
 
     Raises:
-        TypeError: the logger is none of these.
-        ValueError: ``every`` is no positive whole number.
+        TypeError: the logger has none of these types.
+        ValueError: ``every`` is not a positive integer.
 
     Example:
         >>> log = log_steps(trainer, lambda numbers, step: print(step, sorted(numbers)), every=2)
@@ -86,14 +87,14 @@ def log_steps(
         2 ['train/grad_norm', 'train/loss', 'train/samples_per_s']
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every must be a positive whole number of steps, got {every!r}")
+        raise ValueError(f"every must be a positive number of steps, but got {every!r}")
     write = _writing(logger) if trainer.is_lead else None
     samples, since, written = 0, 0.0, False
 
     def follow(step: Step) -> None:
         nonlocal samples, since, written
         if trainer.replaying:
-            # The run before has written it, with the same numbers.
+            # The previous run has already written this step, with the same values.
             samples, since, written = 0, time.perf_counter(), True
             return
         samples += step.samples
@@ -104,14 +105,14 @@ def log_steps(
         own = f"{prefix}{step.name}/" if step.name else prefix
         numbers = {own + name: value for name, value in found.items()}
         numbers |= {prefix + name: rate for name, rate in _rates(optimizer).items()}
-        # Read after the loss, for which a GPU finishes the step.
+        # Take the time after reading the loss, which blocks until a GPU has finished the step.
         now = time.perf_counter()
         if written:
             numbers[f"{prefix}samples_per_s"] = samples / (now - since)
         samples, since, written = 0, now, True
         write(numbers, step.number)
 
-    # On the lead alone.
+    # Only the lead calls this function.
     trainer.on_step(follow)
     return StepLog(trainer, write)
 
@@ -119,20 +120,20 @@ def log_steps(
 def _rates(
     optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
 ) -> dict[str, float]:
-    """The learning rates, by names such as ``lr``, ``lr/0`` and ``generator/lr``."""
+    """Return the learning rates by name, such as ``lr``, ``lr/0`` and ``generator/lr``."""
     several = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
     found = {}
     for name, each in several.items():
         groups = each.param_groups if each is not None else []
         own = f"{name}/lr" if name else "lr"
         for number, group in enumerate(groups):
-            if group.get("lr") is not None:  # else the optimizer finds its rate itself
+            if group.get("lr") is not None:  # None: the optimizer computes its own rate
                 found[own if len(groups) == 1 else f"{own}/{number}"] = float(group["lr"])
     return found
 
 
 def _writing(logger: Any) -> Write:
-    """How a logger is written to."""
+    """Return the function that writes to a logger."""
     if hasattr(logger, "add_scalar"):
 
         def add(numbers: dict[str, float], step: int) -> None:
@@ -149,6 +150,6 @@ def _writing(logger: Any) -> Write:
         write: Write = logger
         return write
     raise TypeError(
-        f"expected a SummaryWriter, a run of Weights & Biases or trackio, the module mlflow, or a "
-        f"function of a dict and a step; got {type(logger).__name__}"
+        f"expected logger to be a SummaryWriter, a run of Weights & Biases or trackio, the module "
+        f"mlflow, or a function of a dict and a step, but got {type(logger).__name__}"
     )

@@ -1,26 +1,26 @@
-"""`transformers.Trainer` on any number of devices, with the bits of one.
+"""Runs `transformers.Trainer` on any number of devices, with the bits of one device.
 
     from onefold.integrations.transformers import Trainer
 
-in the place of transformers' own, before any ``TrainingArguments`` are made. Its loop, callbacks,
-checkpoints and evaluation stay; docs/move/transformers.md has an example. `check_arguments`
-decides which `transformers.TrainingArguments` a run of several devices can have.
+Import it instead of transformers' Trainer, before creating any ``TrainingArguments``. The loop,
+callbacks, checkpoints and evaluation do not change; docs/move/transformers.md has an example.
+`check_arguments` refuses `transformers.TrainingArguments` that onefold does not support.
 
-Note: how its loop is driven
-----------------------------
-On every device the loop is that of a single process, with the whole batch: RANK and WORLD_SIZE are
-removed here, or it would divide the work itself. `Trainer.training_step` asks onefold for the
-batch's gradient, of which each device computes its shards; the loop then clips it and updates, on
-every device. The update is inside of `onefold.Trainer.modifying`, at whose end the lead's values
-are everybody's. Files, bars and logs are the lead's: the others are told that they are not the
-first process.
+Note: how the loop runs
+-----------------------
+On every device the loop runs as a single process, with the global batch: RANK and WORLD_SIZE are
+removed here, because it would otherwise divide the work itself. `Trainer.training_step` calls
+onefold for the batch's gradient, and each device computes its shards. The loop then clips the
+gradient and updates, on every device. The update runs inside `onefold.Trainer.modifying`, which
+broadcasts the lead's values at its end. Only the lead writes files, progress bars and logs: on
+other devices, the loop is told that its process is not the first one.
 
-Note: what a shard's loss is divided by
+Note: the denominator of a shard's loss
 ---------------------------------------
-The loop counts the labels of the whole batch, and losses that take this number are sums divided by
-it: those of shards add up. Other losses are means and must be weighted. The signature does not tell
-(many models accept the number and ignore it), the graph does: the loss has a derivative by the
-number, or has none.
+The loop counts the labels of the global batch. A loss that uses this number is a sum divided by it,
+so the losses of shards add up. Other losses are means and must be weighted. The signature does not
+distinguish them, because many models accept the number and ignore it. The graph does: only the
+former have a derivative with respect to the number.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ if onefold.is_launched():
     for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(_name, None)
 
-_IGNORED = -100  # the label of what has no part in the loss
+_IGNORED = -100  # label of positions that the loss ignores
 _FOLDER = "onefold"
-"""In each checkpoint of the loop's: what onefold knows of the run, such as the step's number."""
+"""Directory of onefold's state, such as the step number, in each checkpoint of the loop."""
 _CLOSE = 1e-3
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` whose batches are cut into shards, over all devices of the run.
+    """A `transformers.Trainer` that cuts each batch into shards for all devices of the run.
 
     Args:
-        given, named: as for `transformers.Trainer`, but for ``model_init``.
-            ``per_device_train_batch_size`` is the size of the whole batch.
-        shards: into how many parts every batch is cut: the most devices that may share it.
+        given, named: as for `transformers.Trainer`, except ``model_init``.
+            ``per_device_train_batch_size`` is the global batch size.
+        shards: number of shards per batch, which is the maximum number of devices.
         devices, shares, precision: as for `onefold.Trainer`; precision may be ``"bf16"``.
 
     Raises:
-        ValueError: an argument cannot be had here; says which, and what to do.
+        ValueError: an argument is not supported; the message names it and an alternative.
 
-    Example: ``Trainer(model, args, train_dataset=data, shards=8).train()``; a whole script is in
-    docs/move/transformers.md.
+    Example: ``Trainer(model, args, train_dataset=data, shards=8).train()``;
+    docs/move/transformers.md has a complete script.
     """
 
     args: Any
@@ -79,7 +79,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> None:
         super().__init__(*given, **named)
         check_arguments(self.args, self.model_init)
-        self.args._n_gpu = min(self.args.n_gpu, 1)  # further ones are named in ``devices``
+        self.args._n_gpu = min(self.args.n_gpu, 1)  # ``devices`` names the others
         self._train_batch_size = self.args.train_batch_size
         self.folded = onefold.Trainer(
             self.model,
@@ -104,13 +104,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def is_world_process_zero(self) -> bool:
         """Whether this process has device 0."""
-        return not hasattr(self, "folded") or self.folded.is_lead  # asked before all is made
+        return not hasattr(self, "folded") or self.folded.is_lead  # also called by __init__
 
     is_local_process_zero = is_world_process_zero
 
     def train(self, *given: Any, **named: Any) -> Any:
-        """As that of `transformers.Trainer`; called on every device."""
-        with self._update:  # an update that fails leaves its block
+        """Train, as in `transformers.Trainer`. Call it on every device."""
+        with self._update:  # leaves `modifying` if an update fails
             return super().train(*given, **named)
 
     def training_step(
@@ -119,16 +119,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         inputs: dict[str, Any],
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """Leave the gradient of the whole batch in ``.grad``, and return its loss."""
+        """Leave the gradient of the global batch in ``.grad``, and return its loss."""
         model.train()
         self._items = num_items_in_batch
         step = self.folded.gradient(self._prepare_inputs(inputs))
         return step.loss.to(self.args.device)
 
     def shard_weight(self, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """How much a shard's loss counts where it is a mean of the model's own; may be overridden.
+        """Return the weight of a shard's loss if the model returns a mean; may be overridden.
 
-        Returns the number of integer labels that are not ignored, (), or None for all samples.
+        This is the number of integer labels that are not ignored, (), or None for all samples.
 
         >>> class Weighted(Trainer):
         ...     def shard_weight(self, inputs):
@@ -146,14 +146,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self._items is not None:
             place = next(model.parameters()).device
             items = (torch.as_tensor(self._items, device=place) * 1.0).requires_grad_()
-        # A copy, as labels are taken out of it.
+        # Pass a copy, because compute_loss may remove labels from it.
         loss = self.compute_loss(model, copy.copy(inputs), num_items_in_batch=items)
         if items is not None and self._is_divided(loss, items):
             return onefold.Sum(loss)
         return loss if weight is None else onefold.Mean(loss * weight, weight)
 
     def _is_divided(self, loss: torch.Tensor, items: torch.Tensor) -> bool:
-        """Whether a loss is a sum divided by the number of items; looks at its value once."""
+        """Whether a loss is a sum divided by the number of items; checks its value once."""
         (slope,) = torch.autograd.grad(loss, items, retain_graph=True, allow_unused=True)
         if slope is None:
             return False
@@ -161,16 +161,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             total, expected = float(-slope * items.detach()), float(loss.detach())
             if abs(total - expected) > _CLOSE * abs(expected):
                 raise ValueError(
-                    f"expected a loss that is a sum divided by num_items_in_batch, or one that "
-                    f"does not use it; of this one ({expected:g}) only {total:g} is divided by it. "
-                    f"Leave out what is added, such as a router's loss: shards would add it up"
+                    f"only a part of the loss ({total:g} of {expected:g}) is divided by "
+                    f"num_items_in_batch, so the rest would be added once per shard. Divide the "
+                    f"whole loss or nothing by it; leave out added terms, such as a router's loss"
                 )
             self._divides_known = True
         return True
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        best = self.state.best_model_checkpoint  # only the lead knows when it has been written
+        best = self.state.best_model_checkpoint  # only the lead knows which checkpoint it wrote
         self.state.best_model_checkpoint = self.folded.broadcast(best)
         if not self.args.save_only_model:
             name = f"checkpoint-{self.state.global_step}"
@@ -191,7 +191,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 class _Update(transformers.TrainerCallback):  # type: ignore[misc]
-    """Has the optimizer's step inside of a block of changes."""
+    """Runs the optimizer's step inside `onefold.Trainer.modifying`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -207,48 +207,48 @@ _DIVIDES = "onefold divides the work itself"
 _REFUSED = {
     "gradient_accumulation_steps": (
         1,
-        "shards are the accumulation, so let per_device_train_batch_size be the whole batch's",
+        "shards replace accumulation, so set per_device_train_batch_size to the global batch size",
     ),
-    "fp16": (False, "of the low precisions there is precision='bf16', of onefold's Trainer"),
-    "bf16": (False, "give precision='bf16' to onefold's Trainer instead"),
+    "fp16": (False, "the only low precision is precision='bf16' of onefold's Trainer"),
+    "bf16": (False, "pass precision='bf16' to onefold's Trainer instead"),
     "deepspeed": (None, _DIVIDES),
     "fsdp": (None, _DIVIDES),
     "parallelism_config": (None, _DIVIDES),
     "torch_compile": (False, "the loop would compile the model that onefold has copied"),
-    "auto_find_batch_size": (False, "the batch is part of the result, so give more shards instead"),
+    "auto_find_batch_size": (False, "the batch size affects the result: use more shards instead"),
     "neftune_noise_alpha": (None, "its noise is added to the model that onefold has copied"),
 }
-"""Arguments that have to stay as they are, and what to do instead."""
+"""Arguments that must keep their default, with that default and advice."""
 
 
 def check_arguments(args: Any, model_init: object) -> None:
-    """Raises ValueError for what would change the work of one device, and names it."""
+    """Raise ValueError for an argument that onefold does not support."""
     for name, (expected, advice) in _REFUSED.items():
         value = getattr(args, name, expected)
         if value and value != expected:
-            raise ValueError(f"expected {name}={expected!r}, got {value!r}: {advice}")
+            raise ValueError(f"expected {name}={expected!r}, but got {value!r}: {advice}")
     if model_init is not None:
-        raise ValueError("expected model, got model_init: make the model before the Trainer")
+        raise ValueError("model_init is not supported: pass model, created before Trainer")
     if args.world_size > 1:
         raise ValueError(
-            f"expected transformers to see one process, and it sees {args.world_size}: import "
-            f"onefold.integrations.transformers before TrainingArguments are made"
+            f"transformers must see a single process, but sees {args.world_size}: import "
+            f"onefold.integrations.transformers before creating TrainingArguments"
         )
 
 
 def check_place(model: torch.nn.Module, args: Any) -> None:
-    """Raises ValueError if onefold trains the model elsewhere than transformers expects it."""
+    """Raise ValueError if onefold trains the model on a device that transformers does not use."""
     place = next(model.parameters()).device
     if place != args.device:
         raise ValueError(
-            f"onefold has put the model on {place}, and transformers computes on {args.device}: "
-            f"on the CPU give TrainingArguments(use_cpu=True), and have several GPUs driven by "
-            f"one process, with devices=['cuda:0', 'cuda:1'] for onefold's Trainer"
+            f"onefold moved the model to {place}, but transformers computes on {args.device}. For "
+            f"the CPU, pass TrainingArguments(use_cpu=True); drive several GPUs by one process, "
+            f"with devices=['cuda:0', 'cuda:1'] for onefold's Trainer"
         )
 
 
 def silenced(args: Any) -> Any:
-    """The same arguments for a process that writes no files and prints nothing."""
+    """Return a copy of the arguments for a process that writes no files and prints nothing."""
     silent = copy.copy(args)
     kind = type(args)
     silent.__class__ = type(kind.__name__, (kind,), {"should_save": False, "should_log": False})

@@ -1,9 +1,9 @@
-"""Writes the timeline: what every device did when, in a file for Perfetto and Chrome.
+"""Writes the timeline of all devices to a file for Perfetto and Chrome.
 
-Every process of a run appends to a part of its own, in the private folder of the run; the launcher
-joins the parts into one file in the folder that the user named. The format is the trace event
-format of Chrome, whose times are in microseconds. This module does not load PyTorch, because the
-launcher does not either, and starts sooner for it.
+Every process of a run appends to its own part, in the run's private directory; the launcher joins
+the parts into one file in the user's directory. The file has Chrome's trace event format, with
+times in microseconds. This module does not import PyTorch, because the launcher uses it and starts
+faster without PyTorch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _BEGIN = re.compile(
     rb'\{"traceEvents": \[\{"ph": "M", "pid": \d+, "tid": \d+, "name": "process_name", '
     rb'"args": \{"name": "trainer \d+"\}\}'
 )
-"""How every timeline of ours begins: with the name of a group of rows, see `name_row`."""
-# The format's letter for an event with a start and a length.
+"""The beginning of every timeline of onefold: the name of a group of rows, see `name_row`."""
+# The format's letter for an event with a start and a duration.
 _WORK = "X"
 
 
 def name_row(*, group: int, row: int, name: str) -> list[Event]:
-    """Make the events that name a row, and the group of rows that it belongs to."""
+    """Return the events that name a row and its group of rows."""
     place = {"ph": "M", "pid": group, "tid": row}
     return [
         {**place, "name": "process_name", "args": {"name": f"trainer {group}"}},
@@ -44,7 +44,7 @@ def name_row(*, group: int, row: int, name: str) -> list[Event]:
 def slice_of(
     name: str, category: str, start_s: float, stop_s: float, *, group: int, row: int, step: int
 ) -> Event:
-    """Make the event for work that took a while."""
+    """Return the event for a span of work."""
     return {
         "ph": _WORK,
         "name": name,
@@ -58,30 +58,30 @@ def slice_of(
 
 
 class TimelinePart:
-    """Writes what one process adds to the timeline.
+    """Writes one process's part of the timeline.
 
     Args:
-        folder: folder of the parts.
-        name: name of this part, different from that of every other part.
+        folder: directory of the parts.
+        name: unique name of this part.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        # Kept open: a cleaner of temporary files may remove the folder while the run goes on, and
-        # writing to a file without a name is no error.
+        # Keep the file open: a cleaner of temporary files may remove the directory during the run,
+        # and writing to an unlinked file still works.
         self._descriptor = create_file(folder / f"{name}.part", append=True)
 
     def append(self, events: Sequence[Event]) -> None:
-        """Append events; they are in the file when this returns, even if the process is killed."""
+        """Append events; they survive if the process is killed after this returns."""
         lines = "".join(json.dumps(event) + "\n" for event in events)
         write_all(self._descriptor, lines.encode())
 
 
 def check_timeline(folder: Path) -> None:
-    """Refuse a folder in which the timeline would replace a file that is not ours.
+    """Refuse a directory in which the timeline would replace a file of the user.
 
     Raises:
-        OSError: the folder's ``timeline.json`` is a link, or no file.
-        ValueError: it is not a timeline that onefold wrote.
+        OSError: the directory's ``timeline.json`` is a link, or not a file.
+        ValueError: ``timeline.json`` was not written by onefold.
     """
     path = folder / _NAME
     try:
@@ -91,8 +91,8 @@ def check_timeline(folder: Path) -> None:
     with file:
         if not _BEGIN.match(file.read(1000)):
             raise ValueError(
-                f"{path} is there, and is not a timeline that onefold wrote: move it away, or name "
-                f"another folder"
+                f"{path} exists, but was not written by onefold. Move it, or choose another "
+                f"directory"
             )
 
 
@@ -100,20 +100,20 @@ def join_timeline(parts: Path, folder: Path) -> Path | None:
     """Join all parts into ``timeline.json``; return its path, or None if no work was recorded.
 
     Args:
-        parts: folder of the parts.
-        folder: folder in which the timeline is written.
+        parts: directory of the parts.
+        folder: directory of the timeline.
 
     Raises:
-        OSError: the timeline cannot be written, or there is a link in its place.
-        ValueError: the folder has a ``timeline.json`` that onefold did not write.
+        OSError: the timeline cannot be written, or its path is a link.
+        ValueError: the directory has a ``timeline.json`` that onefold did not write.
     """
     texts = [part.read_text() for part in sorted(parts.glob("*.part"))]
     lines = [line for text in texts for line in text.splitlines(keepends=True)]
-    # The last line of a part may be cut off: its process may have been killed as it wrote.
+    # Skip a truncated last line: the process may have been killed while writing it.
     events = [json.loads(line) for line in lines if line.endswith("\n")]
     if not any(event["ph"] == _WORK for event in events):
         return None
-    # Checked again: much may have happened in the folder since the run began.
+    # Check again: the directory may have changed since the start of the run.
     check_timeline(folder)
     replace_file(folder / _NAME, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return folder / _NAME

@@ -1,10 +1,10 @@
-"""Measures where a step's time goes: spans of work, each on the clock of the device that does it.
+"""Measures the time of each part of a step, in spans of work on the clock of the device.
 
-Taking a time makes nobody wait. On a processor a moment is a number; on a GPU it is an event in the
-stream of its work, whose time is requested only when somebody reads it. A number taken on the host
-instead would be the time at which the work was queued, not the time at which it was done.
+Recording a time never blocks. On a CPU, a moment is a number; on a GPU it is an event in the
+stream, whose time is queried only when it is read. A time taken on the host would instead be the
+time at which the work was queued, not the time at which it was done.
 
-`LaunchWatch` warns of a device that waits for the host, which launches the work of its shards.
+`LaunchWatch` warns if a GPU waits for the host, which launches the work of its shards.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ __all__ = [
 _log = logging.getLogger("onefold")
 
 LAUNCH_STEPS = 20
-"""In how many steps in a row a device must have waited; the first ones compile and check."""
+"""Number of consecutive steps with waits before a warning; the first steps compile and check."""
 
 Phase = Literal["data", "forward", "backward", "exchange", "update"]
 # Seconds on the host's clock, or an event in an accelerator's stream.
 Moment = float | torch.Event
 
 host_now_s = time.perf_counter
-"""Seconds on the host's clock; on Linux all processes of a host read the same one."""
+"""Seconds on the host's clock; on Linux, all processes of a host share this clock."""
 
 
 class Span(NamedTuple):
-    """A stretch of work on one device."""
+    """A span of work on one device."""
 
     phase: Phase
-    """The kind of work, under which its time is added up."""
+    """The phase to which the span's time is added."""
     label: str
-    """What the work is exactly, in a few words."""
+    """Short description of the work."""
     start: Moment
     stop: Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTime:
-    """The seconds that one step took on one device, by phase."""
+    """Duration of one step on one device, by phase, in seconds."""
 
     data: float
     """Waiting for the batch, cutting it, and moving it to the device."""
     forward: float
-    """The model and the loss, for the device's shards."""
+    """Running the model and the loss, for the device's shards."""
     backward: float
-    """The gradients, for the device's shards."""
+    """Computing gradients, for the device's shards."""
     exchange: float
-    """Publishing gradients, waiting for other devices, adding, and spreading parameters."""
+    """Sending gradients, waiting for other devices, adding, and gathering parameters."""
     update: float
-    """Clipping and the optimizer, for the device's partition."""
+    """Clipping gradients and running the optimizer, for the device's partition."""
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> PhaseTime:
-        """Add up the spans by phase; on a GPU this waits until the last one is done."""
+        """Add up the spans by phase; on a GPU this blocks until the last span is done."""
         seconds = dict.fromkeys(("data", "forward", "backward", "exchange", "update"), 0.0)
         for span in spans:
             seconds[span.phase] += elapsed_s(span.start, span.stop)
@@ -81,7 +81,7 @@ class PhaseTime:
 
 
 class Stopwatch:
-    """Collects the spans of one device until somebody takes them.
+    """Records the spans of one device until `drain` returns them.
 
     Args:
         device: the device whose work is timed.
@@ -93,31 +93,31 @@ class Stopwatch:
         self._spans: list[Span] = []
 
     def now(self) -> Moment:
-        """Mark this moment in the order of the device's work."""
+        """Record the current moment in the device's stream of work."""
         return host_now_s() if self._on_host else record_event(self.device, timing=True)
 
     def note(self, phase: Phase, label: str, start: Moment, stop: Moment | None = None) -> None:
-        """Record work that began at ``start`` and ends now, or at ``stop``."""
+        """Record work from ``start`` until ``stop``, or until now."""
         self._spans.append(Span(phase, label, start, self.now() if stop is None else stop))
 
     def timed(self, phase: Phase, label: str) -> _Timed:
-        """A block whose work is recorded when it ends, unless by an exception."""
+        """Return a context that records its work, unless it ends with an exception."""
         return _Timed(self, phase, label)
 
     def has_done(self, phase: Phase) -> bool:
-        """Whether the last work of a phase that was recorded is done; does not wait."""
+        """Whether the last recorded span of a phase is done; does not block."""
         stops = (span.stop for span in reversed(self._spans) if span.phase == phase)
         return is_past(next(stops, 0.0))
 
     def drain(self) -> list[Span]:
-        """Return and forget all spans that were recorded since the last call."""
-        # A new list: whoever takes the spans may hold them while the next step adds its own.
+        """Return and remove all recorded spans."""
+        # Start a new list: the caller may keep the old one while the next step records.
         spans, self._spans = self._spans, []
         return spans
 
 
 class _Timed:
-    """A class and no generator, which takes five times as long, as each step has several."""
+    """The context of `Stopwatch.timed`; a generator would take five times as long."""
 
     __slots__ = ("_label", "_phase", "_start", "_watch")
 
@@ -133,28 +133,29 @@ class _Timed:
 
 
 def elapsed_s(start: Moment, stop: Moment) -> float:
-    """Seconds between two moments of one clock; on a GPU, waits until both are past."""
+    """Return the seconds between two moments of one clock; on a GPU, blocks until both are past."""
     if isinstance(start, float):
         return stop - start  # type: ignore[operator]  # both are of one clock
-    # Asking for the time between events that are not past is an error, not a wait.
+    # Synchronize first: elapsed_time raises, instead of blocking, if an event is not past.
     stop.synchronize()  # type: ignore[union-attr]
     return float(start.elapsed_time(stop)) / 1e3  # type: ignore[arg-type]
 
 
 def is_past(moment: Moment) -> bool:
-    """Whether a moment has been reached; does not wait."""
+    """Whether a moment has been reached; does not block."""
     return isinstance(moment, float) or moment.query()
 
 
 class LaunchWatch:
-    """Warns once if a device has done all shards of a step as soon as the last one is launched.
+    """Warns once if a device has finished all shards of a step when the last one is launched.
 
-    A device with enough work is still at its last shards then. A script that reads a value of the
-    device in forward delays the launch of that shard's backward, but not the end of its work.
+    A device with enough work still computes its last shards at that time. A script that reads a
+    value from the device in forward delays the launch of that shard's backward, but not the end of
+    its work.
 
     Args:
-        number: of the device.
-        watch: its stopwatch.
+        number: number of the device.
+        watch: the device's stopwatch.
     """
 
     def __init__(self, number: int, watch: Stopwatch) -> None:
@@ -162,10 +163,10 @@ class LaunchWatch:
         self._waited = 0
 
     def sample_device(self, shards: int) -> None:
-        """Look at the device, after the launch of a step's backward; does not wait.
+        """Check the device after the launch of a step's backward; does not block.
 
         Args:
-            shards: how many the device computes in a step; with one there cannot be fewer.
+            shards: the device's number of shards; no check with one, because there cannot be fewer.
         """
         if shards < 2 or self._waited == LAUNCH_STEPS:
             return
@@ -173,7 +174,7 @@ class LaunchWatch:
         if self._waited == LAUNCH_STEPS:
             _log.warning(
                 "device %d waits for the host, which takes longer to launch the %d shards of a "
-                "step than the device takes to compute them. Fewer shards, larger batches or "
-                "compile=True make it faster",
+                "step than the device takes to compute them. Use fewer shards, larger batches or "
+                "compile=True",
                 *(self._number, shards),
             )
