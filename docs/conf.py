@@ -40,7 +40,7 @@ autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 
-# Text in which each line is a name and the place where its owners document it.
+# Each line of these files is a name and the address of its documentation.
 intersphinx_mapping = {
     "torch": ("https://docs.pytorch.org/docs/stable", "inventories/torch.txt"),
     "python": ("https://docs.python.org/3", "inventories/python.txt"),

@@ -1,11 +1,11 @@
-"""Draws the rooms of `src/onefold` and who imports what from whom.
+"""Draws the rooms of `src/onefold` and the imports between them.
 
     python -m docs.draw_architecture [--output docs/contribute/architecture.svg]
 
 Run from the root of a checkout. Every arrow and number is read from the sources, by the same
-function that `tests/test_rooms.py` checks the rooms with; only the places of the boxes are set by
-hand. The three rooms at the bottom are used by nearly everybody: instead of arrows to them, each
-box has a line with the numbers.
+function that `tests/test_rooms.py` checks the rooms with; only the positions of the boxes are set
+by hand. Nearly all rooms import the three at the bottom: instead of arrows to them, each box has a
+line with the numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WIDTH_IN, HEIGHT_IN, DPI = 9.6, 8.6, 100
 INK, PALE, FAINT = "#3c4043", "#80868b", "#c4c8cc"
 LINE_STEP = 0.245
 LABEL_AT = 0.42
-"""How far along an arrow its number stands."""
+"""Position of the number, as a fraction of its arrow."""
 INNER_COLOR, OUTER_COLOR, GROUND_COLOR = "#dbe7fd", "#fdecd2", "#e8eaed"
 TITLE = "The rooms of onefold"
 EXPLAINED = (
@@ -39,10 +39,10 @@ EXPLAINED = (
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Where a room is drawn, and what it is for."""
+    """Position and purpose of a room."""
 
     x: float
-    """Of the middle."""
+    """Horizontal center."""
     y: float
     purpose: str
     width: float = 2.0
@@ -62,12 +62,12 @@ BOXES = {
     "launcher": Box(1.2, 6.2, "processes, signals", width=1.9),
     "session": Box(3.6, 7.25, "a Trainer's run", width=1.8),
     "tools": Box(4.3, 8.3, "around the steps", width=1.9),
-    "record": Box(9.2, 8.2, "what a run computed", width=2.0),
+    "record": Box(9.2, 8.2, "results of a run", width=2.0),
     "checkpoint": Box(6.6, 8.0, "save, load, resume"),
     "passes": Box(9.3, 7.1, "evaluate, modify, average", width=2.3),
     "step": Box(5.8, 6.2, "agree, compute, judge", width=2.1),
-    "placement": Box(9.1, 5.6, "where the model lies", width=2.1),
-    "checks": Box(2.7, 4.9, "what is refused", width=1.8),
+    "placement": Box(9.1, 5.6, "storage of the model", width=2.1),
+    "checks": Box(2.7, 4.9, "refusals", width=1.8),
     "shard": Box(6.0, 4.1, "one shard on a device", width=2.1),
     "update": Box(9.2, 3.7, "the optimizer, divided", width=2.1),
     "data_order": Box(11.1, 4.7, "loader, position", width=1.7),
@@ -80,7 +80,7 @@ BOXES = {
     "errors": Box(10.1, 1.1, "all exceptions", width=3.4),
 }
 GROUND = ("core", "errors", "system")
-"""Used by nearly everybody; drawn as numbers, not as arrows."""
+"""Imported by nearly all rooms; drawn as numbers, not as arrows."""
 
 
 def main() -> None:
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def counted() -> Counter[tuple[str, str]]:
-    """How many names each room imports from each other one."""
+    """Count the names that each room imports from each other one."""
     missing = sorted(set(ROOMS) ^ BOXES.keys())
     if missing:
         raise SystemExit(f"expected a box in BOXES for every room and no other: {missing}")
@@ -110,7 +110,7 @@ def counted() -> Counter[tuple[str, str]]:
 
 
 def drawn(counts: Counter[tuple[str, str]]) -> Figure:
-    """The whole picture."""
+    """Return the whole picture."""
     figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN))
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_xlim(0.0, 12.2)
@@ -126,7 +126,7 @@ def drawn(counts: Counter[tuple[str, str]]) -> Figure:
 
 
 def draw_box(axes: Axes, room: str, box: Box, counts: Counter[tuple[str, str]]) -> FancyBboxPatch:
-    """A room: its name, what it is for, and how much it uses of the rooms at the bottom."""
+    """Draw a room: its name, purpose, and imports from the rooms at the bottom."""
     color = OUTER_COLOR if room in OUTER else GROUND_COLOR if room in GROUND else INNER_COLOR
     corner = (box.x - box.width / 2, box.y - box.height / 2)
     shape = FancyBboxPatch(
@@ -147,7 +147,7 @@ def draw_box(axes: Axes, room: str, box: Box, counts: Counter[tuple[str, str]]) 
 
 
 def draw_arrow(axes: Axes, source: FancyBboxPatch, target: FancyBboxPatch, count: int) -> None:
-    """From one room to another, with how many names it imports if it is more than one."""
+    """Draw the arrow between two rooms, with the number of imported names above one."""
     start, end = middle(source), middle(target)
     arrow = FancyArrowPatch(
         start, end, patchA=source, patchB=target, shrinkA=0, shrinkB=1, arrowstyle="-|>",
@@ -163,7 +163,7 @@ def draw_arrow(axes: Axes, source: FancyBboxPatch, target: FancyBboxPatch, count
 
 
 def middle(shape: FancyBboxPatch) -> tuple[float, float]:
-    """Of a room."""
+    """Return the center of a room."""
     return shape.get_x() + shape.get_width() / 2, shape.get_y() + shape.get_height() / 2
 
 

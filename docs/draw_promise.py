@@ -15,12 +15,12 @@ Note: why DDP differs
 ---------------------
 Not because of its data: the batch divides by 1, 2 and 3, and the data set by the batch, so
 `DistributedSampler` gives any number of processes the samples that one process would get, step by
-step. Nor because of its model: there is no batch norm and no dropout. DDP averages one gradient per
+step. Its model has no batch norm and no dropout. DDP averages one gradient per
 process, so the order of additions changes with the number of processes, and training amplifies the
 rounding. onefold adds one gradient per shard, and the shards do not depend on the devices.
 
-Note: what each process imports
--------------------------------
+Note: imports of each process
+-----------------------------
 Twelve processes train. Only the first one needs scikit-learn, so it is imported where it is used.
 
 Note: the file
@@ -95,7 +95,7 @@ text { font-size: 15px; fill: #1f2328; }
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training from the first step to the last."""
+    """Result of one training."""
 
     weights: torch.Tensor  # (points, parameters) float32, after every EVERY steps
     fingerprint: str
@@ -237,7 +237,7 @@ def drawn(ours: Sequence[Run], theirs: Sequence[Run]) -> Iterator[str]:
 
 
 def text(x: float, y: float, words: str, kind: str = "", *, anchor: str = "start") -> str:
-    """One line of text; ``y`` is its base line."""
+    """Return a line of text; ``y`` is its base line."""
     return f'<text x="{x:g}" y="{y:.0f}" class="{kind}" text-anchor="{anchor}">{words}</text>'
 
 
@@ -253,7 +253,7 @@ def curve(run: Run, alone: Run) -> str:
 
 
 def height_of(difference: float) -> float:
-    """Where the axis has a difference; smaller ones than the lowest are drawn at its end."""
+    """Height of a difference on the axis; smaller ones than the lowest are drawn at its end."""
     power = torch.tensor(max(difference, 10.0**LOWEST)).log10().item()
     return TOP + (BOTTOM - TOP) * (HIGHEST - power) / (HIGHEST - LOWEST)
 

@@ -29,7 +29,7 @@ COMMAND = "onefold train classify --data digits --model lenet --epochs 10 --devi
 LINES = re.compile(r"^(Best|Fingerprint): (.*)$", re.MULTILINE)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTH, HEIGHT = 1100, 760
-"""Of the window, in pixels; the picture has twice as many each way."""
+"""Size of the window in CSS pixels; the picture has twice as many in each direction."""
 
 
 def main() -> None:

@@ -1,19 +1,19 @@
-"""Runs what the documents show: ``python -m docs.execute [--write] [PAGE ...]``.
+"""Runs the examples of the pages: ``python -m docs.execute [--write] [PAGE ...]``.
 
-A page is run from its top to its end, in a folder of its own that also holds ``examples``:
+A page is run from top to bottom, in a temporary folder that also contains ``examples``:
 
-- A block of ``python`` that begins with a line ``# NAME.py`` is this file. A later block without
-  such a line goes on with it.
-- A block of ``console`` has commands, each behind ``$ ``, and below each what it prints. A line
-  ``...`` stands for any lines that are left out.
-- A block of ``diff`` that begins with ``# BEFORE -> AFTER`` shows how one file becomes the other.
+- A ``python`` block that begins with a line ``# NAME.py`` is this file. A later block without such
+  a line continues the file.
+- A ``console`` block has commands, each after ``$ ``, with their output below. A line ``...``
+  matches any omitted lines.
+- A ``diff`` block that begins with ``# BEFORE -> AFTER`` is the difference of two files.
 
-- A block of ``python`` that belongs to no such file is a fragment: a test runs it by itself, among
-  the names that pages use. In a block of ``sh``, a test reads the commands of onefold.
+- A ``python`` block that belongs to no file is a fragment: a test runs it separately, with the
+  names that pages use. A test parses the onefold commands of ``sh`` blocks.
 
-A block of ``py`` is not run. A command must succeed and print what stands there. Numbers with a
-point and fingerprints may differ, as they do between kinds of processor; but where the page shows
-one fingerprint twice, both must be equal. ``--write`` puts what was printed into the pages.
+A ``py`` block is not run. A command must succeed and print the output of the page. Decimal numbers
+and fingerprints may differ, because they depend on the processor, but a fingerprint that the page
+shows twice must be printed twice. ``--write`` writes the printed output into the pages.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ LIMIT_S = 600
 
 
 def pages() -> list[Path]:
-    """All pages of the documents, README and CONTRIBUTING among them."""
+    """Return all pages, including README and CONTRIBUTING."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def is_run(page: Path) -> bool:
-    """Whether something of a page is compared with what it shows."""
+    """Whether a page has commands or diffs to compare."""
     blocks = BLOCK.findall(page.read_text())
     return any(kind == "console" or (kind == "diff" and PAIR.match(text)) for kind, text in blocks)
 
 
 def files(page: Path) -> dict[str, str]:
-    """The files that a page shows, by name."""
+    """Return the files that a page shows, by name."""
     found: dict[str, str] = {}
     name = None
     for kind, text in BLOCK.findall(page.read_text()):
@@ -69,7 +69,7 @@ def files(page: Path) -> dict[str, str]:
 
 
 def fragments(page: Path) -> list[str]:
-    """The blocks of Python that belong to no file of their page: those before the first one."""
+    """Return the Python blocks before the first file of a page."""
     texts = [text for kind, text in BLOCK.findall(page.read_text()) if kind == "python"]
     return [*takewhile(lambda text: not NAME.match(text), texts)]
 
@@ -79,10 +79,10 @@ def run(page: Path, *, write: bool = False) -> list[str]:
 
     Args:
         page: the file.
-        write: put what the commands print into it, where nothing is left out.
+        write: write the output into the page, unless the page omits lines.
 
     Returns:
-        A text for each command and diff that differs from what stands there.
+        A text for each command and diff that differs from the page.
     """
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="page-") as folder:
@@ -112,7 +112,7 @@ def run(page: Path, *, write: bool = False) -> list[str]:
 
 
 def _executed(text: str, at: Path, wrong: list[str]) -> Iterator[str]:
-    """A block of commands with what they print now, where nothing is left out."""
+    """Yield a block's commands with their current output, unless the page omits lines."""
     for command, shown in re.findall(
         r"^\$ (.*(?:\\\n.*)*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE
     ):
@@ -141,7 +141,7 @@ def environment() -> dict[str, str]:
 
 
 def agrees(shown: str, printed: str) -> bool:
-    """Whether a command's output is what a page shows, but for numbers and drawn lines.
+    """Whether a command's output agrees with the page, except for numbers and drawn lines.
 
     >>> agrees("a 0.25\\n...\\nend\\n", "a 0.26\\nb\\nend\\n")
     True
@@ -153,7 +153,7 @@ def agrees(shown: str, printed: str) -> bool:
     named: dict[str, str] = {}
 
     def same(found: re.Match[str]) -> str:
-        """A fingerprint that comes back must be the one that was there before."""
+        """Match a repeated fingerprint with the earlier one."""
         group = named.setdefault(found[0], f"f{len(named)}")
         known = group in made
         made.add(group)
@@ -165,7 +165,7 @@ def agrees(shown: str, printed: str) -> bool:
 
 
 def difference(before: Path, after: Path) -> str:
-    """How one script becomes another: every hunk, with one line around it.
+    """Return the difference of two scripts: every hunk, with one line of context.
 
     A hunk is headed by the function or class it is in, without line numbers, as docstrings of the
     two files are left out.
@@ -178,9 +178,11 @@ def difference(before: Path, after: Path) -> str:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description="Run what the documents show.")
+    options = argparse.ArgumentParser(description="Run the examples of the pages.")
     options.add_argument("pages", nargs="*", type=Path, help="default: all that have commands")
-    options.add_argument("--write", action="store_true", help="put what is printed into the pages")
+    options.add_argument(
+        "--write", action="store_true", help="write the printed output into the pages"
+    )
     given = options.parse_args()
     chosen = given.pages or [page for page in pages() if is_run(page)]
     failed = 0

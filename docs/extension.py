@@ -1,4 +1,4 @@
-"""What the site has beside Sphinx's own parts: docstrings, links to names, the page of commands."""
+"""Sphinx extensions of the site: docstrings, links to names, the page of commands."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MODULES = (
     "onefold.integrations.loggers",
     "onefold.integrations.transformers",
 )
-"""With what they make public, each name of which is on one page."""
+"""Public modules. Each of their public names is on one page."""
 
 
 class CodeOrLink(SphinxRole):
-    """`name` in a docstring: a link where the reference has this name, code where it has not."""
+    """`name` in a docstring: a link if the reference has this name, otherwise code."""
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
         shown = nodes.literal(self.rawtext, self.text)
@@ -50,7 +50,7 @@ def as_rst(
 ) -> None:
     """Turn a docstring in Google's style into Sphinx's own.
 
-    Those of fields are text throughout: napoleon would take what stands before a colon for a type.
+    Docstrings of fields stay text: napoleon would read the words before a colon as a type.
     """
     if what not in ("attribute", "property"):
         config = napoleon.Config(napoleon_use_rtype=False)
@@ -60,7 +60,7 @@ def as_rst(
 
 @cache
 def public_names(inventories: frozenset[str]) -> dict[str, str]:
-    """Under which name an object is documented, by the name of the module that defines it."""
+    """Return the documented name of each object, by its name in the defining module."""
     public = {f"{module}.{name}" for module in MODULES for name in _import(module).__all__}
     found = {}
     for name in sorted(public | inventories):
@@ -78,7 +78,7 @@ def _import(name: str) -> Any:
 def resolve(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, shown: nodes.Node
 ) -> nodes.Node | None:
-    """Find what is public under another name; what is not public is shown without a link."""
+    """Resolve names that are public elsewhere; show other names without a link."""
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"]
@@ -97,7 +97,7 @@ def resolve(
 
 
 class Commands(SphinxDirective):
-    """All commands of ``onefold``, with what their ``--help`` prints."""
+    """All commands of ``onefold``, with their ``--help``."""
 
     def run(self) -> list[nodes.Node]:
         group = typer.main.get_command(_import("onefold.cli.main").app)
@@ -106,7 +106,7 @@ class Commands(SphinxDirective):
 
 
 def _described(command: Any, name: str) -> Iterator[str]:
-    """A command and those below it, as Markdown."""
+    """Yield a command and its subcommands, as Markdown."""
     command = getattr(command, "made", command)
     context = typer.Context(command, info_name=name, terminal_width=80)
     below = {
@@ -122,14 +122,14 @@ def _described(command: Any, name: str) -> Iterator[str]:
 def offer_markdown(
     app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.Node | None
 ) -> None:
-    """Tell programs that a page is there as Markdown, too."""
+    """Announce the Markdown version of a page to programs."""
     if doctree is not None:
         name = f"{page.rpartition('/')[2]}.md"
         context["metatags"] += f'<link rel="alternate" type="text/markdown" href="{name}">'
 
 
 def show_stars(app: Sphinx, doctree: nodes.document, page: str) -> None:
-    """In Markdown, keep the star of a signature, whose node has an explanation."""
+    """Keep the star of a signature in Markdown: its node has an explanation."""
     if app.builder.name == "markdown":
         for each in list(doctree.findall(nodes.abbreviation)):
             each.replace_self(each.children)
