@@ -53,21 +53,21 @@ def gather(
     True
 
     Args:
-            tensor: (n, ...) of any dtype: rows of this shard, usually one per sample. The number of
-                dimensions, the other sizes and the dtype must be the same in all shards; n may
-                differ.
-            rows: whether to also return which rows belong to this shard; see
-                `docs/do/whole-batch.md`.
+        tensor: (n, ...) of any dtype: rows of this shard, usually one per sample. The number of
+            dimensions, the other sizes and the dtype must be the same in all shards; n may
+            differ.
+        rows: whether to also return which rows belong to this shard; see
+            `docs/do/whole-batch.md`.
 
-        Returns:
-            (N, ...) the rows of all shards, in order; with ``rows``, also the slice of this shard's
-            rows.
+    Returns:
+        (N, ...) the rows of all shards, in order; with ``rows``, also the slice of this shard's
+        rows.
 
-        Raises:
-            LossError: shards gather different tensors, or the call is in a place that does not
-                support gathering: a metric function, a shard cut by ``microbatch``, a checkpointed
-                layer.
-            TypeError, ValueError: ``tensor`` has no rows.
+    Raises:
+        LossError: shards gather different tensors, or the call is in a place that does not
+            support gathering: a metric function, a shard cut by ``microbatch``, a checkpointed
+            layer.
+        TypeError, ValueError: ``tensor`` has no rows.
 
     This saves memory with the idea of Gao et al., Scaling Deep Contrastive Learning Batch Size
     under Memory Limited Setup, 2021.
