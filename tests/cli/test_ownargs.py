@@ -69,7 +69,7 @@ def test_a_script_that_refuses_one_of_ours_is_explained(
         ("run --checkpoint c --save-every 0 a-file", "--save-every 0 is not valid. Pass a number"),
         ("run --checkpoint c --keep-last 0 a-file", "keep_last must be at least 1, but got 0"),
         ("run --placement 3 a-file", f"placement must be one of {described()}, but got '3'"),
-        ("run --checkpoint c --grace-period 0 a-file", "expected the grace period to be more than"),
+        ("run --checkpoint c --grace-period 0 a-file", "the grace period must be greater than 0"),
         ("run --offload-dir . a-file", "cannot be combined with placement replicate, because eve"),
         (
             "run --placement offload --offload-dir a-file a-file",

@@ -349,7 +349,7 @@ def test_numbers_that_mean_other_gpus_elsewhere_are_told(
 
 LOADED = r"^NVIDIA's driver is loaded and "
 SILENT = "print('CUDA initialization: error 803', file=sys.stderr)"
-SAID = "expected the answer of PyTorch as JSON, got "
+SAID = "PyTorch must answer in JSON, but got "
 
 
 @for_each(
@@ -364,7 +364,8 @@ SAID = "expected the answer of PyTorch as JSON, got "
         ({"split": [0]}, r"^a GPU is split into parts \(MIG\), and PyTorch sees no"),
         (
             {"first": BROKEN, "first_of_torch": "raise ImportError('libcudart.so is missing')"},
-            LOADED + "asking NVML failed: .* Not Found, and .*ImportError: libcudart.so is missing",
+            LOADED
+            + "the query of NVML failed: .* Not Found, and .*ImportError: libcudart.so is missing",
         ),
         ({"first": BROKEN, "first_of_torch": "print('x', flush=True); os._exit(0)"}, SAID + "'x'"),
         (

@@ -118,12 +118,15 @@ def test_who_is_alone_by_right_may_train(name: str, monkeypatch: pytest.MonkeyPa
 @for_each(
     ("environment", "words"),
     [
-        ({"PMIX_RANK": "1"}, "PMIX_RANK=1 says that a launcher of MPI has started other processes"),
-        ({**POD, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 says that Kubeflow Trainer has started"),
+        (
+            {"PMIX_RANK": "1"},
+            "PMIX_RANK=1 means that a launcher of MPI has started other processes",
+        ),
+        ({**POD, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 means that Kubeflow Trainer has started"),
         ({**POD, "PET_NPROC_PER_NODE": "auto"}, "on 3 nodes"),
         ({"PET_NNODES": "3"}, "on 3 nodes"),
         ({**POD, "PET_RDZV_ENDPOINT": "a:1"}, "on 3 nodes"),
-        ({"WORLD_SIZE": "3"}, "WORLD_SIZE=3 says that a launcher has started 3 processes"),
+        ({"WORLD_SIZE": "3"}, "WORLD_SIZE=3 means that a launcher has started 3 processes"),
         ({"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "a"}, "started 3 processes"),
         ({**SRUN, **mpi("OMPI_COMM_WORLD")}, "OMPI_COMM_WORLD_SIZE=4 means that Open MPI"),
     ],
@@ -222,6 +225,8 @@ def test_a_data_set_made_before_the_trainer_is_named(
     library.read()
     foreign_launchers.hide_place()
     (said,) = caplog.messages
-    assert re.search(r"read WORLD_SIZE \(\S*reading.py:5\), RANK \(\S*reading.py:5\): ", said)
+    assert re.search(
+        r"read WORLD_SIZE \(\S*reading.py:5\), RANK \(\S*reading.py:5\), so it may", said
+    )
     foreign_launchers.hide_place()
     assert len(caplog.messages) == 1

@@ -284,7 +284,7 @@ def others_of(environment: Mapping[str, str]) -> Others:
         if number < line.least or (left_by_slurm and has_terminal()):
             continue
         count = number if line.least > 1 else 0
-        what = f"this on {count} nodes" if line.of_nodes else f"{count or 'other'} processes"
+        what = f"this script on {count} nodes" if line.of_nodes else f"{count or 'other'} processes"
         value = environment[line.variable]
         words = f"{line.variable}={value} means that {line.name} has started {what}"
         refusal = (
