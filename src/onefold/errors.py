@@ -63,6 +63,10 @@ class RunFailed(OnefoldError):
         super().__init__(message)
         self.exit_code = exit_code
 
+    def _render_traceback_(self) -> list[str]:
+        # IPython calls this: in a notebook, the frames of the launcher would hide the message.
+        return [f"{type(self).__name__}: {self}"]
+
 
 class DisagreementError(OnefoldError):
     """Devices of one run differ where they must agree; the message names device and difference."""

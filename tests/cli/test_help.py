@@ -75,6 +75,17 @@ def test_what_an_option_takes_is_not_its_own_name() -> None:
             assert taken != each.name.casefold(), (words, each.name)
 
 
+def test_the_help_of_an_option_is_short() -> None:
+    """A noun phrase or an imperative; what it takes is written in one way."""
+    for words in every_command():
+        for each in parameters_of(words):
+            text = re.sub(r" \[default: .*\]$", "", each.help)  # the jobs' options have it there
+            assert re.fullmatch(r"[^a-z].{,58}\.", text), (words, each.name, text)
+            assert not re.match("(What|How|Where|Whether|Of) ", text), (words, each.name, text)
+        taken = re.findall(r"^(?:Usage: |  -)(.*?)(?:  |$)", shown(*words), re.MULTILINE)
+        assert [each for each in taken if set(each) & set("<>{}")] == [], words
+
+
 def test_what_trains_nothing_has_no_options_of_training() -> None:
     for command in ("predict", "evaluate"):
         text = shown(command)

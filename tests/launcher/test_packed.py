@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import onefold
+from onefold.errors import RunFailed
 from tests.small import make_trainer
 from tests.tables import for_each
 
@@ -26,3 +27,9 @@ def test_what_cannot_be_sent_is_refused(make: Callable[[], object], text: str) -
         onefold.launch(lambda: made, devices="cpu:2")
     if hasattr(made, "close"):
         made.close()
+
+
+def test_a_notebook_shows_the_message_alone() -> None:
+    failure = RunFailed("stopped by Ctrl-C in step 3 (device 0)", 130)
+    shown = vars(RunFailed)["_render_traceback_"](failure)
+    assert shown == ["RunFailed: stopped by Ctrl-C in step 3 (device 0)"]

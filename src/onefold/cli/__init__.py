@@ -10,6 +10,7 @@ Other distributions format their messages with the functions of onefold's own co
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -148,8 +149,14 @@ class Command(TyperCommand):
             if record is not None:
                 argument = parameter.param_type_name == "argument"
                 heading = "Arguments" if argument else getattr(parameter, "rich_help_panel", None)
-                found.append((heading or _OTHER, record))
+                # typer appends the type to an argument's name, and puts choices into brackets.
+                name = re.sub(" <.*>$" if argument else "[<>]", "", record[0])
+                found.append((heading or _OTHER, (name, record[1])))
         _write(formatter, found)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the parts of the usage line, without typer's braces around what is required."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
 class LateCommand(Command):

@@ -151,7 +151,7 @@ def run(
         _of_watching(
             metavar="DIR",
             help="Folder for the record of the run.",
-            show_default="that of --checkpoint",
+            show_default="the --checkpoint folder",
         ),
     ] = None,
     logs: Annotated[

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from onefold.core.numbers import check_choice, check_seconds, check_whole
-from onefold.core.placements import PLACEMENTS, PlacementKind, described, kind_of
+from onefold.core.placements import PLACEMENTS, PlacementKind, kind_of
 
 __all__ = [
     "DEFAULT_GRACE_PERIOD_S",
@@ -64,7 +64,7 @@ class RunOptions:
     save_every_s: float = 0.0
     """Seconds between checkpoints; 0 to use only the steps."""
     placement: str = field(
-        default=DEFAULT_PLACEMENT, metadata={"help": f"Parameter placement: {described()}."}
+        default=DEFAULT_PLACEMENT, metadata={"help": f"Placement: {', '.join(PLACEMENTS)}."}
     )
     """Parameters, gradients and optimizer state that each device keeps: one of the forms in
     `onefold.core.placements`."""

@@ -145,10 +145,12 @@ def settle_process(devices: Devices, settings: Settings) -> None:
     script = sys.argv[0]
     first = not devices.context.launched and devices.trainer == 0
     if on_host and available > settled and script and first:
+        # A notebook's program is the kernel, which is of no use to onefold run.
+        notebook = script.endswith("ipykernel_launcher.py")
+        command = "onefold.launch(main)" if notebook else f"onefold run --devices auto {script}"
         _log.warning(
-            "using %d of %d cores: a CPU device has %s with %d shards. To use all cores: onefold "
-            "run --devices auto %s",
-            *(settled, available, counted(settled, "thread"), shards, script),
+            "using %d of %d cores: a CPU device has %s with %d shards. To use all cores: %s",
+            *(settled, available, counted(settled, "thread"), shards, command),
         )
 
 
