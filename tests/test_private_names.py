@@ -31,8 +31,17 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 }
 """Why a file below tests/ uses a private name of onefold."""
 MOST = 40
-THEIRS = {"_C", "_asdict", "_buffers", "_fields", "_modules", "_parameters", "_replace"}
-"""What Python and PyTorch have under such names."""
+THEIRS = {
+    "_C",
+    "_asdict",
+    "_buffers",
+    "_fields",
+    "_modules",
+    "_parameters",
+    "_render_traceback_",
+    "_replace",
+}
+"""What Python, PyTorch and IPython have under such names."""
 
 
 def is_private(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -219,7 +218,8 @@ def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
     assert caplog.text.count("using 3 of 16 cores: a CPU device has 3 threads with 5 sh") == 1
     assert "onefold run --devices auto train.py" in caplog.text
     monkeypatch.setattr("sys.argv", ["site-packages/ipykernel_launcher.py", "-f", "kernel.json"])
-    settle_process(replace(devices, trainer=0), Settings(shards=5, threads=None, **chosen))
+    devices.trainer = 0
+    settle_process(devices, Settings(shards=5, threads=None, **chosen))
     assert caplog.text.rstrip().endswith("To use all cores: onefold.launch(main)")
 
 

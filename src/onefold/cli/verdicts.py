@@ -95,7 +95,7 @@ def _report(
         console.print(_table(about["shards"], compared, limit))
     why = ""
     if precision != "float64":
-        why = "The script does not run in float64, so this is in its own precision, and"
+        why = "The script does not run in float64, so it was compared in its own precision, and"
     elif limit > about["tolerance"]:
         why = "Part of the loss is computed in a lower precision than float64, so"
     if why:

@@ -461,8 +461,9 @@ def read_ways(devices: str, placement: str) -> list[RunSettings]:
             ways.append(RunSettings(count, each.placement, on))
     if len(ways) < 2 or {each.placement for each in kept} != {way.placement for way in ways}:
         raise ValueError(
-            f"--devices {devices} --placement {placement} must give two or more ways to compare, "
-            f"such as --devices 1,2,3 or cpu:1,2,3; pipeline:N needs a multiple of N among them"
+            f"verify compares two or more runs, but got --devices {devices} --placement "
+            f"{placement}. Pass several counts, such as --devices 1,2,3 or cpu:1,2,3; for "
+            f"pipeline:N, include a multiple of N"
         )
     select_devices(f"{on}{max(way.devices for way in ways)}")
     return ways

@@ -175,8 +175,8 @@ def _read(part: str, text: str) -> str:
     kind, _, index = part.partition(":")
     if not kind.isidentifier() or kind == "cpu" or not index.isdecimal():
         raise ValueError(
-            f"devices must be a number, 'auto', 'cpu:N', or a list such as 'cuda:1,cuda:3', but "
-            f"{part!r} in {text!r} is none of these"
+            f"devices {text!r}: {part!r} is not a device. Pass a number, 'auto', 'cpu:N', or a "
+            f"list such as 'cuda:1,cuda:3'"
         )
     return f"{kind}:{int(index)}"
 
