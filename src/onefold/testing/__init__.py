@@ -1,13 +1,13 @@
-"""Simulated devices: runs of several devices in one process, repeatable to the last call.
+"""Simulates runs of several devices in one process, with a reproducible order of execution.
 
-`simulate` runs a script's function on N devices that are threads of this process, of which one at a
-time goes on. They hand over to each other where a run's devices wait for each other or tell each
-other something, and nowhere else, in an order that is drawn from a seed. All of onefold works as in
-a run of N processes, down to the bytes that are sent; processes, sockets and clocks are what is
-missing. So a run takes milliseconds, and what fails fails again with the same seed.
+`simulate` runs a script's function on N devices, which are threads of this process. One thread runs
+at a time. Threads switch only where devices of a real run communicate or wait for each other, in an
+order drawn from a seed. All of onefold works as in a run of N processes, down to the bytes sent;
+only processes, sockets between hosts and clocks are missing. A run therefore takes milliseconds,
+and a failure is reproduced by the same seed.
 
-`outcomes` also says how each device ended, for runs in which one is killed, stopped, late or cut
-off at a call of your choice (`Fault`).
+`outcomes` also returns how each device ended, for runs in which a device is killed, stopped,
+delayed or cut off at a chosen call (`Fault`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["Ended", "Fault", "outcomes", "simulate"]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a simulated device ended; see `outcomes`."""
+    """The end of a simulated device; see `outcomes`."""
 
     value: Any = None
-    """What its function returned."""
+    """Return value of its function."""
     error: BaseException | None = None
-    """What its function raised."""
+    """Exception raised by its function."""
     was_killed: bool = False
-    """Whether it was killed, or stopped and never went on."""
+    """Whether the device was killed, or stopped and never resumed."""
     calls: int = 0
-    """How many calls of the transport it made: `Fault` names one of them."""
+    """Number of transport calls by the device; `Fault` refers to them by number."""
 
 
 def simulate(
@@ -53,24 +53,24 @@ def simulate(
     """Run a function on simulated devices, as `onefold.launch` does on N processes.
 
     All devices are in this process: the function is called in N threads with the same arguments,
-    and one of them goes on at a time. Each has generators of its own; PyTorch's begin as in a new
-    process, those of ``random`` and NumPy otherwise on each device.
+    and one thread runs at a time. Each device has its own generators. PyTorch's start as in a new
+    process; those of ``random`` and NumPy start differently on each device.
 
     Args:
-        main: called as ``main(*args)``; makes its Trainer without ``devices``.
-        devices: how many.
-        seed: of the order in which devices go on, which must not matter to the result. The same
-            seed has the same order.
-        args: handed to all devices, not copied.
+        main: called as ``main(*args)``; creates its Trainer without ``devices``.
+        devices: number of devices.
+        seed: seed of the execution order, which must not affect the result. The same
+            seed gives the same order.
+        args: passed to all devices, not copied.
         placement: as for ``onefold run --placement``.
         exchange: as for ``onefold run --exchange``.
-        options: more options of a run, in place of both.
+        options: complete options of the run, instead of the two above.
 
     Returns:
-        What ``main`` returned on each device, in the order of their numbers.
+        The return values of ``main``, in the order of the devices' numbers.
 
     Raises:
-        BaseException: what the first device that failed has raised.
+        BaseException: the exception of the first device that failed.
 
     >>> def main():
     ...     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def simulate(
     chosen = options or RunOptions(placement=placement, exchange=exchange)
     ended = outcomes(main, devices, seed=seed, args=args, options=chosen)
     failed = {number: each.error for number, each in enumerate(ended) if each.error is not None}
-    # What a device raises because another one has failed is not the cause.
+    # Raise the cause first: a PeerError only reports that another device failed.
     for number, error in sorted(failed.items(), key=lambda pair: isinstance(pair[1], PeerError)):
         error.add_note(f"raised on simulated device {number} of {devices}, with seed {seed}")
         raise error
@@ -103,21 +103,21 @@ def outcomes(
     options: RunOptions | None = None,
     faults: Sequence[Fault] = (),
 ) -> list[Ended]:
-    """Run a function on simulated devices of which some fail; say how each ended.
+    """Run a function on simulated devices with faults; return how each ended.
 
     Args:
-        main: as for `simulate`, and so the others.
-        devices: how many.
-        seed: of the order in which devices go on.
-        args: handed to all devices.
-        options: of the run.
-        faults: what happens to devices, and when.
+        main: as for `simulate`; called in the same way.
+        devices: number of devices.
+        seed: seed of the execution order.
+        args: passed to all devices.
+        options: options of the run.
+        faults: faults of the devices.
 
     Returns:
-        How each device ended, in the order of their numbers.
+        The end of each device, in the order of their numbers.
 
     Raises:
-        ValueError: a fault names a device that there is not, or no call.
+        ValueError: a fault names a device that does not exist, or a call below 1.
 
     >>> def meet():
     ...     model = torch.nn.Linear(2, 1)
@@ -160,7 +160,7 @@ def outcomes(
 
 
 def _lived(main: Callable[..., Any], args: Sequence[Any]) -> Ended:
-    """Run the function as a worker does, and end as one does."""
+    """Run the function as a worker process does, and end as a worker does."""
     try:
         try:
             value = main(*args)

@@ -1,14 +1,14 @@
-"""What simulated devices send each other: the calls of sockets and of a process group.
+"""Connects simulated devices: replaces sockets and process groups.
 
-`Mailbox` and `CollectiveTransport`, and all that is built on them, work here as between processes:
-by sockets of the same kind, and by `_Group` in place of a process group over any backend.
+`Mailbox` and `CollectiveTransport`, and everything built on them, run here as between processes: on
+sockets of the same kind, and on `_Group` instead of a process group with a real backend.
 
-Note: what the backend may do
------------------------------
-A tensor that is sent is read as late as possible, when one of both ends waits for it, and what is
-to be received has bytes of 255 until then, which are NaN in all floating-point dtypes. So a buffer
-that is used too early, or written to too early, changes the bits. A message is on its way once both
-ends have begun, and an end that waits before the other has begun lets other devices go on.
+Note: worst cases of a backend
+------------------------------
+A sent tensor is read as late as possible, when one end waits for it. Until then, the buffer of the
+receiver is filled with bytes of 255, which are NaN in all floating-point dtypes. Reading or
+overwriting a buffer too early therefore changes the bits. A message is transferred once both ends
+have started; an end that waits before the other has started lets other devices run.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Network:
     """Connects the devices of a simulated run.
 
     Args:
-        devices: how many there are.
-        scheduler: has them go on one at a time.
-        limit_s: the limit of waits, for messages: see `Scheduler`.
+        devices: number of devices.
+        scheduler: runs the devices one at a time.
+        limit_s: timeout of waits in seconds, only used in messages: see `Scheduler`.
     """
 
     def __init__(self, devices: int, scheduler: Scheduler, limit_s: float) -> None:
@@ -53,13 +53,14 @@ class Network:
         self._sockets: dict[tuple[int, int], list[socket.socket]] = {}
         self._broken: set[int] = set()
         self.broken_in: set[tuple[int, int]] = set()
-        """Trainers and the devices whose connections of that one Trainer are broken."""
+        """Pairs of a Trainer and a device whose connections are broken for that Trainer only."""
         self.groups: list[_Group] = []
         self.left: list[int] = []
-        """Devices whose script has come to its end in order."""
+        """Devices whose script has ended normally."""
         self.asked: set[int] = set()
-        """The Trainers for which a device has waited in vain, over a process group."""
-        # Each Trainer takes two sockets for every two devices: more than most processes may open.
+        """Trainers in which a device has reported a hang, over a process group."""
+        # Each Trainer needs two sockets per pair of devices: more than the usual limit of a
+        # process.
         self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (self._limits[1],) * 2)
 
@@ -68,11 +69,11 @@ class Network:
         self._broken.add(number)
         for ends, made in self._sockets.items():
             for each in made if number in ends else ():
-                with suppress(OSError):  # its Trainer has closed it
+                with suppress(OSError):  # its Trainer has already closed it
                     each.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
-        """Let go of what devices have not closed themselves, as a stopped one cannot."""
+        """Close the sockets that devices did not close themselves, such as a stopped one's."""
         for made in self._sockets.values():
             for each in made:
                 each.close()
@@ -81,11 +82,11 @@ class Network:
         resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
 
     def is_broken(self, trainer: int, number: int) -> bool:
-        """Whether nothing comes from a device any more, or goes there, over a process group."""
+        """Whether a device's connections over a process group are broken."""
         return number in self._broken or (trainer, number) in self.broken_in
 
     def meet(self, trainer: int, number: int, given: Any) -> dict[int, Any]:
-        """Wait for all devices to make a Trainer; what each has given, by device."""
+        """Wait until all devices create a Trainer; return each device's object."""
         seen = self._seen.setdefault(trainer, {})
         seen[number] = given
 
@@ -102,14 +103,14 @@ class Network:
         if not came:
             raise PeerTimeout(
                 f"device {', '.join(map(str, missing()))} did not join: every device must run the "
-                f"same script and make its Trainer",
+                f"same script and create its Trainer",
                 device=missing()[0],
                 step=0,
             )
         return seen
 
     def socket(self, trainer: int, one: int, other: int) -> socket.socket:
-        """The end of a device of its connection to another one; a new one for each Trainer."""
+        """Return a device's end of its connection to another one, separate for each Trainer."""
         own = self._sockets.setdefault((one, other), [])
         theirs = self._sockets.setdefault((other, one), [])
         while len(own) <= trainer:
@@ -124,15 +125,15 @@ class Network:
 
 @dataclass(frozen=True)
 class Connection:
-    """What one device reaches the others by: its part of the network."""
+    """One device's part of the network."""
 
     network: Network
     number: int
     trainers: Iterator[int] = field(default_factory=itertools.count)
-    """Numbers of the Trainers that the device makes."""
+    """Numbers of the device's Trainers."""
 
     def mailbox(self, trainer: int) -> Mailbox:
-        """Connect the device with all others, as processes of one host are."""
+        """Connect the device with all others, like processes of one host."""
         self.network.meet(trainer, self.number, None)
         return _Mailbox(self.network, trainer, self.number)
 
@@ -147,7 +148,7 @@ class Connection:
 
 
 class _Stopped(StoppedProcess):
-    """Whether a device will never go on."""
+    """Whether a device is suspended forever."""
 
     def __init__(self, network: Network, number: int) -> None:
         self._seat = network.scheduler.states[number]
@@ -157,7 +158,7 @@ class _Stopped(StoppedProcess):
 
 
 class _Mailbox(Mailbox):
-    """A mailbox whose waits let other devices go on."""
+    """A mailbox that lets other devices run while it waits."""
 
     def __init__(self, network: Network, trainer: int, rank: int) -> None:
         self._network = network
@@ -185,7 +186,7 @@ class _Mailbox(Mailbox):
 
 
 class _Sent:
-    """A tensor on its way from one device to another."""
+    """A tensor in transit between two devices."""
 
     def __init__(self, network: Network, trainer: int, source: int, target: int) -> None:
         self._network, self._trainer, self._ends = network, trainer, (source, target)
@@ -199,7 +200,7 @@ class _Sent:
         return any(is_broken(self._trainer, n) or states[n].is_over for n in self._ends)
 
     def finish(self, number: int) -> None:
-        """Wait, as one of both ends, until the tensor is there."""
+        """Wait, as one of the two ends, until the tensor is transferred."""
         scheduler = self._network.scheduler
         scheduler.begin_call(number)
         came = scheduler.wait(number, lambda: self.is_done or self._has_both or self._is_lost)
@@ -218,7 +219,7 @@ class _Sent:
 
 
 class _Work(NamedTuple):
-    """What a process group returns for a message."""
+    """The handle that a process group returns for a message."""
 
     message: _Sent
     number: int
@@ -232,7 +233,7 @@ class _Work(NamedTuple):
 
 
 class _Group(dist.ProcessGroup):
-    """The process group of one device, with the methods that are called of it."""
+    """The process group of one device, with the methods that onefold calls."""
 
     def __init__(self, network: Network, trainer: int, rank: int) -> None:
         super().__init__(rank, network.size)  # type: ignore[call-arg]
@@ -240,15 +241,15 @@ class _Group(dist.ProcessGroup):
         self._others = [n for n in range(network.size) if n != rank]
         self.peers: Mapping[int, _Group] = {}
         self._with: dict[int, list[_Sent]] = {n: [] for n in range(network.size)}
-        """What this device sends to another one, in order."""
+        """Messages from this device to each other one, in order."""
         self._begun: Counter[tuple[bool, int]] = Counter()
         Groups.adopt(self, network.size)
         network.groups.append(self)
 
     def _next(self, source: int, target: int) -> _Sent:
-        """The next message that this device has begun, as one of both ends."""
+        """Return the next message that this device starts, as one of its ends."""
         if any(self._network.is_broken(self._trainer, n) for n in (source, target)):
-            return _Sent(self._network, self._trainer, source, target)  # nobody has its other end
+            return _Sent(self._network, self._trainer, source, target)  # it has no other end
         sends = source == self._number
         end = sends, target if sends else source
         place = self._begun[end]
@@ -288,10 +289,10 @@ class _Group(dist.ProcessGroup):
 
 @dataclass(frozen=True)
 class _NetworkStore:
-    """What a device has beside its process group: a store that all see, and what watches them.
+    """The store of a process group, and its watchdogs.
 
-    Takes the place of `Store`, `Connections`, `PeerWatch` and `LateWatch`. The store is seen by all
-    but those whose connections are broken.
+    Replaces `Store`, `Connections`, `PeerWatch` and `LateWatch`. All devices share the store,
+    except those with broken connections.
     """
 
     network: Network
@@ -318,7 +319,7 @@ class _NetworkStore:
 
     def wait(self, keys: Sequence[str], limit: timedelta) -> None:
         if not all(key in self._values for key in keys):
-            raise RuntimeError("nobody has set it")
+            raise RuntimeError("a key is not set")
 
     def cut(self) -> None:
         self.network.broken_in.add((self.trainer, self.number))
@@ -333,7 +334,7 @@ class _NetworkStore:
         return next((n for n, state in states if state.is_stopped), None)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
     def waiting(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -1,17 +1,17 @@
-"""Lets one of several threads go on at a time: the devices of a simulated run.
+"""Runs the devices of a simulated run in threads, one at a time.
 
-Note: what a process has of its own
------------------------------------
-Generators, settings of kernels, hooks on all modules and the list of open Trainers are one of a
-kind in a process, and a device takes them for its own. `Surroundings` takes them along when a
-device hands over, and puts those of the next one in their place. Modes of PyTorch (no_grad,
-autocast, function modes) belong to a thread anyway. The weights that autocast has converted cannot
-be taken along: a device that leaves autocast drops those of all.
+Note: process-wide state
+------------------------
+Generators, kernel settings, hooks on all modules and the list of open Trainers exist once per
+process, but each device needs its own. `Surroundings` saves them when a device yields, and restores
+those of the next device. PyTorch's modes (no_grad, autocast, function modes) belong to a thread
+anyway. The weights that autocast has converted cannot be saved: a device that leaves autocast
+clears the cache of all devices.
 
 Note: time
 ----------
-There is no clock. A device that waits goes on when what it waits for is there. If no device can go
-on, the one that has waited longest gives up, as if the time limit had passed.
+There is no clock. A waiting device resumes when its condition holds. If no device can run, the one
+that has waited longest gives up, as if its timeout had passed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = ["Fault", "Killed", "Scheduler"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens to a simulated device; see `outcomes`.
+    """A fault of a simulated device; see `outcomes`.
 
     Args:
-        device: its number.
-        call: the call of the transport at which it happens, counted from 1 for each device.
-        kind: ``kill`` ends the device without a word. ``stop`` has it never go on, as a process
-            that was stopped by SIGSTOP. ``delay`` has it go on only when no other device can.
-            ``cut`` breaks its connections.
+        device: number of the device.
+        call: number of the transport call that triggers it, counted from 1 for each device.
+        kind: ``kill`` ends the device without notice. ``stop`` suspends it forever, like a process
+            stopped by SIGSTOP. ``delay`` lets it run only when no other device can. ``cut`` breaks
+            its connections.
     """
 
     device: int
@@ -53,7 +53,7 @@ class Fault:
 
 
 _PAUSES = 0.1
-"""How often a device lets another one go on though it need not wait."""
+"""Probability that a device yields at a call without having to wait."""
 
 
 class Killed(BaseException):
@@ -61,15 +61,15 @@ class Killed(BaseException):
 
 
 class Surroundings:
-    """What a process has one of, as it is now.
+    """The present process-wide state.
 
     Args:
-        owned: the generator that NumPy had when the simulation began.
+        owned: NumPy's generator at the start of the simulation.
     """
 
     def __init__(self, owned: Any) -> None:
         self._owned = owned
-        # Inside a step another generator takes the place of NumPy's own, which is still kept there.
+        # Inside a step, another generator replaces NumPy's own, whose state is saved, too.
         self._generator, self._own_numpy = mtrand.get_bit_generator(), owned.state
         self._states = GeneratorStates()
         self._dtype = torch.get_default_dtype()
@@ -80,12 +80,12 @@ class Surroundings:
         self._places = [vars(place).copy() for place in (COMMON, GATHERER, PASS)]
 
     def put_back(self) -> None:
-        """Make these those of the process."""
+        """Restore this state."""
         self._owned.state = self._own_numpy
         mtrand.set_bit_generator(self._generator)
         self._states.restore()
         torch.set_default_dtype(self._dtype)
-        # Setting it, even to what it is, changes what newer settings of the backends say.
+        # Setting the precision, even to the same value, changes what newer backend settings return.
         if torch.get_float32_matmul_precision() != self._products:
             torch.set_float32_matmul_precision(self._products)
         self._kernels.put_back()
@@ -98,30 +98,30 @@ class Surroundings:
 
 @dataclass(slots=True)
 class DeviceState:
-    """One device."""
+    """State of one device."""
 
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     ready: Callable[[], bool] | None = None
-    """Says whether what the device waits for is there."""
+    """Returns whether the device's wait is over; None if it does not wait."""
     since: int = 0
-    """When it began to wait, counted in handovers."""
+    """Start of the wait, as a number of switches."""
     calls: int = 0
-    """How many calls of the transport the device has made."""
+    """Number of transport calls so far."""
     is_over: bool = False
-    """Whether it has ended, in whatever way."""
+    """Whether the device has ended, for any reason."""
     is_stopped: bool = False
-    """Whether it will never go on."""
+    """Whether the device is suspended forever."""
     is_late: bool = False
     is_killed: bool = False
     gives_up: bool = False
 
 
 class Scheduler:
-    """Runs functions in threads, of which one goes on at a time.
+    """Runs functions in threads, one at a time.
 
     Args:
-        seed: the order of the devices is drawn from it.
-        faults: what happens to them.
+        seed: seed of the order of the devices.
+        faults: faults of the devices.
         cut: called with the number of a device whose connections break.
     """
 
@@ -131,10 +131,10 @@ class Scheduler:
         for fault in faults:
             if not 0 <= fault.device < devices or fault.call < 1:
                 raise ValueError(
-                    f"expected a device below {devices} and a call from 1, got {fault}"
+                    f"expected a device below {devices} and a call from 1, but got {fault}"
                 )
         self.states = [DeviceState() for _ in range(devices)]
-        """One for each device."""
+        """State of each device."""
         self._faults, self._cut = faults, cut
         self._order = random.Random(seed)
         self._handovers = 0
@@ -143,7 +143,7 @@ class Scheduler:
         self._begins = seed
 
     def run(self, live: Callable[[int], None]) -> None:
-        """Have each device call ``live`` with its number, and wait until all have ended."""
+        """Call ``live`` with each device's number in its thread; wait until all have ended."""
         self._before = Surroundings(self._owned)
         threads = [
             threading.Thread(target=self._run_one, args=(live, number), name=f"device {number}")
@@ -156,7 +156,7 @@ class Scheduler:
             self._all_over.acquire()
         finally:
             for state in self.states:
-                # Only where this thread was interrupted is there a device that is not over.
+                # Only if this thread was interrupted, some device has not ended yet.
                 state.is_killed = True
                 state.turn.release()
             for thread in threads:
@@ -164,11 +164,11 @@ class Scheduler:
             self._before.put_back()
 
     def late(self) -> list[int]:
-        """The devices that neither wait nor have ended."""
+        """Return the devices that neither wait nor have ended."""
         return [n for n, s in enumerate(self.states) if s.ready is None and not s.is_over]
 
     def begin_call(self, number: int) -> None:
-        """Note that a device calls the transport: another one may go on first."""
+        """Count a device's transport call and apply its faults; another device may run first."""
         state = self.states[number]
         state.calls += 1
         for fault in self._faults:
@@ -178,7 +178,7 @@ class Scheduler:
                 state.is_killed |= fault.kind == "kill"
                 state.is_stopped |= fault.kind == "stop"
                 state.is_late |= fault.kind == "delay"
-        # Not each time: what a device takes along when it hands over is most of what that costs.
+        # Yield only sometimes: saving and restoring state is most of the cost of a switch.
         pauses = state.is_late or state.is_stopped or self._order.random() < _PAUSES
         if pauses and not state.is_killed:
             self._hand_over(number)
@@ -186,11 +186,11 @@ class Scheduler:
             raise Killed
 
     def wait(self, number: int, ready: Callable[[], bool]) -> bool:
-        """Have the other devices go on until something is there; return False if it never will.
+        """Run other devices until a condition holds; return False if it never will.
 
         Args:
-            number: of the device that waits.
-            ready: says whether it is there, and changes nothing.
+            number: number of the waiting device.
+            ready: the condition; has no side effects.
         """
         state = self.states[number]
         if state.is_killed:
@@ -217,11 +217,11 @@ class Scheduler:
             self._give(chosen)
 
     def _reset_device(self, number: int) -> None:
-        """Give a device what a process has that has just begun."""
-        # Another device may be in the middle of a step.
+        """Give a device the state of a new process."""
+        # Another device may be in the middle of a step, so restore the initial state first.
         self._before.put_back()
         torch.default_generator.manual_seed(torch.Generator().initial_seed())
-        # In processes these come from the system, and so differ.
+        # In separate processes, the operating system seeds these, so they differ.
         random.seed(f"{self._begins} {number}")
         mtrand.set_bit_generator(self._owned)
         np.random.seed((self._begins * 1009 + number) & 0xFFFFFFFF)
@@ -246,7 +246,7 @@ class Scheduler:
         self.states[number].turn.release()
 
     def _next(self) -> int | None:
-        """Choose who goes on; None if all have ended."""
+        """Choose the next device to run; None if all have ended."""
         there = {n: s for n, s in enumerate(self.states) if not s.is_over}
         able = {n: s for n, s in there.items() if not s.is_stopped and (not s.ready or s.ready())}
         prompt = [n for n, s in able.items() if not s.is_late]
@@ -259,7 +259,7 @@ class Scheduler:
             chosen = min(waiting, key=lambda n: self.states[n].since)
             self.states[chosen].gives_up = True
             return chosen
-        # Nobody is left but those that were stopped.
+        # Only stopped devices are left: kill them, so that their threads end.
         for number, state in there.items():
             state.is_killed = True
             return number
