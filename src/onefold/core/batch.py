@@ -244,20 +244,20 @@ def cut_batch(
     """Cut a whole batch along one dimension of its tensors.
 
     Args:
-            batch: a tensor or NumPy array (n, ...), `Broadcast`, `Scatter`, a loader's batch, or
-                tuples, lists, mappings and dataclasses of them, which keep their type.
-            shares: the shards that each device runs; shares of loaders' batches take precedence.
-            shards_run: shards that this process keeps.
-            epoch: number of the epoch that the batch belongs to.
-            digest: whether to also compute the batch's digest.
-            dim: sample dimension.
+        batch: a tensor or NumPy array (n, ...), `Broadcast`, `Scatter`, a loader's batch, or
+            tuples, lists, mappings and dataclasses of them, which keep their type.
+        shares: the shards that each device runs; shares of loaders' batches take precedence.
+        shards_run: shards that this process keeps.
+        epoch: number of the epoch that the batch belongs to.
+        digest: whether to also compute the batch's digest.
+        dim: sample dimension.
 
-        Raises:
-            ValueError: the tensors differ in length, lack the dimension, or there are none;
-                loaders' batches have other shares; or a shard would have samples of only some
-                parts.
-            TypeError: the batch holds a value that is neither a tensor nor one of these containers,
-                or an array of a dtype that PyTorch lacks.
+    Raises:
+        ValueError: the tensors differ in length, lack the dimension, or there are none;
+            loaders' batches have other shares; or a shard would have samples of only some
+            parts.
+        TypeError: the batch holds a value that is neither a tensor nor one of these containers,
+            or an array of a dtype that PyTorch lacks.
     """
     # Check every leaf and the common length before anything is cut, so that an error leaves no
     # partial result. The digest uses the same list, so the batch is walked once.

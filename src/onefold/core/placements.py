@@ -106,10 +106,10 @@ def implementation_of(name: str) -> Any:
     """Import the class that implements a placement.
 
     Args:
-            name: one of the forms of the placement.
+        name: one of the forms of the placement.
 
-        Returns:
-            A subclass of `Placement`, which this package does not import.
+    Returns:
+        A subclass of `Placement`, which this package does not import.
     """
     module, _, found = kind_of(name).implementation.partition(":")
     return getattr(import_module(module), found)
