@@ -535,7 +535,8 @@ def test_the_picture_of_the_report_is_of_the_run_that_is_shown() -> None:
     page = (DOCS / "try.md").read_text()
     (shown,) = re.findall(rf"(?ms)^\$ {re.escape(drawing.COMMAND)}\n(.*?)^```", page)
     assert len(drawing.LINES.findall(shown)) == 2
-    assert dict(drawing.LINES.findall(shown)).items() <= image.open(drawing.OUTPUT).info.items()
+    with image.open(drawing.OUTPUT) as picture:
+        assert dict(drawing.LINES.findall(shown)).items() <= picture.info.items()
     assert drawing.COMMAND in (GUIDES / "jobs.md").read_text()
 
 
