@@ -29,7 +29,7 @@ TAKEN = [form.replace("N", "2") for form in FORMS]
 # placement. `why` and `replay` hand theirs on to `onefold run`, once they have a record.
 REFUSED = {
     "run": (["--devices", "cuda:99", __file__], "cuda:99"),
-    "verify": (["--devices", "many", __file__], "--devices many"),
+    "verify": (["--devices", "many", __file__], "but got many"),
     "train classify": (["--data", "absent"], "--data absent"),
     "train segment": (["--data", "absent"], "--data absent"),
     "train text": (["--data", "absent"], "--data absent"),

@@ -160,7 +160,8 @@ def additions(shares: Shares, *, together: bool) -> tuple[tuple[tuple[Block, Blo
     >>> for together in (True, False):
     ...     rounds = additions(shares, together=together)
     ...     [[(left.start, right.start) for left, right in each] for each in rounds]
-    [[(0, 1), (2, 3)], [(0, 2)], [(0, 4)]] [[(0, 1)], [(2, 3)], [(0, 2)], [(0, 4)]]
+    [[(0, 1), (2, 3)], [(0, 2)], [(0, 4)]]
+    [[(0, 1)], [(2, 3)], [(0, 2)], [(0, 4)]]
     """
     published, rounds = published_by(shares), list[list[tuple[Block, Block]]]()
 

@@ -165,7 +165,7 @@ class Record:
         return {each.step: each for each in self._all(StepEntry)}
 
     def step(self, number: int) -> StepEntry:
-        """Return the entry of one step.
+        """Return the entry of one step; see `Record`.
 
         Raises:
             RecordError: the record does not contain the step.

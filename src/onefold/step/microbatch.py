@@ -137,7 +137,7 @@ def _fits_here(replica: Replica, task: ShardTask) -> bool:
     fits, sums = True, list[Gradients]()
     replica.start_step(task)
     try:
-        # Keep all partial sums, as a step does: they count towards the memory.
+        # Keep all partial sums, as a step does: they count toward the memory.
         sums, terms = _share(replica, task)
         if terms > 1 and task.divisors is None:
             # Without denominators backward did not run. Any will do, as the result is discarded.
