@@ -46,7 +46,7 @@ PROVEN_BY: dict[str, tuple[str, ...]] = {
     "| your own account": NOTHING,
     "| other users of the host": (SECOND,),
     "| other hosts of the run": (HAZARDS, SEALED),
-    "| anybody on the network": (REFUSED, LISTENS),
+    "| any process on the network": (REFUSED, LISTENS),
     "| files (data, run folders": (CRAFTED, PICKLES, INFINITE),
     "| records of others and": (OF_OTHERS, BUNDLE),
     "| your script, its": NOTHING,
@@ -106,7 +106,7 @@ PROVEN_BY: dict[str, tuple[str, ...]] = {
         "session/test_refused_calls.py::test_workers_without_pidfds",
         "session/test_refused_calls.py::test_memory_without_memfds",
     ),
-    "**Locks.** onefold waits": (f"{READER}_keeps_a_record_from_being_written_nor_frees_it",),
+    "**Locks.** onefold does not wait": (f"{READER}_keeps_a_record_from_being_written_nor_frees_it",),
     "Only their owner can": (
         "checkpoint/test_folder.py::test_a_lock_is_its_owners_alone_and_no_forked_child_keeps_it",
         "jobs/test_runfolder.py::test_a_strange_lock_is_refused",
@@ -137,7 +137,7 @@ PROVEN_BY: dict[str, tuple[str, ...]] = {
     "If addresses are translated": (ONE_VIEW, BETWEEN),
     "Without a secret the lead": (APART,),
     "The secret does not cover": NOTHING,
-    "Somebody who reaches the store's": NOTHING,
+    "A process that reaches the store's": NOTHING,
     "Traffic after the proof": NOTHING,
     "On GPUs NCCL makes": NOTHING,
     "`torchrun` opens ports": NOTHING,
@@ -155,7 +155,7 @@ PROVEN_BY: dict[str, tuple[str, ...]] = {
     # Files
     "**Run folders** of others": (CRAFTED,),
     "None writes outside": (CRAFTED,),
-    "What is wrong with one": (CRAFTED,),
+    "A defect in one": (CRAFTED,),
     "**Checkpoints** hold tensors": (
         "checkpoint/test_folder.py::test_what_was_saved_loads_into_a_fresh_model",
     ),
