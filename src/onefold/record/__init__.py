@@ -238,8 +238,7 @@ def whole_run(path: Path, kept: int, head: str) -> list[tuple[int, Entry]]:
 
 
 def alike(record: Record, *kinds: type[Any]) -> list[Any]:
-    """Return the entries of these kinds that do not depend on the devices; ``gather`` results
-    do."""
+    """Return the entries of these kinds that do not depend on the devices, unlike ``gather``."""
     return [
         each
         for each in record.entries

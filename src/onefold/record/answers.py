@@ -153,8 +153,7 @@ class ScriptReplay:
         return coming[0] if coming else None
 
     def failure(self) -> Exception | None:
-        """Return the recorded error of the step that the script repeats; None if the step
-        succeeded."""
+        """Return the recorded error of the replayed step; None if the step succeeded."""
         if not isinstance(failed := self._entries[0], FailureEntry):
             return None
         self._entries.popleft()

@@ -168,8 +168,7 @@ class BundleFacts(Struct, frozen=True, kw_only=True):
 
 
 def unpack_bundle(path: Path, folder: Path) -> tuple[BundleFacts, bytes]:
-    """Extract the step of a bundle to a directory, and return its description and its entry, if
-    any.
+    """Extract a bundle's step to a directory; return its description, and its entry if any.
 
     Raises:
         DataError: the file is not a bundle. No code from it has run.

@@ -130,8 +130,7 @@ class Recorder:
             self._write_held()
 
     def note_result(self, step: int, call: str, line: str, value: object) -> None:
-        """Record the result of a call: the value if it is small enough, otherwise only its
-        digest."""
+        """Record the result of a call: its digest, and the value if it is small enough."""
         self._write_held()
         written = encoding.encode(value, f"what {call} returns")
         kept = written if len(written) <= LARGEST_BYTES else None

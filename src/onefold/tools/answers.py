@@ -291,8 +291,7 @@ class Resumption:
         return self._found is not None and self.replay is not None
 
     def answers(self, kind: type[Entry], call: str = "") -> ScriptReplay | None:
-        """Return the recorded calls if they contain this one; None if the script makes it first
-        now.
+        """Return the recorded calls if they contain this one; None if the call is new.
 
         Args:
             kind: kind of the entry that replays the call.
