@@ -70,10 +70,22 @@ ONE, TWO = "step-00000001", "step-00000002"
     ("before", "record", "limit_bytes", "kind", "words"),
     [
         *(
-            (lambda f, n=n: (f / n).mkdir(), {}, 9999, FileExistsError, f"{ONE} holds {n}, which i")
+            (
+                lambda f, n=n: (f / n).mkdir(),
+                {},
+                9999,
+                FileExistsError,
+                f"not part of a checkpoint: {n}. Save",
+            )
             for n in ("notes.txt", "model.safetensors.bak")
         ),
-        (lambda f: f.symlink_to(f.rename(f.parents[1] / "b")), {}, 9999, FileExistsError, "is a l"),
+        (
+            lambda f: f.symlink_to(f.rename(f.parents[1] / "b")),
+            {},
+            9999,
+            FileExistsError,
+            "is a symbolic l",
+        ),
         (lambda folder: None, {}, 64, OSError, "model.safetensors could not be written: File too"),
         (lambda folder: None, {"extra": print}, 9999, TypeError, "not JSON serializable"),
     ],
