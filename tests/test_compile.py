@@ -245,7 +245,7 @@ def test_what_is_missing_or_open_to_others_is_named_before_work_begins(
     with pytest.raises(TypeError, match="compile must be True or False, but got 'max-auto"):
         trainer_of(compile="max-autotune")
     trainer_of(compile=False).save(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"saved with compile False, this run has True"):
+    with pytest.raises(CheckpointError, match=r"saved with compile False, but this run has True"):
         trainer_of().load(tmp_path / "run")
     tmp_path.chmod(0o777)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -177,7 +177,7 @@ def test_another_precision_is_refused_and_may_be_chosen(tmp_path: Path) -> None:
     second.load(tmp_path, allow_changed={"precision"})
     assert engine_in(second).rules.loss_scale == 2.0**16
     assert second.fingerprint() == first.fingerprint()
-    with pytest.raises(CheckpointError, match="precision 'bf16', this run has"):
+    with pytest.raises(CheckpointError, match="precision 'bf16', but this run has"):
         trainer_of("bf16-params").load(tmp_path, allow_changed={"precision"})
 
 

@@ -111,7 +111,7 @@ def test_it_is_stepped_once_wherever_the_run_was_saved(
 def test_another_way_to_step_it_does_not_fit(tmp_path: Path) -> None:
     Script("cosine").run(tmp_path, (1, 0))
     other = Script("cosine", every="step").trainer
-    with pytest.raises(CheckpointError, match="scheduler_every epoch, this run has"):
+    with pytest.raises(CheckpointError, match="scheduler_every epoch, but this run has"):
         other.load(tmp_path)
     assert other.load(tmp_path, allow_changed=["scheduler"]).epoch == 1
 

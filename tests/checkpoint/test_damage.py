@@ -191,7 +191,7 @@ def test_a_folder_that_is_no_longer_that_of_its_checkpoint(
 @for_each(
     ("changes", "words"),
     [
-        ({"seed": 2}, "saved with seed 2, this run has 1"),
+        ({"seed": 2}, "saved with seed 2, but this run has 1"),
         ({"format": 2}, "has format 2, but this version of onefold reads formats up to 1: install"),
     ],
 )

@@ -487,7 +487,7 @@ def test_a_directory_of_nothing_that_fits_is_refused(runs: Runs, tmp_path: Path)
     with pytest.raises(ValueError, match=words):
         runs.start(for_longer(1))
     runs.folder = directory
-    with pytest.raises(CheckpointError, match="seed 0, this run has 7"):
+    with pytest.raises(CheckpointError, match="seed 0, but this run has 7"):
         runs.start(seeded)
     assert runs.start(seeded, allow_changed=("shards", "seed"))
     for path in directory.glob("*/model.safetensors"):

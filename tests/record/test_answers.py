@@ -318,10 +318,10 @@ def loaded(life: Life, *, samples: int = 24, first: int = 0, **options: Any) -> 
 @pytest.mark.parametrize(
     ("options", "words", "changed"),
     [
-        ({"batch_size": 4}, "batch_size 6, this run has 4", "batch_size"),
-        ({"drop_last": True}, "drop_last False, this run has True", "batch_size"),
-        ({"shuffle": True}, "shuffle False, this run has True", "dataset"),
-        ({"samples": 30}, "a data set of length 24, this run has 30", "dataset"),
+        ({"batch_size": 4}, "batch_size 6, but this run has 4", "batch_size"),
+        ({"drop_last": True}, "drop_last False, but this run has True", "batch_size"),
+        ({"shuffle": True}, "shuffle False, but this run has True", "dataset"),
+        ({"samples": 30}, "a data set of length 24, but this run has 30", "dataset"),
         ({"first": 1}, "a subset of samples, as a digest, ", "dataset"),
     ],
 )
