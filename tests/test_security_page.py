@@ -106,7 +106,9 @@ PROVEN_BY: dict[str, tuple[str, ...]] = {
         "session/test_refused_calls.py::test_workers_without_pidfds",
         "session/test_refused_calls.py::test_memory_without_memfds",
     ),
-    "**Locks.** onefold does not wait": (f"{READER}_keeps_a_record_from_being_written_nor_frees_it",),
+    "**Locks.** onefold does not wait": (
+        f"{READER}_keeps_a_record_from_being_written_nor_frees_it",
+    ),
     "Only their owner can": (
         "checkpoint/test_folder.py::test_a_lock_is_its_owners_alone_and_no_forked_child_keeps_it",
         "jobs/test_runfolder.py::test_a_strange_lock_is_refused",
