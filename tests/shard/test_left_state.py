@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import StateError
+from tests.checkpoint.inprocess import Life, Runs
 from tests.tables import for_each
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
@@ -156,6 +158,40 @@ def test_metrics_outside_of_the_model_are_found() -> None:
             call(in_dict, X, batch_size=6)
 
 
+NORM = nn.BatchNorm1d(2)
+
+
+def run_alone(leave: Leave, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """Run steps with one shard under ``onefold run --checkpoint``."""
+
+    def loss(model: Net, x: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        leave(model, x, out)
+        return out.square().mean(dim=1)
+
+    def script(life: Life) -> str:
+        trainer = life.trainer(Net(), loss, shards=1)
+        for _ in range(4):
+            trainer.step(X)
+            with trainer.modifying():
+                trainer.model.kept.sum()
+        return trainer.fingerprint()
+
+    return Runs(folder, monkeypatch).start(script)
+
+
+@for_each(
+    ("leave", "place"),
+    [(lambda net, x, out: NORM(out), "BatchNorm1d is not part of the model"), *REFUSED[:5]],
+)
+def test_what_a_resumed_run_would_lose_is_refused_with_one_shard_too(
+    leave: Leave, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StateError) as caught:
+        run_alone(leave, tmp_path / "run", monkeypatch)
+    assert place in str(caught.value)
+
+
 def lazy(net: Net, x: torch.Tensor, out: torch.Tensor) -> None:
     net.cache.setdefault("table", torch.arange(4.0))
 
@@ -185,6 +221,13 @@ def test_what_each_shard_overwrites_stays_allowed(
         METER.update(1.0)  # between steps it is the script's
         trainer.model.metric(X)
     assert "the shards changed" not in caplog.text
+
+
+@for_each("leave", [lazy, sized, drawn, of_parameter, in_list_of_parameter])
+def test_one_shard_may_leave_what_each_step_leaves_anew(
+    leave: Leave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_alone(leave, tmp_path / "run", monkeypatch)
 
 
 def counted(net: Net, x: torch.Tensor, out: torch.Tensor) -> None:

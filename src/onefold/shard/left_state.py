@@ -136,9 +136,14 @@ def _change(before: Any, now: Any) -> tuple[bool, tuple[torch.Tensor, ...]] | No
 
 
 class LeftState:
-    """What the shards of a run have left on objects."""
+    """What the shards of a run have left on objects.
 
-    def __init__(self) -> None:
+    Args:
+        alone: whether each step has one shard, whose state only a resume loses.
+    """
+
+    def __init__(self, *, alone: bool) -> None:
+        self._alone = alone
         self._grown: Counter[str] = Counter()
         self.tensors: list[tuple[weakref.ref[torch.Tensor], str]] = []
         """Those that shards have put on modules in the last check, and where."""
@@ -175,6 +180,10 @@ class LeftState:
         """
         self.tensors, grown = [], set()
         for left in held.changed():
+            # With one shard it covers the whole batch, and each step replaces it.
+            replaced = left.kind == "parameter" or (left.kind == "module" and not left.grows)
+            if self._alone and replaced:
+                continue
             counts = left.grows and [tensor.numel() for tensor in left.tensors] == [1]
             if left.kind != "module" or counts:
                 raise StateError(load("shard.advice").words_of_left(where, left.place, left.kind))

@@ -250,6 +250,8 @@ class ExternalModules:
         self._context = context
         self.left: Any = None
         """`onefold.shard.left_state.LeftState`, created when shards may leave state on modules."""
+        self.resumes = False
+        """Whether the run writes checkpoints to resume from, which do not contain such state."""
 
     def watched(
         self, where: str, *, wanted: bool, function: object = None
@@ -262,7 +264,7 @@ class ExternalModules:
             function: the function that is computed, if it is not a loss.
         """
         looking = ExitStack()
-        if wanted and self._context.settings.shards > 1:
+        if wanted and (self._context.settings.shards > 1 or self.resumes):
             looking.enter_context(self.refusing_left(where, function))
         # Hooks would recompile a compiled model.
         if wanted and not self._context.compilers.compiled:
@@ -284,7 +286,9 @@ class ExternalModules:
         values = [value for each in functions for value in _values_of(each)]
         models = [self._module, *(m for each in functions for m in modules_of(each))]
         parts = [part for model in models for part in model.modules()]
-        named = list(self._module.named_parameters())
+        # With one shard this state covers the whole batch, and each step replaces it.
+        alone = self._context.settings.shards == 1
+        named = [] if alone else list(self._module.named_parameters())
         # Skip the check if it cannot find anything: PyTorch's own layers keep no such state, and
         # many models consist of these only.
         if (
@@ -293,7 +297,7 @@ class ExternalModules:
             or any(map(hook_owners, parts))
             or any(vars(parameter) for _, parameter in named)
         ):
-            self.left = self.left or load("shard.left_state").LeftState()
+            self.left = self.left or load("shard.left_state").LeftState(alone=alone)
             with self.left.judging(named, models, values, where):
                 yield
             return

@@ -303,8 +303,8 @@ class Engine:
 
     def _compute_task(self, task: ShardTask) -> tuple[StepTotals, StepWeight]:
         context, objective, number, batch = self.context, self.objective, task.step, task.batch
-        # A single shard may change outside state, as a plain loop may.
-        watched = task.run_checks and task.shards > 1
+        # A single shard may change outside state, as a plain loop may, unless a resume loses it.
+        watched = task.run_checks and (task.shards > 1 or self.external.resumes)
         if task.run_checks:
             context.find_generators(*self.losses.values())
         with (

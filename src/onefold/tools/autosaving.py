@@ -106,6 +106,7 @@ class Autosaving(Hook):
         self._is_savable = False
         """Whether the optimizer state is known to be savable, which its first update shows."""
         self._stop = False
+        run.engine.external.resumes = True
         at_good_end(self.finish)
 
     @property
