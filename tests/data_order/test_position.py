@@ -232,14 +232,14 @@ DIGEST = "lengths of samples, as a digest"
         (simple, {"shuffle": False}, "dataset", "shuffle True, but this run has False"),
         (simple, {"lengths": LENGTHS}, "dataset", f"{DIGEST} , but this run has"),
         (by_length, {}, "dataset", f"{DIGEST} [0-9a-f]{{16}}, but this run has"),
-        (by_length, {"lengths": LENGTHS[::-1]}, "dataset", f"{DIGEST} [0-9a-f]{{16}}, this"),
+        (by_length, {"lengths": LENGTHS[::-1]}, "dataset", f"{DIGEST} [0-9a-f]{{16}}, but"),
     ],
 )
 def test_another_loader_is_refused_by_name(
     body: Body, choices: dict[str, Any], changed: str, what: str
 ) -> None:
     """Whether it is made before or after the run goes on; and taken if that is asked for."""
-    saved, words = saves_of(body)[1][1], f"was saved with {what}.*then "
+    saved, words = saves_of(body)[1][1], f"was saved with {what}.*Then "
     early = Script()
     made = early.loader(**choices)
     with pytest.raises(CheckpointError, match=words):

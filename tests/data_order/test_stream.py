@@ -264,7 +264,7 @@ def test_a_pass_of_another_length_on_other_devices_is_refused() -> None:
     other = stream_loader(Plain(12), Shares((1, 1)), (0, 1))
     other.track.go_to(saved, ["dataset"])
     assert len(samples_in(list(other))) == 12
-    words = "passes of the stream Plain in which each device read .* 20, this run has 12"
+    words = "passes of the stream Plain in which each device read .* 20, but this run has 12"
     for compare in (other.track.go_to, other.track.expect):
         compare(saved)
         with pytest.raises(CheckpointError, match=words):
