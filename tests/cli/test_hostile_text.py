@@ -161,7 +161,7 @@ def test_what_is_to_be_confirmed_is_shown_as_it_is(
 ) -> None:
     monkeypatch.setattr(onefold.Record, "is_foreign", True)
     shown = say(command, str(recorded(tmp_path / "run")), "--step", "1")
-    assert "add --yes" in shown
+    assert "pass --yes" in shown
     assert f"in folder $'{SHOWN}\\nonefold: forged' with OMP_PLACES=$'" in shown
     assert "\nonefold: forged" not in shown
 

@@ -122,4 +122,4 @@ def test_nothing_fits_a_gpu_that_is_gone(
     assert not plan_script([str(SCRIPT), "1"], "4,1", options=RunOptions(), as_json=False)
     shown = " ".join(capsys.readouterr().out.split())
     # Where the first row has no offload, no stage is too large for it.
-    assert shown.endswith("alone: with 4 devices nothing; with 1 device nothing."), shown
+    assert shown.endswith("optimizer state: with 4 devices nothing; with 1 device nothing."), shown

@@ -79,7 +79,7 @@ def test_a_run_goes_on_through_no_link(tmp_path: Path, name: str, kind: str) -> 
     if kind == "link":
         elsewhere.mkdir()
     (run / name).symlink_to(elsewhere)
-    before, words = files(run), f"every part must be a folder, but {name} is a link"
+    before, words = files(run), f"not followed below a folder, but got {name}"
     with pytest.raises(OSError, match=words):
         require_room(run)
     folder = RunFolder(run, is_lead=True)

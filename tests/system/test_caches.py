@@ -67,7 +67,7 @@ def test_folders_others_may_change(tmp_path: Path, make: Callable[[Path], Path],
     folder = make(tmp_path / "home")
     with pytest.raises(ValueError, match=why):
         check_cache(folder, create=True)
-    with pytest.raises(ValueError, match=f"TRITON_CACHE_DIR names {folder}.*{why}.*unset TRITON"):
+    with pytest.raises(ValueError, match=f"TRITON_CACHE_DIR={folder}.*{why}.*unset TRITON"):
         other_caches({"TRITON_CACHE_DIR": str(folder)}, tmp_path / "home")
 
 

@@ -51,14 +51,14 @@ def test_a_file_is_read_whole_up_to_a_limit(tmp_path: Path) -> None:
         with open_plain(tmp_path / "link", follow=True) as file:  # which the user has named
             assert file.read() == content
     assert len(read_plain(path, 256_000)) == 256_000
-    with pytest.raises(OSError, match="expected 255,999 bytes at most, got 256,000") as caught:
+    with pytest.raises(OSError, match="expected at most 255,999 bytes, got 256,000") as caught:
         read_plain(path, 255_999)
     assert caught.value.errno == errno.EFBIG
     # A file of the kernel claims to be empty.
-    with pytest.raises(OSError, match="expected 10 bytes at most, got more: '/proc/"):
+    with pytest.raises(OSError, match="expected at most 10 bytes, got more: '/proc/"):
         read_plain(Path("/proc/self/maps"), 10)
     os.truncate(path, RECORD_BYTES + 1)
-    with pytest.raises(OSError, match="expected 67,108,864 bytes at most, got 67,108,865"):
+    with pytest.raises(OSError, match="expected at most 67,108,864 bytes, got 67,108,865"):
         read_plain(path)
 
 
@@ -171,7 +171,7 @@ def test_no_link_below_the_folder_that_was_named_is_followed(tmp_path: Path) -> 
     (named / "link").symlink_to(elsewhere)
     (named / "a" / "link").symlink_to(elsewhere)
     for inner in ("link", "a/link", "a/link/b", "a/../../elsewhere"):
-        words = "every part must be a folder, but link is a link"
+        words = r"links and \.\. are not followed below a folder, but got (link|\.\.)"
         with pytest.raises(OSError, match=words), open_folder(named / inner, below=named):
             pass
         with pytest.raises(OSError, match=words):

@@ -49,7 +49,7 @@ def open_folder(path: Path, below: Path | None = None, *, make: bool = False) ->
                 with suppress(FileExistsError):
                     os.mkdir(part, dir_fd=folder)
             if part == ".." or stat.S_ISLNK(os.lstat(part, dir_fd=folder).st_mode):
-                words = f"every part must be a folder, but {part} is a link"
+                words = f"links and .. are not followed below a folder, but got {part}"
                 raise OSError(errno.EINVAL, words, str(path))
             inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
