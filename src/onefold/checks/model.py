@@ -304,8 +304,8 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
             f"{name} requires a closure that runs the model several times per step, which cannot "
-            f"be divided among devices. Pass None to Trainer instead, and in every step, on every "
-            f"device: `with trainer.modifying(): optimizer.step(lambda: "
+            f"be divided among devices. Pass None to Trainer instead, and run this in every step, "
+            f"on every device: `with trainer.modifying(): optimizer.step(lambda: "
             f"trainer.gradient(batch).loss)`. Or use an optimizer whose step() takes no closure"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):

@@ -186,9 +186,8 @@ def _shown(name: str, number: int) -> str:
 _SAME = "every device must run the same script on the same data"
 _WORDS = {
     "call": "{who} calls {theirs} while device 0 calls {ours}: all devices must make the same "
-    "trainer "
-    "calls in the same order, and none under `if trainer.is_lead:`. For calls that write files, "
-    "such as trainer.save, all devices call and the lead writes",
+    "trainer calls in the same order, and none under `if trainer.is_lead:`. Also call trainer.save "
+    "and others that write files on all devices: only the lead writes",
     "step": "{who} is in step {theirs} and device 0 in step {ours}: " + _SAME,
     "loss": "{where}: {who} computes loss {theirs} of the Trainer and device 0 loss {ours} "
     "(counted from 0): all devices must make the same steps in the same order",
