@@ -49,7 +49,7 @@ def test_shards_of_other_numbers_of_terms_are_named(shares: tuple[int, ...]) -> 
         terms = by_weight(model, batch)
         return terms if float(batch[1][0]) < 3 else terms + onefold.Sum(model(batch[0]).sum())
 
-    with pytest.raises(LossError, match="of several kinds: a sum of 2 terms, a sum of 3 terms"):
+    with pytest.raises(LossError, match="different kinds of losses: a sum of 2 terms, a sum of 3"):
         of_numbers(loss, [1.0, 2.0, 3.0, 4.0], shares=shares)
     with pytest.raises(LossError, match=r"shard 0 has 2 terms, but another shard has 3\. Return"):
         of_numbers(loss, [1.0] * 4, [1.0, 2.0, 3.0, 1.0], shares=shares)
