@@ -26,7 +26,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import warm
+from tests import tables, warm
 
 SEMAPHORE_IN_THE_MAKING = re.compile(r"sem\.[A-Za-z0-9]{6}")
 """The C library's own: it stays where a process is killed in the very moment of making one."""
@@ -51,6 +51,7 @@ settings.load_profile("same")
 def pytest_configure(config: pytest.Config) -> None:
     """Test workers start with the order of sets that launched devices have, so as to be forked."""
     os.environ.setdefault("PYTHONHASHSEED", "0")
+    tables.wanted[:] = [] if "not full" in config.getoption("markexpr") else ["full"]
     # Ignored under nohup and in the background of a script, and then by whatever a test starts.
     for number, handler in USUAL.items():
         if signal.getsignal(number) == signal.SIG_IGN:

@@ -4,13 +4,21 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ["for_each"]
+__all__ = ["for_each", "some"]
 
 Test = Callable[..., None]
+Case = TypeVar("Case")
+wanted: list[str] = []
+"""``full`` if the tests that are marked so are run as well, see `tests.conftest`."""
+
+
+def some(cases: Iterable[Case], one_of: int) -> list[Case]:
+    """Return one case of so many, beginning with the first; all of them in a full run."""
+    return list(cases)[:: 1 if wanted else one_of]
 
 
 def for_each(

@@ -13,7 +13,7 @@ from onefold.cli.verdicts import State, hints_of
 from onefold.cli.verify import Difference, first_difference, verify_script
 from onefold.core.placements import described
 from tests.started import ended
-from tests.tables import for_each
+from tests.tables import for_each, some
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -125,11 +125,14 @@ if not (fault == "short" and again):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [
-        ("rank", "1 device twice gives the same bits"),
-        ("clock", "1 device twice differs as well"),
-        ("short", "1 device twice differs as well"),
-    ],
+    some(
+        [
+            ("rank", "1 device twice gives the same bits"),
+            ("short", "1 device twice differs as well"),
+            ("clock", "1 device twice differs as well"),
+        ],
+        2,
+    ),
 )
 def test_without_a_hint_the_first_run_is_repeated(fault: str, words: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -25,7 +25,7 @@ from tests.exchange.contract import (
     start,
     storage,
 )
-from tests.tables import for_each
+from tests.tables import for_each, some
 
 WAYS = ["", ", in stages", ", in stages, on a disk"]
 KINDS = [kind + way for kind in EXCHANGES for way in WAYS]
@@ -40,7 +40,7 @@ def test_devices_of_one_process(devices: int, way: str, tmp_path: Path) -> None:
     check_exchange(exchange, sizes, begun, range(devices))
 
 
-@for_each(("number", "kind"), enumerate(KINDS[:-1]))
+@for_each(("number", "kind"), some(enumerate(KINDS[:-1]), 3))
 def test_simulated_devices(number: int, kind: str) -> None:
     devices = 2 + number % 2
     assert simulate(check_launched, devices, seed=number, args=([kind],)) == [[kind]] * devices

@@ -28,7 +28,7 @@ from onefold_jobs.run import read_options, run_job
 from tests.capabilities import needs_text
 from tests.checkpoint.folders import full_disk, steps_in
 from tests.jobs.tiny import SMALL, WRITERS, direct, job_of, run_here, write_pictures, write_texts
-from tests.tables import for_each
+from tests.tables import for_each, some
 
 needs_text()
 
@@ -186,6 +186,7 @@ def init(**how):
 """
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_run_that_ended_early_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -296,7 +297,7 @@ def test_a_stop_changes_no_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"
     options = {"epochs": 2, "batch_size": 4}
     whole, said = run_here("text", data, runs, name="whole", **options)
-    for step, fails in ((4, False), (10, False), (5, True)):
+    for step, fails in some(((4, False), (10, False), (5, True)), 2):
 
         def asked(trainer: onefold.Trainer, step: int = step, fails: bool = fails) -> bool:
             if fails and trainer.steps == step:

@@ -24,7 +24,7 @@ from onefold.exchange.memory import Partial
 from onefold.shard.stage_modules import GradientHooks
 from onefold.step import assembly
 from onefold.testing import Fault, outcomes, simulate
-from tests.tables import for_each
+from tests.tables import for_each, some
 
 WIDTH = 24
 
@@ -199,18 +199,10 @@ def check_bits(way: dict[str, Any], devices: int, placement: str) -> None:
     assert bits(script(**way), devices, placement) == bits(script(**alone), 1)
 
 
-@for_each(("way", "devices", "placement"), EVERY[::5])
+@for_each(("way", "devices", "placement"), some(EVERY, 9))
 def test_the_bits_are_those_of_one_device(
     way: dict[str, Any], devices: int, placement: str
 ) -> None:
-    check_bits(way, devices, placement)
-
-
-@pytest.mark.full
-@for_each(
-    ("way", "devices", "placement"), [case for number, case in enumerate(EVERY) if number % 4]
-)
-def test_so_they_are_in_all_other_cases(way: dict[str, Any], devices: int, placement: str) -> None:
     check_bits(way, devices, placement)
 
 

@@ -27,9 +27,6 @@ pytestmark = [
 LIMIT_S = 800
 USUAL = (
     "tests/gpu/test_devices.py",
-    "tests/gpu/test_waiting.py",
-    "tests/gpu/test_numbers.py",
-    "tests/gpu/test_bits.py::test_every_precision",
     "tests/gpu/test_bits.py::test_batches_may_lie_anywhere",
     "tests/gpu/test_bits.py::test_two_cards_have_the_bits_of_one",
 )

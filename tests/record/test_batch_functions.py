@@ -13,6 +13,7 @@ from onefold.errors import CheckpointError, SampleError
 from onefold.record import FILE
 from tests.checkpoint.inprocess import Life, Runs, Script
 from tests.small import line, make_trainer, points, square
+from tests.tables import some
 
 X, Y = points(40)
 Rule = Callable[[int, torch.Generator], Any]
@@ -78,7 +79,7 @@ SCRIPTS: dict[str, Script] = {
 def test_a_function_that_keeps_state_goes_on_where_it_was(runs: Runs, name: str) -> None:
     script = SCRIPTS[name]
     expected = runs.whole(script)
-    for dies in range(1, runs.ticks + 1):
+    for dies in some(range(1, runs.ticks + 1), 3):
         again = runs.below(dies)
         assert again.start(script, dies=dies) is None
         assert again.start(script, devices=2) == expected, dies
