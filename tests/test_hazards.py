@@ -166,6 +166,7 @@ ENDS = """
     system/process.py _signal.signal: sets a handler, and sends nothing
     system/process.py os._exit: itself, where its parent is gone
     system/stop_signals.py os.kill: itself, by a second signal, as without the run
+    tools/autosaving.py os._exit: itself, where the end of the run cannot be saved
     worker.py os._exit: itself
 """
 
@@ -236,6 +237,8 @@ ENVIRONMENT = """
     exchange/group.py os.environ: gloo's interface, put back afterwards
     launcher/environment.py environment: for a worker, in a copy
     launcher/environment.py environment.setdefault: for a worker, in a copy
+    launcher/launch.py os.environ.update: the options of a run that this process joins
+    launcher/launch.py os.environ.setdefault: the order of sets, where nobody has said so
     launcher/environment.py os.environ.update: where compiled code is kept, where nobody has said so
     launcher/environment.py os.environ.setdefault: how cuBLAS is to work, where nobody has said so
 """

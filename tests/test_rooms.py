@@ -34,6 +34,7 @@ ROOMS = (
     "passes",
     "record",
     "checkpoint",
+    "options",
     "launcher",
     "session",
     "tools",
@@ -49,7 +50,7 @@ ROOMS = (
 )
 OUTER = {"integrations", "cli"}
 """What is built on the public interface, as a user's program is."""
-OPEN_TO_OUTER = {"errors", "losses", "record", "system", "weights", "onefold", *OUTER}
+OPEN_TO_OUTER = {"errors", "losses", "options", "record", "system", "weights", "onefold", *OUTER}
 
 
 OF_SYSTEM_FOR_CORE = {"onefold.system.accelerator", "onefold.system.compat"}
@@ -254,7 +255,9 @@ def test_all_text_of_commands_leaves_by_one_screen() -> None:
             assert not others.search(text), path
 
 
-PUBLIC_MODULES = {"cli", "errors", "files", "integrations", "losses", "testing", "weights"}
+PUBLIC_MODULES = {
+    *("cli", "errors", "files", "integrations", "losses", "options", "testing", "weights"),
+}
 """The modules of onefold that its reference documents."""
 
 

@@ -1,7 +1,8 @@
 """A process of a launched run: runs the user's script or function, and reports its failure.
 
 `onefold.launch` starts it with LAUNCHER_PID SCRIPT [ARGUMENT ...], or with ``-m MODULE`` or
-``--call PAYLOAD RESULT`` (two inherited descriptors) instead of the script.
+``--call PAYLOAD RESULT`` (two inherited descriptors) instead of the script. `supervise` turns a
+process of another launcher into one, which has none of the launcher's descriptors.
 
 Note: a child that the script forks
 -----------------------------------
@@ -27,14 +28,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from onefold.core.late import load
-from onefold.core.options import RECORD_FILE, LaunchContext
+from onefold.core.options import LaunchContext
 from onefold.errors import OnefoldError, PeerError
 from onefold.exchange.progress import progress_of
 from onefold.launcher.environment import current_context
 from onefold.launcher.hang import answer_with_stacks
 from onefold.launcher.membership import advice_on_one_file, end_well, leave
 from onefold.launcher.workers import WorkerReport, write_report
-from onefold.system.output import hold_output
 from onefold.system.process import (
     NOTICES,
     STOP_SIGNALS,
@@ -62,9 +62,11 @@ def main() -> int:
     die_with_parent(int(arguments[0]))
     context, process = current_context(), os.getpid()
     # Programs that the script starts must not inherit the launcher's descriptors.
-    for name in ("progress", "report", "stacks", "store"):
+    names = ("progress", "report", "stacks", "store") if context.launcher == "onefold" else ()
+    for name in names:
         os.set_inheritable(getattr(context, f"{name}_descriptor"), False)
-    answer_with_stacks(context.stacks_descriptor)
+    if names:
+        answer_with_stacks(context.stacks_descriptor)
     progress = progress_of(context)
     # A signal to this worker counts as a signal to the launcher, if the run can save itself.
     if progress is not None and context.options.may_stop:
@@ -154,10 +156,6 @@ def _prepare(context: LaunchContext) -> None:
     # Otherwise sockets of loader workers would outlive them if they are killed.
     if context.directory:
         gather_sockets_in(context.directory)
-    options = context.options
-    saved = options.checkpoint and any(Path(options.checkpoint).glob("step-*"))
-    if context.rank == 0 and saved and Path(options.recorded_in, RECORD_FILE).exists():
-        hold_output()
 
 
 def _run_script(command: list[str]) -> None:

@@ -1,7 +1,9 @@
 """What scripts do to the model around the loop acts once, wherever the run was stopped."""
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,16 +14,18 @@ from torch.utils.data import Subset, TensorDataset
 
 import onefold
 from onefold.checkpoint.run_state import RunState
+from onefold.core.options import RunOptions
 from onefold.errors import CheckpointError, LossError, RecordError
 from onefold.integrations.loggers import log_steps
+from onefold.launcher.environment import current_context
 from onefold.record import FILE
+from onefold.testing import simulate
 from onefold.tools import autosaving
 from tests.checkpoint.folders import full_disk, names_in, steps_in
-from tests.checkpoint.inprocess import Died, Life, Runs, Script, new_progress
+from tests.checkpoint.inprocess import Died, Life, Runs, Script
 from tests.inside import engine_in
 from tests.small import points, square
-from tests.step.assembled import devices_of
-from tests.tables import for_each
+from tests.tables import for_each, some
 
 EPOCHS = 3
 
@@ -218,13 +222,11 @@ def test_scores_done_before_are_mentioned(runs: Runs, caplog: pytest.LogCaptureF
     assert f"after step 4 from {runs.folder}" in text
 
 
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_it_goes_on_wherever_it_died(runs: Runs, script: Script, half: int) -> None:
+def test_it_goes_on_wherever_it_died(runs: Runs, script: Script) -> None:
     """Killed between any two lines, often twice, on other numbers of devices; then run again."""
     whole = runs.whole(script)
-    moments = [dies for dies in range(1, runs.ticks + 1) if dies % 4 // 2 == half]
-    for number, dies in enumerate(moments):
+    for number, dies in enumerate(some(range(1, runs.ticks + 1), 5)):
         devices = ((1, 2, 3), (2, 1, 1), (3, 3, 2))[number % 3]
         runs.folder = runs.folder.with_name(f"run{dies}")
         assert runs.start(script, devices[0], dies=dies, every=1 + dies % 2) is None
@@ -423,25 +425,27 @@ def test_the_end_of_a_run_that_survived_an_error_is_saved(runs: Runs, closes: bo
 
 
 @for_each("every_s", [0.0, 3.0])
-def test_by_time_all_save_the_same_steps(monkeypatch: pytest.MonkeyPatch, every_s: float) -> None:
+def test_by_time_all_save_the_same_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_s: float
+) -> None:
     """The lead's clock decides; its step takes a second, and one of the others much longer."""
-    now = {"lead": 50.0, "other": 0.0}
-    who = ["lead"]
-    monkeypatch.setattr(autosaving.time, "monotonic", lambda: now[who[0]])
-    with new_progress(2) as progress:
-        own = {"lead": devices_of(2, own=[0]), "other": devices_of(2, own=[1])}
-        clocks = {n: autosaving.SaveClock(progress, every_s, own[n]) for n in now}
-        saved: dict[str, list[int]] = {"lead": [], "other": []}
-        for step in range(1, 13):
-            for who[0], clock in clocks.items():  # the lead is ahead, if anybody is
-                clock.begin_step(step)
-            now["lead"] += 1.0
-            now["other"] += 100.0
-            for who[0], clock in clocks.items():
-                if clock.is_due(step):
-                    saved[who[0]].append(step)
-                    clock.restart()
-    assert list(saved.values()) == ([[4, 8, 12]] * 2 if every_s else [[], []])
+    now = [50.0, 0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[current_context().rank])
+    monkeypatch.setattr(autosaving, "time", clock)
+
+    def script() -> str:
+        trainer = onefold.Trainer(model := network(), adam(model), square, shards=2, threads=1)
+        loader = trainer.loader(data(), batch_size=4)
+        for _ in trainer.epochs(2):
+            for batch in loader:
+                trainer.step(batch)
+                now[current_context().rank] += (1.0, 100.0)[current_context().rank]
+        return trainer.fingerprint()
+
+    every = RunOptions(save_every=0 if every_s else 1000, save_every_s=every_s, keep_last=100)
+    whole = simulate(script, 2)
+    assert simulate(script, 2, options=replace(every, checkpoint=str(tmp_path))) == whole
+    assert steps_in(tmp_path) == ([4, 8, 12] if every_s else [12])
 
 
 def a_scheduler_of_the_scripts(life: Life) -> None:

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 
 from onefold.checks.description import compare, describe, describe_settings
 from onefold.core.assignment import Devices
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.core.shard import Shares
 from onefold.errors import DisagreementError
 from onefold.shard.model_parts import ModelParts
@@ -190,3 +191,17 @@ def test_scripts_may_set_the_precision_of_products_for_one_kind_of_device() -> N
         assert said()["the precision of matrix products"] == "none"
     finally:
         matmul.fp32_precision = before
+
+
+def test_options_that_differ_name_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for host, options in (("one", {}), ("two", {"checkpoint": "/tmp/run"})):
+        given = RunOptions(record="/tmp/record", **options)
+        context = LaunchContext(launcher="torch", options=given)
+        monkeypatch.setattr("platform.node", lambda host=host: host)
+        monkeypatch.setattr("tests.step.assembled.LaunchContext", lambda context=context: context)
+        found.append(json.dumps(said()).encode())
+    compare(found[:1] * 2)
+    words = r"checkpoint is False on device 0 and True on device 1 .hosts one and two.\. Every"
+    with pytest.raises(DisagreementError, match=words):
+        compare(found)

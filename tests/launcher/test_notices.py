@@ -56,7 +56,7 @@ def test_a_notice_is_agreed_on(noticing: Callable[[str], onefold.Trainer], names
 
 @for_each("names", ["KILL", "usr1", "10", "USR1,STOP"])
 def test_a_signal_that_nobody_can_take_is_refused(names: str) -> None:
-    words = "ONEFOLD_STOP_SIGNAL=.* is not valid. Choose from INT, TERM, HUP, USR1, USR2"
+    words = "ONEFOLD_STOP_SIGNAL=.* is not valid: choose from INT, TERM, HUP, USR1, USR2"
     with pytest.raises(LaunchError, match=words):
         read_context({"ONEFOLD_STOP_SIGNAL": names})
 

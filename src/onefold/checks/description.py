@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.checks.model import updates_by_element
 from onefold.core.assignment import Devices
+from onefold.core.late import load
+from onefold.core.options import RunOptions
 from onefold.core.settings import Settings
 from onefold.core.shard import Shares
 from onefold.core.stages import Stages
@@ -26,7 +28,7 @@ from onefold.update.optimizers import class_of, name_of
 __all__ = ["compare", "describe", "describe_settings"]
 
 _log = logging.getLogger("onefold")
-_HASHES = "a hash"
+_HASHES, _HOST = "a hash", "the host"
 _VALUE = "the value of "
 _PARTS = ("parameter ", "buffer ")
 
@@ -58,6 +60,10 @@ def describe(
         "the scheduler": "None" if scheduler is None else class_of(scheduler),
         **_surroundings(list(devices.own_devices.values()), alike=settings.deterministic),
     }
+    options = devices.context.options
+    # Options of onefold's own launcher come from one record, so that they cannot differ.
+    if devices.context.launcher == "torch" and options != RunOptions():
+        described |= load("options").describe(options)
     if settings.compile:
         described["what compiles"] = code_compiler(devices.all[devices.own[0]])
     updated = {
@@ -103,6 +109,7 @@ def _surroundings(own: Sequence[torch.device], *, alike: bool) -> dict[str, str]
         "the kind of device": device.type,
         # Differs with PYTHONHASHSEED, as does the order of sets; see `compare`.
         _HASHES: str(hash("onefold")),
+        _HOST: platform.node(),
         "the version of onefold": version("onefold"),
         "the version of torch": torch.__version__,
         "the version of numpy": np.__version__,
@@ -178,7 +185,7 @@ def compare(descriptions: Sequence[bytes]) -> None:
         DisagreementError: a device's description differs from device 0's.
     """
     lead: dict[str, str] = json.loads(descriptions[0])
-    hashes = lead.pop(_HASHES, None)
+    hashes, host = lead.pop(_HASHES, None), lead.pop(_HOST, "")
     # Warn at most once, without an error: few scripts depend on the order of a set.
     if any(json.loads(text).get(_HASHES) != hashes for text in {*descriptions}):
         _log.warning(
@@ -190,6 +197,8 @@ def compare(descriptions: Sequence[bytes]) -> None:
             continue
         other: dict[str, str] = json.loads(text)
         other.pop(_HASHES, None)
+        theirs = other.pop(_HOST, host)
+        hosts = f" (hosts {host} and {theirs})" if theirs != host else ""
         names = {**lead, **other}
         lacking = [w for w in names if w.startswith(_PARTS) and (w in lead) != (w in other)]
         for what in names:
@@ -206,9 +215,9 @@ def compare(descriptions: Sequence[bytes]) -> None:
             if lead.get(what) != other.get(what):
                 raise DisagreementError(
                     f"{what} is {lead.get(what, 'absent')} on device 0 and "
-                    f"{other.get(what, 'absent')} on device {number}. Every device must create the "
-                    f"same model, optimizer and Trainer, with all parts in the same order and the "
-                    f"same libraries{_of_gpus(what)}"
+                    f"{other.get(what, 'absent')} on device {number}{hosts}. Every device must "
+                    f"create the same model, optimizer and Trainer, with all parts in the same "
+                    f"order, the same options and the same libraries{_of_gpus(what)}"
                 )
 
 

@@ -30,7 +30,6 @@ from onefold import RunOptions
 from onefold.cli import ENTRY_POINTS, Commands, declare, tell_next
 from onefold.cli.running import (
     DEFAULT_PLACEMENT,
-    PLACEMENT_VARIABLE,
     SCRIPT,
     AsJson,
     Devices,
@@ -45,6 +44,7 @@ from onefold.cli.running import (
     run,
 )
 from onefold.errors import LaunchError, OnefoldError, RunFailed
+from onefold.options import variable
 from onefold.system.stop_signals import Stopped, stopped_by_signals
 from onefold.system.words import in_shell, tell, visible
 
@@ -182,7 +182,7 @@ def verify(
     placement: Annotated[
         str,
         Option(
-            envvar=PLACEMENT_VARIABLE,
+            envvar=variable("placement"),
             show_envvar=False,  # the variable has one placement, this option several
             metavar="PLACEMENTS",
             help="Placements to compare, such as replicate,partition.",

@@ -24,9 +24,11 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from onefold import RunOptions
 from onefold.cli import Screen, print_json
 from onefold.cli.replay import StepReplay
 from onefold.errors import LaunchError
+from onefold.options import describe
 from onefold.record import Record, alike, shards_of
 from onefold.record.entries import BlockEntry, Result, StartEntry, StepEntry
 from onefold.record.findings import Findings, ShardFinding
@@ -35,7 +37,10 @@ from onefold.system.words import counted, in_shell, listed, tell
 
 __all__ = ["compare_runs", "find_commit", "first_difference", "show_record"]
 
-_OF_NO_ACCOUNT = {"the number of shards per device", "the placement", "a hash", "the stages"}
+_OF_NO_ACCOUNT = {
+    *("the number of shards per device", "the placement", "a hash", "the host", "the stages"),
+    *describe(RunOptions()),
+}
 """Words of a description that do not affect the bits."""
 _FEW = 8
 _MOST_CAUSES = 200

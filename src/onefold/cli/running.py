@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,8 +19,14 @@ from typer import Argument, Option
 from onefold import Outcome, RunOptions, Selection, select_devices, supervise
 from onefold.cli import print_json, tell_next
 from onefold.errors import LaunchError
+from onefold.options import (
+    HEADINGS,
+    OPTIONS,
+    read_interval,
+    variable,
+)
 from onefold.system.process import STOPPED_CODE
-from onefold.system.words import in_shell, seconds_of, show_traceback, tell, visible
+from onefold.system.words import in_shell, show_traceback, tell, visible
 
 __all__ = [
     "DEFAULT_PLACEMENT",
@@ -43,11 +48,9 @@ __all__ = [
 
 SCRIPT = {"allow_extra_args": True, "allow_interspersed_args": False}
 """Settings of a command that stops parsing at its first argument, and passes the others on."""
-PLACEMENT_VARIABLE = "ONEFOLD_PLACEMENT"
 
 _DEFAULTS = RunOptions()
 DEFAULT_PLACEMENT = _DEFAULTS.placement
-_HELP = {each.name: each.metadata.get("help", "") for each in fields(RunOptions)}
 _OF_CHECKPOINTS = (
     "save_every",
     "keep_last",
@@ -59,11 +62,21 @@ _OF_CHECKPOINTS = (
 """Options of ``onefold run`` that require ``--checkpoint``."""
 _USAGE = 2
 """Exit code of a program that cannot use its arguments."""
-_of_devices, _of_stopping, _of_watching = (
-    partial(Option, rich_help_panel=heading)
-    for heading in ("Devices", "Stop and resume", "Inspect the run")
-)
-"""Options under the heading of their group."""
+_panel = partial(Option, rich_help_panel=HEADINGS[0])
+
+
+def _option(name: str, **more: Any) -> Any:
+    """Return an option of the table, which its variable sets as well."""
+    option = OPTIONS[name]
+    return Option(
+        envvar=variable(name),
+        show_envvar=False,
+        metavar=option.metavar,
+        help=option.help,
+        rich_help_panel=option.heading,
+        **more,
+    )
+
 
 Script = Annotated[
     str | None,
@@ -74,36 +87,16 @@ Script = Annotated[
 ]
 Module = Annotated[
     bool,
-    _of_devices("-m", help="Run a module instead of a script, as python -m does."),
+    _panel("-m", help="Run a module instead of a script, as python -m does."),
 ]
 Devices = Annotated[
     str,
-    _of_devices(metavar="N|auto|LIST", help="N, auto, cpu:N, or GPUs such as cuda:1,cuda:3."),
+    _panel(metavar="N|auto|LIST", help="N, auto, cpu:N, or GPUs such as cuda:1,cuda:3."),
 ]
-PlacementOption = Annotated[
-    str,
-    _of_devices(
-        envvar=PLACEMENT_VARIABLE,
-        metavar="KIND",
-        help=_HELP["placement"],
-    ),
-]
-OffloadDir = Annotated[
-    Path | None,
-    _of_devices(
-        metavar="DIR",
-        help="Folder, on a disk, for the --placement offload file.",
-        show_default="TMPDIR",
-    ),
-]
-Exchange = Annotated[
-    str,
-    _of_devices(metavar="auto|shared|collective", help="Transport between devices."),
-]
-Timeout = Annotated[
-    float,
-    _of_devices(metavar="SECONDS", help="Timeout for waiting on another device."),
-]
+PlacementOption = Annotated[str, _option("placement")]
+OffloadDir = Annotated[Path | None, _option("offload_dir", show_default="TMPDIR")]
+Exchange = Annotated[str, _option("exchange")]
+Timeout = Annotated[float, _option("timeout")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object; text goes to stderr.")]
 
 
@@ -113,72 +106,41 @@ def run(
     devices: Devices = "auto",
     placement: PlacementOption = DEFAULT_PLACEMENT,
     module: Module = False,
-    checkpoint: Annotated[
-        Path | None,
-        _of_stopping(metavar="DIR", help="Resume from this folder's last checkpoint; save here."),
-    ] = None,
-    save_every: Annotated[
-        str,
-        _of_stopping(
-            metavar="N|TIME",
-            help="Checkpoint interval: steps, time, or both (500,1h).",
-        ),
-    ] = str(_DEFAULTS.save_every),
-    keep_last: Annotated[
-        int,
-        _of_stopping(metavar="N", help="Number of recent checkpoints to keep."),
-    ] = _DEFAULTS.keep_last,
-    max_restarts: Annotated[
-        int,
-        _of_stopping(metavar="N", help="Maximum restarts without a new checkpoint."),
-    ] = _DEFAULTS.max_restarts,
+    checkpoint: Annotated[Path | None, _option("checkpoint")] = None,
+    save_every: Annotated[str, _option("save_every")] = str(_DEFAULTS.save_every),
+    keep_last: Annotated[int, _option("keep_last")] = _DEFAULTS.keep_last,
+    max_restarts: Annotated[int, _option("max_restarts")] = _DEFAULTS.max_restarts,
     restart_devices: Annotated[
-        Literal["same", "fewer"],
-        _of_stopping(metavar="same|fewer", help="Devices of a restart; fewer drops a lost one."),
+        Literal["same", "fewer"], _option("restart_devices")
     ] = _DEFAULTS.restart_devices,
-    grace_period: Annotated[
-        float,
-        _of_stopping(metavar="SECONDS", help="Time to save after a stop signal."),
-    ] = _DEFAULTS.grace_period_s,
-    allow_changed: Annotated[
-        str | None,
-        _of_stopping(
-            metavar="NAMES", help="Settings that may differ from the saved run, such as seed."
-        ),
-    ] = None,
+    grace_period: Annotated[float, _option("grace_period")] = _DEFAULTS.grace_period_s,
+    allow_changed: Annotated[str | None, _option("allow_changed")] = None,
     record: Annotated[
-        Path | None,
-        _of_watching(
-            metavar="DIR",
-            help="Folder for the record of the run.",
-            show_default="the --checkpoint folder",
-        ),
+        Path | None, _option("record", show_default="the --checkpoint folder")
     ] = None,
-    logs: Annotated[
-        Path | None,
-        _of_watching(metavar="DIR", help="Folder for the other devices' output (device-1.log)."),
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        _of_watching(metavar="DIR", help="Folder for a timeline, to open in Perfetto."),
-    ] = None,
-    audit: Annotated[
-        float,
-        _of_watching(metavar="FRACTION", help="Fraction of shards to recompute on another device."),
-    ] = _DEFAULTS.audit,
+    logs: Annotated[Path | None, _option("logs")] = None,
+    profile: Annotated[Path | None, _option("profile")] = None,
+    audit: Annotated[float, _option("audit")] = _DEFAULTS.audit,
     on_corruption: Annotated[
-        Literal["heal", "stop"],
-        _of_watching(metavar="heal|stop", help="On a one-time wrong result: correct it, or stop."),
+        Literal["heal", "stop"], _option("on_corruption")
     ] = _DEFAULTS.on_corruption,
     as_json: Annotated[
         bool,
-        _of_watching("--json", help="Print the outcome as JSON, in the last line of stdout."),
+        Option(
+            "--json",
+            rich_help_panel=HEADINGS[2],
+            help="Print the outcome as JSON, in the last line of stdout.",
+        ),
     ] = False,
     exchange: Exchange = "auto",
     timeout: Timeout = _DEFAULTS.timeout_s,
     offload_dir: OffloadDir = None,
 ) -> None:
     """Run a script on the devices of this machine.
+
+    Under torchrun or srun with several processes, this process becomes a device of their run,
+    unless --devices is given. The variable ONEFOLD_SAVE_EVERY has the effect of --save-every, and
+    likewise for the other options.
 
     With --checkpoint, the first SIGTERM, SIGHUP or Ctrl-C makes the run save itself at the end of
     its step and exit with code 75. The same command resumes it. A second signal ends the run at
@@ -190,7 +152,10 @@ def run(
     for folder in (profile, record):
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-    steps, seconds = _read_interval(save_every)
+    try:
+        steps, seconds = read_interval(save_every)
+    except ValueError as error:
+        raise LaunchError(f"--save-every {save_every} is not valid: {error}") from None
     if checkpoint is not None:
         if checkpoint.exists() and not checkpoint.is_dir():
             raise LaunchError(f"--checkpoint {checkpoint} must be a folder, but is a file")
@@ -219,7 +184,8 @@ def run(
         on_corruption=on_corruption,
     )
     selection = select_devices(devices)
-    outcome = supervise(command, selection, options)
+    joins = not _is_given(context, "devices")
+    outcome = supervise(command, selection, options, joins=joins)
     _tell_end(outcome)
     _tell_of_late_options(context, command, outcome)
     if as_json:
@@ -288,29 +254,6 @@ def _absolute(path: Path | None) -> str:
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _read_interval(text: str) -> tuple[int, float]:
-    """Parse a checkpoint interval: 200, 10m, or 200,10m for whichever comes first.
-
-    Returns:
-        Steps and seconds; one of them may be 0.
-
-    Raises:
-        LaunchError: a part is neither a number of steps nor a time.
-    """
-    steps, seconds = 0, 0.0
-    for part in text.split(","):
-        if time_s := seconds_of(part):
-            seconds = time_s
-        elif part.isascii() and part.isdecimal() and int(part):
-            steps = int(part)
-        else:
-            raise LaunchError(
-                f"--save-every {text} is not valid. Pass a number of steps (at least 1), a time "
-                f"such as 30s, 10m or 1h, or both, as in 500,1h"
-            )
-    return steps, seconds
 
 
 def _as_json(outcome: Outcome, selection: Selection, options: RunOptions) -> dict[str, Any]:

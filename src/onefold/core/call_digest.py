@@ -10,21 +10,23 @@ reported, from cause to consequence: devices that make different calls differ in
 field as well, and the user should see the call.
 
 Two more numbers follow the compared ones and may differ: the parameter that the script changed
-between calls, and whether the process received a stop request. Each device reads them from the same
-message, so all devices reach the same conclusion in the same step.
+between calls, and the requests of the process, such as one to stop. Each device reads them from the
+same message, so all devices reach the same conclusion in the same step.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import NamedTuple, Self
 
 from onefold.errors import DisagreementError
 
-__all__ = ["Agreed", "Call", "CallDigest", "checksum", "digest", "read_agreed"]
+__all__ = ["Agreed", "Call", "CallDigest", "StepRequests", "checksum", "digest", "read_agreed"]
 
 
 class Call(IntEnum):
@@ -99,19 +101,28 @@ class CallDigest(NamedTuple):
     It is 0 if none are known, as on a device that has not run a shard yet.
     """
 
-    def word(self, *, changed: int = 0, stop: bool = False) -> bytes:
+    def word(self, *, changed: int = 0, requests: int = 0) -> bytes:
         """Pack the head into bytes, with two numbers that may differ between devices.
 
         Args:
             changed: number of the parameter that was changed between the previous call and this
                 one, from 1; 0 for none.
-            stop: whether this process received a stop request.
+            requests: `StepRequests` of this process to all devices.
         """
-        return _HEAD.pack(*self) + _REPORT.pack(changed, stop)
+        return _HEAD.pack(*self) + _REPORT.pack(changed, requests)
 
 
 # Little-endian everywhere, because hosts may differ in byte order.
 _HEAD, _REPORT = struct.Struct(f"<{len(CallDigest._fields)}q"), struct.Struct("<2q")
+
+
+class StepRequests(IntFlag):
+    """StepRequests of one device to all devices, made before a step."""
+
+    STOP = 1
+    """End the run after this step."""
+    SAVE = 2
+    """Save the run after this step."""
 
 
 class Agreed(NamedTuple):
@@ -119,8 +130,8 @@ class Agreed(NamedTuple):
 
     changed: tuple[int, ...]
     """Number of the changed parameter, for each process; 0 for none."""
-    stop: bool
-    """Whether any device received a stop request."""
+    requests: StepRequests
+    """StepRequests of any device."""
 
 
 def read_agreed(words: Sequence[bytes], settings: Callable[[], str] = str) -> Agreed:
@@ -134,7 +145,8 @@ def read_agreed(words: Sequence[bytes], settings: Callable[[], str] = str) -> Ag
         DisagreementError: the heads differ; the message names the devices and the difference.
     """
     reports = [_REPORT.unpack_from(word, _HEAD.size) for word in words]
-    agreed = Agreed(tuple(changed for changed, _ in reports), any(stop for _, stop in reports))
+    changed, requests = zip(*reports, strict=True)
+    agreed = Agreed(changed, StepRequests(functools.reduce(operator.or_, requests)))
     # This runs in every step, so compare heads as bytes and unpack them only if they differ.
     first = words[0][: _HEAD.size]
     if any(word[: _HEAD.size] != first for word in words):

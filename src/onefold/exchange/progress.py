@@ -1,7 +1,7 @@
 """Stores where the devices of a run are: for the launcher, and for a device that waits for others.
 
 `Progress` is the table in which each device notes its position, and which onefold's launcher shares
-with its workers. It also holds the request to save or stop after a step. Under another launcher
+with its workers. It also holds the request to stop. Under another launcher
 each process has its own table, in memory that other processes of its user can read; see
 `onefold.tools.host_watch`. `Waiting` is the wait of a device that has yet to join the others;
 `onefold.exchange.connections` handles later waits, within steps. This module does not load PyTorch.
@@ -11,8 +11,7 @@ Note: no lock
 Each row of the table has one writer: its worker. The last row is written by any process that
 requests a stop, and all write the same value. A reader may see a row half written, which does no
 harm: it decides by the first number alone, of which only one byte ever changes, and steps in
-messages are read after the end. The second number of the last row belongs to the lead, which writes
-it before any device reads it.
+messages are read after the end.
 """
 
 from __future__ import annotations
@@ -166,17 +165,6 @@ class Progress:
     def stop_requested(self) -> bool:
         """Whether `request_stop` was called."""
         return bool(self._rows[self._launcher])
-
-    def save_after(self, step: int) -> None:
-        """Request a save on all devices after ``step``. Called by the lead before it starts.
-
-        All devices then see the request, because none ends a step before the lead has started it.
-        """
-        self._rows[self._launcher + 1] = step
-
-    def saves_after(self, step: int) -> bool:
-        """Whether the last `save_after` was for ``step``."""
-        return self._rows[self._launcher + 1] == step
 
 
 def progress_of(context: LaunchContext) -> Progress | None:

@@ -34,9 +34,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from onefold.core.late import load
-from onefold.core.options import DEFAULT_PLACEMENT, LaunchContext, RunOptions
+from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import LaunchError
-from onefold.system.process import NOTICES, STOP_SIGNALS, TOOLS_VARIABLE
+from onefold.system.process import TOOLS_VARIABLE
 
 __all__ = [
     "OFFLOAD_DIR_VARIABLE",
@@ -51,7 +51,6 @@ __all__ = [
     "is_launched",
     "kernel_flags",
     "note_readers",
-    "options_of",
     "simulated",
     "visible_gpus",
     "worker_environment",
@@ -60,7 +59,6 @@ __all__ = [
 _log = logging.getLogger("onefold")
 CONTEXT_VARIABLE = "ONEFOLD_CONTEXT"
 PLACEMENT_VARIABLE, OFFLOAD_DIR_VARIABLE = "ONEFOLD_PLACEMENT", "ONEFOLD_OFFLOAD_DIR"
-STOP_VARIABLE = "ONEFOLD_STOP_SIGNAL"
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 STARTED_IN = os.getcwd() if os.path.isdir(".") else ""
 """Working directory when the program started; empty if it no longer exists."""
@@ -75,6 +73,8 @@ _FOREIGN = (
 """Prefixes of variables that other launchers set; see `onefold.launcher.foreign_launchers`."""
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOBAL_RANK", "NODE_RANK")
 """Variables that identify a process among several. Data libraries read the last two."""
+_FOLDERS = ("ONEFOLD_CHECKPOINT", "ONEFOLD_RECORD")
+"""Folders of one run, which no program of its script may use."""
 _CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
@@ -86,34 +86,13 @@ def read_context(environment: Mapping[str, str]) -> LaunchContext:
     """
     if CONTEXT_VARIABLE in environment:
         return LaunchContext.from_json(environment[CONTEXT_VARIABLE])
+    options = RunOptions()
+    if any(name.startswith("ONEFOLD_") for name in environment):
+        options = load("options").options_of(environment)
     if not any(name.startswith(_FOREIGN) for name in environment):
-        return LaunchContext(options=options_of(environment))
-    read = load("launcher.foreign_launchers").read_foreign
-    context: LaunchContext = read(environment, options_of(environment))
+        return LaunchContext(options=options)
+    context: LaunchContext = load("launcher.foreign_launchers").read_foreign(environment, options)
     return context
-
-
-def options_of(environment: Mapping[str, str]) -> RunOptions:
-    """Read the options that environment variables set."""
-    placement = environment.get(PLACEMENT_VARIABLE) or DEFAULT_PLACEMENT
-    offload_dir = environment.get(OFFLOAD_DIR_VARIABLE, "")
-    try:
-        return RunOptions(
-            placement=placement,
-            # Absolute, because the script may change its directory before the path is used.
-            offload_dir=os.path.abspath(offload_dir) if offload_dir else "",
-            stop_signals=_stop_signals(environment.get(STOP_VARIABLE, "")),
-        )
-    except ValueError as error:
-        raise LaunchError(f"{PLACEMENT_VARIABLE}={placement!r} is not valid: {error}") from None
-
-
-def _stop_signals(text: str) -> tuple[str, ...]:
-    names = tuple(name.removeprefix("SIG") for name in text.replace(",", " ").split())
-    known = [each.name.removeprefix("SIG") for each in (*STOP_SIGNALS, *NOTICES)]
-    if not set(names) <= set(known):
-        raise LaunchError(f"{STOP_VARIABLE}={text!r} is not valid. Choose from {', '.join(known)}")
-    return names
 
 
 def take_context(environment: MutableMapping[str, str]) -> LaunchContext:
@@ -274,6 +253,6 @@ def worker_environment(context: LaunchContext) -> dict[str, str]:
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: its name may not resolve
     # With these variables, a data library would read only part of the data, which every device
     # must read whole, and a program that the script starts would take itself for a device.
-    for name in (*PLACE, "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "PET_NNODES"):
+    for name in (*PLACE, "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "PET_NNODES", *_FOLDERS):
         environment.pop(name, None)
     return environment

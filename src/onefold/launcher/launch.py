@@ -24,6 +24,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from onefold.core.late import load
 from onefold.core.numbers import check_seconds
 from onefold.core.options import (
     DEFAULT_GRACE_PERIOD_S,
@@ -39,7 +40,6 @@ from onefold.launcher.environment import (
     OFFLOAD_DIR_VARIABLE,
     PLACEMENT_VARIABLE,
     current_context,
-    options_of,
     worker_environment,
 )
 from onefold.launcher.workers import Logs, Outcome, RunStatus, StoppedGroup, WorkerGroup
@@ -125,7 +125,7 @@ def launch(
     call = _packed(main, args)
     selection = select_devices(devices)
     options = RunOptions(
-        placement=placement or options_of(os.environ).placement,
+        placement=placement or os.environ.get(PLACEMENT_VARIABLE) or DEFAULT_PLACEMENT,
         offload_dir=os.path.abspath(offload_dir) if offload_dir else "",
         exchange=exchange,
         timeout_s=check_seconds("timeout_s", timeout_s),
@@ -204,7 +204,12 @@ def _packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
 
 
 def supervise(
-    command: Sequence[str], selection: Selection, options: RunOptions, *, handed: Sequence[int] = ()
+    command: Sequence[str],
+    selection: Selection,
+    options: RunOptions,
+    *,
+    handed: Sequence[int] = (),
+    joins: bool = False,
 ) -> Outcome:
     """Start a worker for each device and return when all of them have ended.
 
@@ -214,9 +219,12 @@ def supervise(
         selection: devices of the run.
         options: options of the run.
         handed: descriptors that the workers inherit.
+        joins: whether to become a device of another launcher's run instead, and not return, if it
+            started several processes and this is one of them.
 
     Raises:
-        LaunchError: an output path holds other files, or another run uses the checkpoint folder.
+        LaunchError: an output path holds other files, another run uses the checkpoint folder, or
+            an option is for onefold's launcher alone.
         ValueError: the devices do not form whole pipelines.
 
     >>> import tempfile
@@ -226,6 +234,8 @@ def supervise(
     >>> supervise([str(script)], devices, onefold.RunOptions()).exit_code
     0
     """
+    if joins:
+        _join(command, options)
     options.pipeline_of(len(selection.devices))
     if not (options.offload_dir or options.placement_kind.keeps_whole):
         offload_dir = os.environ.get(OFFLOAD_DIR_VARIABLE, "")
@@ -266,6 +276,36 @@ def supervise(
                 left = f", with {counted(len(run.selection.devices), 'device')}"
             words = words_of_restart(failed_in)
             tell(f"restarting ({failures} of {options.max_restarts}){left}{words}")
+
+
+def _join(command: Sequence[str], options: RunOptions) -> None:
+    """Replace this process by a device of the run that another launcher has started, if any.
+
+    Raises:
+        LaunchError: an option is for onefold's launcher alone.
+    """
+    context = current_context()
+    if context.launcher != "torch" or context.size == 1:
+        return
+    table = load("options")
+    changed = [n for n, o in table.OPTIONS.items() if o.launches and _is_changed(options, n)]
+    if changed:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        raise LaunchError(
+            f"{named} cannot be used in a process that another launcher has started, because that "
+            f"launcher restarts processes and keeps their output. Remove the option, or pass "
+            f"--devices to start a separate run on this machine"
+        )
+    os.environ.update(table.variables_of(options))
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # sets of strings have the same order everywhere
+    sys.stdout.flush()
+    sys.stderr.flush()
+    start = [sys.executable, "-P", "-c", _START, _ROOT, str(os.getppid())]
+    os.execv(sys.executable, [*start, *command])
+
+
+def _is_changed(options: RunOptions, name: str) -> bool:
+    return bool(getattr(options, name) != getattr(RunOptions(), name))
 
 
 def _without(selection: Selection, lost: int, options: RunOptions) -> Selection:

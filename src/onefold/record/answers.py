@@ -29,6 +29,7 @@ import torch
 
 from onefold import errors
 from onefold.core.batch import ShardedBatch
+from onefold.core.call_digest import StepRequests
 from onefold.core.values import StepValues
 from onefold.errors import RecordError
 from onefold.exchange.exchange import Exchange
@@ -262,7 +263,7 @@ class _RecordedResult(StepResult):
         set_field("_entry", entry)
         set_field("_device", device)
         set_field("weight", entry.weight)
-        set_field("verdict", Verdict(entry.skipped, stops=False))
+        set_field("verdict", Verdict(entry.skipped, StepRequests(0)))
 
     @property
     def numbers(self) -> torch.Tensor:

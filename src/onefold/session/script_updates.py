@@ -207,7 +207,7 @@ class GradientSteps:
                 with session.hooks.around(asked):
                     assert asked.batch is not None
                     outcome = session.engine.gradient(
-                        asked.batch, asked.number, name=name, asked_to_stop=asked.asked_to_stop
+                        asked.batch, asked.number, name=name, requests=asked.requests
                     )
                 note()
                 # The script makes the update later.

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.call_digest import Call
+from onefold.core.call_digest import Call, StepRequests
 from onefold.core.late import load
 from onefold.core.options import LaunchContext
 from onefold.core.settings import Settings
@@ -241,8 +241,8 @@ class Session:
             self.start_step(asked, cut)
             with self.hooks.around(asked):
                 assert asked.batch is not None
-                stop = asked.asked_to_stop
-                outcome = engine.step(asked.batch, asked.number, name=name, asked_to_stop=stop)
+                requests = asked.requests
+                outcome = engine.step(asked.batch, asked.number, name=name, requests=requests)
             self._scheduler.note_step(self.position.here, name, updates=outcome.verdict.updates)
         # All devices have committed the step. Update the position first, or a checkpoint could
         # count the batch as unused.
@@ -260,7 +260,8 @@ class Session:
 
     def note_done(self, cut: ShardedBatch | None, outcome: StepResult) -> None:
         """Record a finished step; ``cut`` is None if its batch was counted before."""
-        self.asked_to_stop |= outcome.verdict.stops and not self.hooks.saves_run
+        stops = StepRequests.STOP in outcome.verdict.requests
+        self.asked_to_stop |= stops and not self.hooks.saves_run
         if cut is not None:
             self.position.note_step(cut)
 

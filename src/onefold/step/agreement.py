@@ -24,6 +24,7 @@ from onefold.core.call_digest import (
     Agreed,
     Call,
     CallDigest,
+    StepRequests,
     checksum,
     digest,
     read_agreed,
@@ -79,15 +80,13 @@ class Agreement:
         self.left = ""
         """Why the trainer accepts no more calls; empty while it does."""
 
-    def start_call(
-        self, head: CallDigest, *, function: object = None, stop: bool = False
-    ) -> Agreed:
+    def start_call(self, head: CallDigest, *, function: object = None, requests: int = 0) -> Agreed:
         """Wait until all devices have started the same call, in the same state.
 
         Args:
             head: the head of the call; this process's own state is added here.
             function: the function to compute, if it is not the loss.
-            stop: whether this process was asked to stop.
+            requests: `StepRequests` of this process to all devices.
 
         Returns:
             What all devices reported; the same on every device.
@@ -108,7 +107,7 @@ class Agreement:
             self._context.parts.check_parts()
             self._context.parts.modes.refresh()
         if not self._context.with_others:
-            return Agreed((0,), stop)
+            return Agreed((0,), StepRequests(requests))
         # These two calls synchronize devices, which may differ before.
         settles = call in (Call.LOAD, Call.CHANGED)
         # Samples are read from flat memory; buffers that the script replaced are not in it.
@@ -127,7 +126,9 @@ class Agreement:
         # A change is not compared but reported to all devices: then all raise the same error, and
         # each can name the device that changed something.
         try:
-            words = self._context.exchange.agree(head.step, head.word(changed=changed, stop=stop))
+            words = self._context.exchange.agree(
+                head.step, head.word(changed=changed, requests=requests)
+            )
         except (PeerLost, PeerTimeout) as error:
             if call is Call.STEP:
                 # The step is the one call that no script puts under `if trainer.is_lead`.

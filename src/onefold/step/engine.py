@@ -120,7 +120,7 @@ class Engine:
         self.agreement.torn = ""
 
     def step(
-        self, batch: ShardedBatch, number: int, *, name: str = "", asked_to_stop: bool = False
+        self, batch: ShardedBatch, number: int, *, name: str = "", requests: int = 0
     ) -> StepResult:
         """Update the parameters once. `onefold.exchange.exchange` gives the order of the exchange.
 
@@ -128,7 +128,7 @@ class Engine:
             batch: the batch, with this process's shards of it.
             number: the number of the step.
             name: name of the loss.
-            asked_to_stop: whether this process was asked to stop; all devices learn of it.
+            requests: `StepRequests` of this process to all devices.
 
         Raises:
             DisagreementError: another device made another call, or got another batch.
@@ -137,7 +137,7 @@ class Engine:
             PeerError: another device is lost or failed.
         """
         context = self.context
-        agreed = self._agree_on_step(batch, number, Call.STEP, name, asked_to_stop)
+        agreed = self._agree_on_step(batch, number, Call.STEP, name, requests)
         totals, weight = self._compute(batch, number)
         outcome, failure = self._judge(totals, weight, agreed, now=False)
         if outcome.norm is not None and outcome.verdict.updates:
@@ -165,7 +165,7 @@ class Engine:
         return outcome
 
     def gradient(
-        self, batch: ShardedBatch, number: int, *, name: str = "", asked_to_stop: bool = False
+        self, batch: ShardedBatch, number: int, *, name: str = "", requests: int = 0
     ) -> StepResult:
         """Leave the gradient of a batch in ``.grad`` of the user's parameters, on all devices.
 
@@ -175,7 +175,7 @@ class Engine:
         context = self.context
         check_gradient(context.update)
         allow_clipping(context.parts.trained.values())
-        agreed = self._agree_on_step(batch, number, Call.GRADIENT, name, asked_to_stop)
+        agreed = self._agree_on_step(batch, number, Call.GRADIENT, name, requests)
         totals, weight = self._compute(batch, number)
         # The script reads the gradient as soon as this call returns, so check it now.
         outcome, failure = self._judge(totals, weight, agreed, now=True)
@@ -221,7 +221,7 @@ class Engine:
         return task, StepResult(numbers, weights, weight.value, verdict_of(weight, agreed), norm)
 
     def _agree_on_step(
-        self, batch: ShardedBatch, number: int, call: Call, name: str, asked_to_stop: bool
+        self, batch: ShardedBatch, number: int, call: Call, name: str, requests: int
     ) -> Agreed:
         """Wait until all devices have started the same step."""
         context = self.context
@@ -233,7 +233,7 @@ class Engine:
             optimizer.active = optimizer.of_loss(name)
         with context.timed("exchange", "agree"):
             head = digest_of(batch, number, call, loss=self.objective.number)
-            agreed = self.agree(head, stop=asked_to_stop)
+            agreed = self.agree(head, requests=requests)
         self._warn_of_mode()
         return agreed
 
@@ -450,10 +450,10 @@ class Engine:
         # The task holds the batch, which the script may have released already.
         del self._task
 
-    def agree(self, head: CallDigest, *, function: object = None, stop: bool = False) -> Agreed:
+    def agree(self, head: CallDigest, *, function: object = None, requests: int = 0) -> Agreed:
         """Wait until all devices have started the same call; see `Agreement.start_call`."""
         self.placement.parameters.refuse_call(Call(head.call))
-        return self.agreement.start_call(head, function=function, stop=stop)
+        return self.agreement.start_call(head, function=function, requests=requests)
 
     def leave(self, step: int, why: str, *, together: bool) -> None:
         """Return the model to the script, in memory of this process alone; once, at the end.

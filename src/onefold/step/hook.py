@@ -46,6 +46,7 @@ from typing import Any, Literal
 import torch
 
 from onefold.core.batch import ShardedBatch
+from onefold.core.call_digest import StepRequests
 from onefold.shard.task import ShardTask
 from onefold.step.result import Step
 from onefold.system.process import ctrl_c_later
@@ -97,8 +98,8 @@ class ScriptCall:
     """The batch to compute: another one if a hook replaced it."""
     computed: bool = True
     """Whether a step is computed; a hook that answers a call sets this to False."""
-    asked_to_stop: bool = False
-    """Whether this process was asked to stop. A hook may set it; all devices learn of it."""
+    requests: StepRequests = StepRequests(0)
+    """StepRequests of this process to all devices; hooks add to them."""
     choices: Mapping[str, Any] = field(default_factory=dict)
     """Options of a save or a load."""
     key: object = None

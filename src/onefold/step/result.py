@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.core.call_digest import Agreed
+from onefold.core.call_digest import Agreed, StepRequests
 from onefold.core.fold import fold_rows
 from onefold.core.late import load
 from onefold.core.results import StepWeight
@@ -157,8 +157,8 @@ class Verdict:
 
     skipped: str
     """Why the parameters are left alone; empty if they are updated."""
-    stops: bool
-    """Whether a device was asked to stop: the run then saves and ends after this step."""
+    requests: StepRequests
+    """StepRequests of any device to all devices."""
 
     @property
     def updates(self) -> bool:
@@ -176,7 +176,7 @@ def verdict_of(weight: StepWeight, said: Agreed, failure: str = "") -> Verdict:
     """
     # All inputs are the same on all devices, so every device decides the same without a message.
     nothing = "" if weight.value > 0 or failure else "the batch's weights add up to 0"
-    return Verdict(skipped=failure or nothing, stops=said.stop)
+    return Verdict(skipped=failure or nothing, requests=said.requests)
 
 
 @dataclass(slots=True, kw_only=True)

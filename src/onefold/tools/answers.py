@@ -68,7 +68,7 @@ from onefold.checkpoint.model import saved_rule
 from onefold.checkpoint.resume import LoadedCheckpoint
 from onefold.checkpoint.run_state import Advice
 from onefold.core.batch import map_parts
-from onefold.core.options import LaunchContext
+from onefold.core.options import RECORD_FILE, LaunchContext
 from onefold.data_order.position import Reached
 from onefold.errors import StateError
 from onefold.launcher.membership import at_good_end
@@ -80,7 +80,7 @@ from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Hook, Make, ScriptCall
 from onefold.step.result import Step
 from onefold.system.folder_lock import FolderLock, lock_of_checkpoints
-from onefold.system.output import drop_output, show_output
+from onefold.system.output import drop_output, hold_output, show_output
 from onefold.system.words import script_line, tell
 from onefold.tools.kept_weights import KeptWeights, watch_copies
 from onefold.update.optimizers import optimizers_in, settings_of
@@ -96,8 +96,12 @@ _ADVICE = Advice(
 
 
 def prepare_process(context: LaunchContext) -> None:
-    """Watch copies of weights that the script makes before it creates a Trainer."""
+    """Note copies of weights that the script makes, and hold its output until it has a Trainer."""
     watch_copies()
+    options = context.options
+    saved = any(Path(options.checkpoint).glob("step-*"))
+    if context.rank == 0 and saved and Path(options.recorded_in, RECORD_FILE).exists():
+        hold_output()
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
@@ -112,6 +116,8 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
 
     def begin(run: RunView) -> Answers:
         options = run.context.options
+        if run.context.launcher != "onefold":
+            prepare_process(run.context)
         # Loading may fail on one device only, by lack of memory for example: report it to the
         # others.
         with run.telling_others():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +13,15 @@ from typing import Any
 
 from onefold.checkpoint.folder import Keeping
 from onefold.checkpoint.manifest import Place
-from onefold.core.assignment import Devices
 from onefold.core.batch import DataPass, ShardedBatch
-from onefold.exchange.progress import Progress
+from onefold.core.call_digest import StepRequests
+from onefold.launcher import membership
 from onefold.launcher.membership import RunStopped, at_good_end, only_noting
 from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Hook, Make, ScriptCall, Spans, Surrounds
 from onefold.step.result import Step
 from onefold.system.process import STOPPED_CODE
+from onefold.system.words import tell
 
 __all__ = ["Autosaving", "prepare"]
 
@@ -25,41 +29,37 @@ _log = logging.getLogger("onefold")
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
-    """Save a run at the intervals in its options."""
-    return Autosaving
+    """Save the run as its options request."""
+
+    def begin(run: RunView) -> Hook:
+        hook = Autosaving(run)
+        # A worker of onefold and a simulated device call `end_well` at the end of their script.
+        if run.context.launcher != "onefold" and run.context.network is None:
+            # Registered after the Trainer joined its run, so that it runs before `leave`.
+            atexit.register(_end_by_itself, membership.members)
+        return hook
+
+    return begin
 
 
-class SaveClock:
-    """Requests checkpoints by time, after the same step on all devices.
+def _end_by_itself(members: membership.Members) -> None:
+    """Save the end of a run that no launcher of onefold watches, unless its script failed.
 
-    The lead decides by its clock, before a step begins. It requests one checkpoint at a time: the
-    next request follows when all devices have saved the previous one together, and so have seen its
-    request.
-
-    Args:
-        progress: table for the lead's request.
-        every_s: interval between checkpoints, in seconds; 0 for none.
-        devices: devices of the run.
+    An exit code that the script passes to ``sys.exit`` is not known here.
     """
-
-    def __init__(self, progress: Progress, every_s: float, devices: Devices) -> None:
-        self._progress, self._every_s, self._devices = progress, every_s, devices
-        self.restart()
-
-    def restart(self) -> None:
-        """Restart the interval after a checkpoint."""
-        self._began, self._asked = time.monotonic(), False
-
-    def begin_step(self, step: int) -> None:
-        """Request a checkpoint after ``step``, which is about to begin, if the interval is over."""
-        late = self._every_s and time.monotonic() - self._began >= self._every_s
-        if late and not self._asked and self._devices.has_lead:
-            self._progress.save_after(step)
-            self._asked = True
-
-    def is_due(self, step: int) -> bool:
-        """Whether a checkpoint was requested after ``step``, which is done."""
-        return self._progress.saves_after(step)
+    if members is not membership.members or hasattr(sys, "last_type"):
+        return
+    try:
+        membership.end_well()
+    except BaseException as error:
+        # Python exits with code 0 if a function of `atexit` raises.
+        sys.excepthook(type(error), error, error.__traceback__)
+        membership.leave(error)
+        atexit.unregister(_end_by_itself)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 _MOST_PUT_OFF = 100
@@ -85,13 +85,12 @@ class Autosaving(Hook):
     saves_run = True
 
     def __init__(self, run: RunView) -> None:
-        assert run.progress is not None
         assert run.lock is not None
         options = run.context.options
         self._run, self._position, self._scheduler = run, run.position, run.scheduler
         self._directory, self._lock = Path(options.checkpoint), run.lock
         self._every, self._keeping = options.save_every, Keeping(options.keep_last)
-        self._clock = SaveClock(run.progress, options.save_every_s, run.devices)
+        self._every_s, self._began_s = options.save_every_s, time.monotonic()
         self._saved = run.begun_after
         self._at_next = False
         """Whether the due checkpoint is to be written at the start of the next step."""
@@ -130,8 +129,21 @@ class Autosaving(Hook):
         if asked.cut is not None and asked.begins:
             self._check(asked.cut, gradient=asked.kind == "gradient")
             if self._before_step(asked.cut):
+                self._tell_stopped()
                 raise RunStopped(STOPPED_CODE)
+            # The lead's clock decides, and all devices agree on it with the step.
+            late = self._every_s and time.monotonic() - self._began_s >= self._every_s
+            if late and self._run.devices.has_lead:
+                asked.requests |= StepRequests.SAVE
         return None
+
+    def _tell_stopped(self) -> None:
+        # The launcher of onefold reports this itself, with the name of the signal.
+        if self._run.devices.has_lead and self._run.context.launcher != "onefold":
+            tell(
+                f"asked to stop: saved after step {self._position.step} in {self._directory}. "
+                f"Start the same command again to continue"
+            )
 
     def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
         """Note a finished step, and check whether to save. A script's own update follows."""
@@ -144,9 +156,9 @@ class Autosaving(Hook):
                 with self._run.telling_others():
                     self._run.checkpoints.check_savable()
                 self._is_savable = True
-            stop, updated = step.outcome.verdict.stops, asked.kind == "step"
             with self._run.telling_others():
-                self._after_step(asked.cut, stop=stop, updated=updated)
+                requests = step.outcome.verdict.requests
+                self._after_step(asked.cut, requests, updated=asked.kind == "step")
 
     def finish(self) -> None:
         """Save the end of the run unless it is saved, and release the directory."""
@@ -219,21 +231,19 @@ class Autosaving(Hook):
         saves = self._at_next and not waits
         if saves:
             self._save("step")
-        self._clock.begin_step(self._position.step + 1)
         return saves and self._stop
 
-    def _after_step(self, batch: ShardedBatch, *, stop: bool, updated: bool) -> None:
+    def _after_step(self, batch: ShardedBatch, requests: StepRequests, *, updated: bool) -> None:
         """Decide whether a checkpoint is due, by the interval or because of a stop request.
 
         Args:
             batch: batch of the step.
-            stop: whether a stop was requested.
+            requests: requests of any device.
             updated: whether the step is complete; otherwise the script's own update is still to
                 come.
         """
-        self._stop |= stop
-        step = self._position.step
-        due = stop or (self._every > 0 and step % self._every == 0) or self._clock.is_due(step)
+        self._stop |= StepRequests.STOP in requests
+        due = bool(requests) or (self._every > 0 and self._position.step % self._every == 0)
         self._at_next = False
         if not due and not self._put_off:
             return
@@ -247,7 +257,7 @@ class Autosaving(Hook):
                 "has yielded a batch that no step has used, and checkpoints are made between "
                 "batches. Pass batches to trainer.step, or read them with batch.whole(), and drop "
                 "iterators that are no longer read",
-                *(step - _REPORTED_PUT_OFF + 1, _MOST_PUT_OFF),
+                *(self._position.step - _REPORTED_PUT_OFF + 1, _MOST_PUT_OFF),
             )
         # A stop request at the end of an epoch: the script's work there may exceed the grace
         # period, so save now as well, unless the script may change the saved state between two
@@ -259,7 +269,7 @@ class Autosaving(Hook):
 
     def _save(self, place: Place) -> None:
         self._write(place)
-        self._clock.restart()
+        self._began_s = time.monotonic()
         self._at_next = False
         self._put_off = 0
         self._saved = self._position.step

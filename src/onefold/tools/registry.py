@@ -41,7 +41,7 @@ class Tool(NamedTuple):
 
 
 def _saves(context: LaunchContext) -> bool:
-    return bool(context.options.checkpoint) and progress_of(context) is not None
+    return bool(context.options.checkpoint)
 
 
 def _is_looked_at(context: LaunchContext) -> bool:

@@ -8,11 +8,13 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 
+from onefold.core.call_digest import StepRequests
+from onefold.core.options import LaunchContext
 from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Hook, ScriptCall, Surrounds
 from onefold.system.stop_signals import take_requests
 
-__all__ = ["StopRequests", "prepare", "requests_by_signals"]
+__all__ = ["StopRequests", "prepare", "prepare_process", "requests_by_signals"]
 
 
 @functools.cache
@@ -28,6 +30,11 @@ def requests_by_signals(names: tuple[str, ...]) -> list[bool]:
             ", ".join(names),
         )
     return came
+
+
+def prepare_process(context: LaunchContext) -> None:
+    """Take signals before the script begins, which may take long to make its Trainer."""
+    requests_by_signals(context.options.stop_signals)
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
@@ -52,9 +59,10 @@ class StopRequests(Hook):
 
     def around(self, asked: ScriptCall) -> Surrounds:
         """Note a stop request right before all devices agree on it."""
-        asked.asked_to_stop |= (
-            bool(self._requests)
+        if (
+            self._requests
             or self._stops_after == self._position.step + 1
             or (self._progress is not None and self._progress.stop_requested())
-        )
+        ):
+            asked.requests |= StepRequests.STOP
         return None

@@ -1,0 +1,247 @@
+"""Defines the options of ``onefold run`` and their environment variables, in one table.
+
+``--save-every 10m`` and ``ONEFOLD_SAVE_EVERY=10m`` mean the same. ``onefold run`` reads both; the
+command line takes precedence. Processes of other launchers, and processes without a launcher, read
+the variables. `variables_of` writes options as variables for a process that joins a run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, NamedTuple
+
+from onefold.core.options import RunOptions
+from onefold.errors import LaunchError
+from onefold.system.process import NOTICES, STOP_SIGNALS, TOOLS_VARIABLE
+from onefold.system.words import seconds_of
+
+__all__ = [
+    "HEADINGS",
+    "OPTIONS",
+    "RunOption",
+    "describe",
+    "options_of",
+    "read_interval",
+    "variable",
+    "variables_of",
+]
+
+
+class RunOption(NamedTuple):
+    """An option of ``onefold run``."""
+
+    heading: str
+    """Heading in the help; one of `HEADINGS`."""
+    metavar: str
+    help: str
+    """One line for the help and the docs."""
+    read: Callable[[str], Any]
+    """Parses the text of the option; raises ValueError."""
+    field: str = ""
+    """Field of `RunOptions`; empty if it has the name of the option."""
+    launches: bool = False
+    """Whether only ``onefold run`` as a launcher uses it."""
+
+
+def _folder(text: str) -> str:
+    # Absolute: the script may change its folder before it is used. An address stays as it is.
+    return text if "://" in text else os.path.abspath(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _signals(text: str) -> tuple[str, ...]:
+    names = tuple(name.removeprefix("SIG") for name in text.replace(",", " ").split())
+    known = [each.name.removeprefix("SIG") for each in (*STOP_SIGNALS, *NOTICES)]
+    if not set(names) <= set(known):
+        raise ValueError(f"choose from {', '.join(known)}")
+    return names
+
+
+def read_interval(text: str) -> tuple[int, float]:
+    """Read an interval between checkpoints: 200, 10m, or 200,10m for whichever ends first.
+
+    Returns:
+        Steps and seconds; one of them may be 0.
+
+    Raises:
+        ValueError: the text is neither a number of steps nor a time.
+
+    >>> read_interval("500,1h")
+    (500, 3600.0)
+    """
+    steps, seconds = 0, 0.0
+    for part in text.split(","):
+        if time_s := seconds_of(part):
+            seconds = time_s
+        elif part.isascii() and part.isdecimal() and int(part):
+            steps = int(part)
+        else:
+            raise ValueError(
+                "pass a number of steps (at least 1), a time such as 30s, 10m or 1h, or both, as "
+                "in 500,1h"
+            )
+    return steps, seconds
+
+
+_HELP_OF_PLACEMENT = RunOptions.__dataclass_fields__["placement"].metadata["help"]
+_DEVICES, _STOP, _INSPECT = HEADINGS = ("Devices", "Stop and resume", "Inspect the run")
+OPTIONS = {
+    "placement": RunOption(_DEVICES, "KIND", _HELP_OF_PLACEMENT, str),
+    "exchange": RunOption(_DEVICES, "auto|shared|collective", "Transport between devices.", str),
+    "timeout": RunOption(
+        *(_DEVICES, "SECONDS", "Timeout for waiting on another device.", float),
+        field="timeout_s",
+    ),
+    "offload_dir": RunOption(
+        _DEVICES, "DIR", "Folder, on a disk, for the --placement offload file.", _folder
+    ),
+    "checkpoint": RunOption(
+        _STOP, "DIR", "Resume from this folder's last checkpoint; save here.", _folder
+    ),
+    "save_every": RunOption(
+        *(_STOP, "N|TIME", "Checkpoint interval: steps, time, or both (500,1h).", read_interval),
+    ),
+    "keep_last": RunOption(_STOP, "N", "Number of recent checkpoints to keep.", int),
+    "max_restarts": RunOption(
+        _STOP, "N", "Maximum restarts without a new checkpoint.", int, launches=True
+    ),
+    "restart_devices": RunOption(
+        *(_STOP, "same|fewer", "Devices of a restart; fewer drops a lost one.", str),
+        launches=True,
+    ),
+    "grace_period": RunOption(
+        _STOP, "SECONDS", "Time to save after a stop signal.", float, field="grace_period_s"
+    ),
+    "stop_signal": RunOption(
+        *(_STOP, "NAMES", "Stop signals under another launcher (TERM,USR1).", _signals),
+        field="stop_signals",
+    ),
+    "allow_changed": RunOption(
+        _STOP, "NAMES", "Settings that may differ from the saved run, such as seed.", _names
+    ),
+    "record": RunOption(_INSPECT, "DIR", "Folder for the record of the run.", _folder),
+    "logs": RunOption(
+        *(_INSPECT, "DIR", "Folder for the other devices' output (device-1.log).", _folder),
+        launches=True,
+    ),
+    "profile": RunOption(
+        _INSPECT, "DIR", "Folder for a timeline, to open in Perfetto.", _folder, launches=True
+    ),
+    "audit": RunOption(
+        _INSPECT, "FRACTION", "Fraction of shards to recompute on another device.", float
+    ),
+    "on_corruption": RunOption(
+        _INSPECT, "heal|stop", "On a one-time wrong result: correct it, or stop.", str
+    ),
+}
+"""All options, by their names in Python; each variable is ONEFOLD_ and the name in capitals."""
+_DEFAULTS = {f.name: f.default for f in fields(RunOptions) if f.default is not MISSING}
+_PREFIX = "ONEFOLD_"
+_OTHERS = ("ONEFOLD_CONTEXT", TOOLS_VARIABLE, "ONEFOLD_SECRET")
+_LIKE = 0.75
+"""How similar a name must be to a known one to count as misspelled."""
+_STOP_SIGNALS = ("TERM", "USR1", "USR2")
+"""Not INT and HUP, which a terminal sends to every process, and which launchers repeat."""
+
+
+def variable(name: str) -> str:
+    """Return the variable of an option.
+
+    >>> variable("save_every")
+    'ONEFOLD_SAVE_EVERY'
+    """
+    return f"{_PREFIX}{name.upper()}"
+
+
+def options_of(environment: Mapping[str, str]) -> RunOptions:
+    """Read the options of a run from the environment.
+
+    Raises:
+        LaunchError: a value cannot be read, or a name is a known one misspelled.
+
+    >>> options_of({"ONEFOLD_SAVE_EVERY": "10m"}).save_every_s
+    600.0
+    """
+    _refuse_misspelled(environment)
+    chosen: dict[str, Any] = {}
+    given = []
+    for name, option in OPTIONS.items():
+        if text := environment.get(variable(name), ""):
+            given.append(f"{variable(name)}={text!r}")
+            try:
+                value = option.read(text)
+            except ValueError as error:
+                raise LaunchError(f"{given[-1]} is not valid: {error}") from None
+            chosen |= _as_fields(name, value)
+    if chosen.get("checkpoint"):
+        chosen.setdefault("stop_signals", _STOP_SIGNALS)
+    try:
+        return RunOptions(**chosen)
+    except ValueError as error:
+        raise LaunchError(f"{', '.join(given)} is not valid: {error}") from None
+
+
+def describe(options: RunOptions) -> dict[str, str]:
+    """Describe what must be the same in every process of another launcher.
+
+    >>> describe(RunOptions(checkpoint="/tmp/run"))["the option checkpoint"]
+    'True'
+    """
+    values = {name: getattr(options, name) for name in _DEFAULTS if name not in _OF_A_HOST}
+    values |= {name: bool(getattr(options, name)) for name in ("checkpoint", "record")}
+    return {f"the option {n}": str(v) for n, v in values.items()}
+
+
+_OF_A_HOST = {
+    *("checkpoint", "logs", "max_restarts", "offload_dir", "placement", "profile", "program"),
+    *("quiet", "record", "restart_devices", "stop_signals", "tools"),
+}
+"""Fields that name places on a host or belong to its launcher; and the placement, which is
+compared in any case."""
+
+
+def _as_fields(name: str, value: Any) -> dict[str, Any]:
+    if name == "save_every":
+        return dict(zip(("save_every", "save_every_s"), value, strict=True))
+    return {OPTIONS[name].field or name: value}
+
+
+def variables_of(options: RunOptions) -> dict[str, str]:
+    """Write options as variables, except those that have their default.
+
+    >>> variables_of(RunOptions(save_every=0, save_every_s=90.0, audit=0.5))
+    {'ONEFOLD_SAVE_EVERY': '90s', 'ONEFOLD_AUDIT': '0.5'}
+    """
+    found = {}
+    for name, option in OPTIONS.items():
+        field = option.field or name
+        value = getattr(options, field)
+        if name == "save_every":
+            time = f"{options.save_every_s:.0f}s" if options.save_every_s else ""
+            text = ",".join(filter(None, [str(value or ""), time]))
+            same = (value, options.save_every_s) == (_DEFAULTS[field], 0.0)
+        else:
+            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            same = value == _DEFAULTS[field]
+        if not same:
+            found[variable(name)] = text
+    return found
+
+
+def _refuse_misspelled(environment: Mapping[str, str]) -> None:
+    known = [*_OTHERS, *map(variable, OPTIONS)]
+    for name in environment:
+        if name.startswith(_PREFIX) and name not in known:
+            ends = [each.removeprefix(_PREFIX) for each in known]
+            near = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1, cutoff=_LIKE)
+            if near:
+                raise LaunchError(
+                    f"the environment variable {name} is unknown. Set {_PREFIX}{near[0]} if you "
+                    f"meant that one; otherwise unset {name}"
+                )
