@@ -313,7 +313,7 @@ def test_another_average_than_that_of_the_checkpoint_is_refused_or_chosen(tmp_pa
     after.load(tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"\(decay=0.8\) was called, but the loaded .* contains an average of decay=0.9",
+        match=r"\(decay=0.8, every=1\) was called, but the loaded .* an average of decay=0.9",
     ):
         after.average(decay=0.8)
     after.average(decay=0.9)

@@ -536,5 +536,5 @@ def test_what_does_not_go_together_is_refused() -> None:
     few, many = two_loaders(trainer)
     labeled = next(iter(few))
     trainer.shares = (1, 2)
-    with pytest.raises(ValueError, match=r"different shares, \(2, 1\), \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"different shares: \(2, 1\), \(1, 2\)"):
         trainer.step({"labeled": labeled, "others": next(iter(many))})

@@ -64,7 +64,7 @@ def test_what_is_no_value_is_named() -> None:
         ({3: LOSS}, "metric names must be single lines, but got 3"),
         ({"a": 0.5}, f"the value 'a' of {HERE}: expected a tensor .* got float"),
         ({"a": torch.ones(5)}, f"the value 'a' of {HERE}: expected shape \\(2,\\)"),
-        ({str(n): LOSS for n in range(MOST + 1)}, "can return at most 32 metrics, but got 33 .0,"),
+        ({str(n): LOSS for n in range(MOST + 1)}, "can have at most 32 numbers, but got 33 .0,"),
     ):
         with pytest.raises(LossError, match=words):
             read_values(values, {}, 2, HERE)

@@ -7,9 +7,9 @@ Note: the digest of a batch
 ---------------------------
 Devices compare the script's batches before each step, so the digest must be far cheaper than a
 step: it reads at most 64 elements of each tensor. Its purpose is to catch a batch that was drawn
-differently (another seed, one random number too many on the lead): nearly every element then
-differs, and not a single wrong value. The positions that it reads depend on the shape alone, so
-devices with equal tensors read equal elements.
+differently (another seed, one random number too many on the lead), so that nearly every element
+differs; it need not catch a single wrong value. The positions that it reads depend on the shape
+alone, so devices with equal tensors read equal elements.
 """
 
 from __future__ import annotations
@@ -209,8 +209,7 @@ class ShardedBatch:
         return size + (shard < longer)
 
     def count_of(self, shard: int) -> Count:
-        """Return the number of samples that ``collate`` kept, if this process has read the
-        shard."""
+        """Return the number of samples that ``collate`` kept, if this process read the shard."""
         size = self.size_of(shard)
         # A batch that the script made was cut by these sizes.
         if self.data_pass is None or shard not in self.shards:

@@ -155,8 +155,7 @@ def read_agreed(words: Sequence[bytes], settings: Callable[[], str] = str) -> Ag
 
 
 def _refuse_difference(words: Sequence[bytes], settings: Callable[[], str], changed: int) -> None:
-    """Raise an error for the first field that differs, naming the devices that differ from device
-    0."""
+    """Raise an error for the first differing field, with the devices that differ from device 0."""
     heads = [CallDigest(*_HEAD.unpack_from(word)) for word in words]
     # An unknown module outside the model is not a difference: a device without shards has never
     # seen a call of it. Such devices take the checksum of a device that has.
@@ -206,9 +205,8 @@ _WORDS = {
     "samples": "{where}: {who} has {theirs} samples and device 0 has {ours}: every device must "
     "receive the same whole batch, or the same data set",
     "batch_size": "{where}: {who} has a batch_size of {theirs} and device 0 has {ours}: " + _SAME,
-    "shares": "{where}: {who} has other shares than device 0: set trainer.shares to the same value "
-    "on "
-    "every device, before the same step",
+    "shares": "{where}: {who} has other shares than device 0: set trainer.shares to the same "
+    "value on every device, before the same step",
     "loader": "{where}: {who} has {theirs} and device 0 {ours}: " + _SAME,
     "data_pass": "{where}: {who} is in pass {theirs} over the data and device 0 in pass {ours}: "
     + _SAME,

@@ -41,8 +41,7 @@ def gather(tensor: torch.Tensor, *, rows: Literal[True]) -> tuple[torch.Tensor, 
 def gather(
     tensor: torch.Tensor, *, rows: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, slice]:
-    """Return a tensor with the rows of all shards, for a loss that compares samples with each
-    other.
+    """Return the rows of all shards, for a loss that compares samples with each other.
 
     Gradients flow through it to all shards, and the bits are the same for any number of devices.
     Outside a step, and if one shard is the whole batch, it returns ``tensor`` itself.

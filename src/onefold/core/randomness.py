@@ -1,4 +1,4 @@
-"""Seeds that depend on the work and never on the device, and the states of generators.
+"""Seeds that do not depend on the device, and the states of random generators.
 
 `packed_generators` packs the states of all generators into bytes, so that another device can
 continue: PyTorch's generators (of the host and of one GPU), Python's ``random`` and NumPy's.
@@ -226,8 +226,7 @@ class GeneratorStates:
         self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
 
     def drawn_from(self) -> str:
-        """Return the name of a generator whose state has changed, for messages; empty if none
-        has."""
+        """Return the name of a generator whose state has changed; empty if none has."""
         numpy = np.random.get_state(legacy=False)
         host, *gpus = map(torch.equal, self._states, _states_of(self._generators))
         moved = {

@@ -3,10 +3,10 @@
 `ShardValues` and `StepValues` hold values that a loss returns in addition to the loss, such as an
 accuracy. They are reported and never trained on.
 
-`columns_of` cuts the outputs of a prediction into columns, which are stored until all
-devices have them. A value with one row per sample is one column. A list with one tensor per sample,
-each perhaps of a different size, is one column too; a list with one dict per sample has a column
-for each key. The columns of a shard form a dict, encoded by `onefold.core.encoding`.
+`columns_of` cuts the outputs of a prediction into columns, which are stored until all devices have
+them. A value with one row per sample is one column. A list with one tensor per sample, each perhaps
+of a different size, is one column too; a list with one dict per sample has a column for each key.
+The columns of a shard form a dict, encoded by `onefold.core.encoding`.
 
 Note: how metrics travel
 ------------------------
@@ -113,8 +113,7 @@ def joined_rows(parts: Sequence[Rows]) -> Rows:
 def values_by_name(
     parts: Sequence[Mapping[Column, Rows]], columns: Sequence[Column]
 ) -> dict[str, Any]:
-    """Concatenate the values of all shards, in order, under the names that the function
-    returned."""
+    """Concatenate the values of all shards, in order, by the names of the function."""
     values: dict[str, Any] = {}
     for column in columns:
         name, _, _, *keys = json.loads(column)
@@ -230,8 +229,7 @@ class StepValues:
         return cls(lines, table.view(1, len(lines), 2), outputs)
 
     def finished(self) -> dict[str, torch.Tensor]:
-        """Sum and divide: () float64 for each name, in the order in which the loss returned
-        them."""
+        """Sum and divide: () float64 for each name, in the order of the loss."""
         # In the order of the fold, like the loss.
         folded = fold_rows(self.table)
         terms: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -300,9 +298,9 @@ def read_values(
             pairs.append((total, weight))
     if len(lines) > MOST:
         raise LossError(
-            f"{where}: a loss can return at most {MOST} metrics, but got {len(lines)} "
-            f"({', '.join(names_of(lines)[:3])}, ...). trainer.evaluate and trainer.predict have "
-            f"no limit, for per-class values, for example"
+            f"{where}: the metrics of a loss can have at most {MOST} numbers, but got {len(lines)} "
+            f"({', '.join(names_of(lines)[:3])}, ...). For more, such as per-class values, use "
+            f"trainer.evaluate or trainer.predict, which have no limit"
         )
     return ShardValues(tuple(lines), _numbers(pairs), rows)
 
