@@ -234,7 +234,7 @@ def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
         ({"shares": 4}, "shares must be a list of integers, but got 4"),
         (
             {"shares": (1, 1)},
-            r"this run has 2 devices and .*, but the shares \(1, 1\) are for 2 devices and 2 shards",
+            r"run has 2 devices and .*, but the shares \(1, 1\) are for 2 devices and 2 shards",
         ),
         ({"loss": None}, "loss must be a function of model and batch, but got None"),
         ({"model": [line()], "optimizer": sgd(line())}, "expected model to be a torch.nn.Module"),
