@@ -486,7 +486,7 @@ def beside(model: nn.Module, batch: Any) -> Any:
 
 
 XS, YS = torch.ones(6, 3), torch.arange(24.0).view(8, 3)
-UNEQUAL = r"a batch of 6 and 5 samples.*onefold.Mean\(total, wei"
+UNEQUAL = r"the batch has parts of 6 and 5 samples.*onefold.Mean\(total, wei"
 
 
 @for_each(
@@ -508,7 +508,7 @@ UNEQUAL = r"a batch of 6 and 5 samples.*onefold.Mean\(total, wei"
         (
             two_losses,
             onefold.Scatter({"x": onefold.Broadcast(XS)}),
-            "a Broadcast within onefold.Scatter",
+            "a Broadcast inside onefold.Scatter",
         ),
         (two_losses, onefold.Scatter(XS, dim=-1), f"{DIM} must be at least 0"),
         (
@@ -530,7 +530,7 @@ def test_what_cannot_be_cut_or_averaged_is_named(loss: Any, batch: Any, words: s
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"microbatch cuts each shard.*Use more shards instead"):
+    with pytest.raises(ValueError, match=r"microbatch cuts each shard.*use more shards instead"):
         make_trainer(microbatch=2).step((XS, onefold.Broadcast(XS)))
     trainer = trainer_of(2)
     few, many = two_loaders(trainer)
