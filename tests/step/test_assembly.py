@@ -96,9 +96,9 @@ def test_a_model_that_cannot_be_moved_in_place_is_refused() -> None:
     """Accelerators of other parties are no kind that a tensor may change to; ``meta`` is none."""
     model, meta = nn.Linear(2, 2), torch.device("meta")
     check_moves(model, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"to meta and keep them .* by model.to\('meta'\)"):
+    with pytest.raises(ValueError, match=r"to meta and keep them .* with model.to\('meta'\)"):
         check_moves(model, meta)
     mixed = nn.Sequential(model, nn.Linear(2, 2, device=meta))
-    with pytest.raises(ValueError, match=r"to cpu and keep them .* by model.to\('cpu'\)"):
+    with pytest.raises(ValueError, match=r"to cpu and keep them .* with model.to\('cpu'\)"):
         check_moves(mixed, torch.device("cpu"))
     check_moves(model.to(meta), meta)
