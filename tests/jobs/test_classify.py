@@ -75,7 +75,7 @@ def test_the_size_is_told_and_whether_pictures_were_made_smaller(
 ) -> None:
     for size, smaller in ((12, True), (16, False)):
         _, result = run_here("classify", data, tmp_path, epochs=1, model="lenet", image_size=size)
-        told = f"lenet of {result['parameters']:,} parameters for pictures of {size}x{size} pixels;"
+        told = f"lenet with {result['parameters']:,} parameters for images of {size}x{size} pixels;"
         assert told in capsys.readouterr().out
         assert result["shrunk"] is smaller
 
@@ -112,7 +112,7 @@ def test_the_last_layer_is_new_or_reused_by_name(data: Path, run: Path, tmp_path
     reused = task_of(data, pretrained=str(run), reuse_classes=True).model
     assert torch.equal(reused.fc.weight, old.fc.weight)
     assert torch.equal(reused.fc.bias, old.fc.bias)
-    with pytest.raises(LaunchError, match="a file of weights does not say its classes"):
+    with pytest.raises(LaunchError, match="a weights file does not contain its class names"):
         task_of(data, pretrained=str(weights), reuse_classes=True, stem="small")
     names.write_text("plum\nnothing\napple\n")
     how = {"reuse_classes": True, "pretrained_classes": str(names)}

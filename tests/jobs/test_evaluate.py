@@ -96,7 +96,7 @@ def test_every_sample_has_its_label(job: str, runs: Any, data: Any, tmp_path: Pa
     # Over predictions of before, and over nothing else.
     assert evaluated(runs[job], data[job], output=options.output).scores == found.scores
     options.output.write_text("mine")
-    with pytest.raises(ValueError, match="expected a new file, or predictions of before"):
+    with pytest.raises(ValueError, match="expected a new file, or earlier predictions"):
         evaluated(runs[job], data[job], output=options.output)
 
 
@@ -156,9 +156,9 @@ def test_labels_that_the_run_does_not_know(runs: Any, data: Any, tmp_path: Path)
     ("job", "name", "words"),
     [
         ("classify", "none", "expected a folder of class folders"),
-        ("classify", "segment", "which look like pictures with a mask each"),
+        ("classify", "segment", "which look like images with masks"),
         ("segment", "classify", "expected the folders images and masks"),
-        ("text", "classify", "expected a TSV file or a table, or a folder with dev.tsv"),
+        ("text", "classify", "expected a TSV file or a table, or a folder that contains dev.tsv"),
     ],
 )
 def test_data_of_another_kind_are_refused(
@@ -203,7 +203,7 @@ def test_samples_of_the_training_are_told(job: str, runs: Any, data: Any) -> Non
     train = data[job] / {"text": "train.tsv"}.get(job, "train")
     seen, unseen = evaluated(runs[job], train), evaluated(runs[job], data[job])
     assert seen.note is not None
-    assert seen.note.startswith("The run was trained with samples of")
+    assert seen.note.startswith("The run was trained on samples of")
     assert unseen.note is None
 
 
@@ -219,7 +219,7 @@ def test_what_a_run_held_out_is_scored_again(
     copy(train, whole)
     if train.is_dir():
         inside = min(path for path in whole.rglob("*") if path.is_file()).parent
-        (inside / "broken.png").write_bytes(b"no picture")
+        (inside / "broken.png").write_bytes(b"no image")
     else:
         whole.write_text(f"no label\n{whole.read_text()}")
     monkeypatch.chdir(tmp_path)
@@ -243,7 +243,7 @@ def test_what_a_run_held_out_is_scored_again(
     else:
         whole.write_text("".join(whole.read_text().splitlines(keepends=True)[3:]))
     found = evaluated(run, whole, skip_bad=True)
-    assert "was trained with samples of" in str(found.note)
+    assert "was trained on samples of" in str(found.note)
 
 
 @here

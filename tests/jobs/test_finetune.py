@@ -113,7 +113,7 @@ def test_the_best_weights_of_a_run_are_where_it_says(tmp_path: Path) -> None:
     refused(DataError, "expected the folder of a run")
     (tmp_path / "run.json").write_text('{"best": null}')
     assert run_of(str(tmp_path)) == tmp_path
-    refused(CheckpointError, "has not come to the end of an epoch yet")
+    refused(CheckpointError, "has not finished an epoch yet")
     where = "checkpoints/step-00000003"
     outside = ["../other", "checkpoints/../../other", "/etc", "checkpoints/step-1", 7, ["a"]]
     for best in (*({"checkpoint": each} for each in outside), 3, [3], "checkpoints/x"):
@@ -148,7 +148,7 @@ FROZEN: list[tuple[tuple[str, ...], str | None, str]] = [
     (("layer1", "layer10.0"), "layer10", BODY),
     ((), "fc", f"{BODY} layer10.1.weight layer10.1.bias"),
 ]
-NO_PART = "the model has no such part; its parts are scale, layer1, layer10, fc, "
+NO_PART = "the model has no such part. Its parts are scale, layer1, layer10, fc, "
 THE_HEAD = "would freeze the model's last layer, fc: expected"
 REFUSED: list[tuple[tuple[str, ...], str | None, str]] = [
     (("layer1", "layer"), None, f"^--freeze layer: {NO_PART}"),

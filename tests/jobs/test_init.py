@@ -149,20 +149,20 @@ def test_scripts_for_other_data_train(
 @for_each(
     ("make", "words"),
     [
-        (lambda folder: folder / "none", "none is missing: expected a folder of class folders"),
+        (lambda folder: folder / "none", "none does not exist: expected a folder of class folders"),
         (table("x", "a.py"), "a.py: expected a folder of class folders"),
-        (lambda folder: folder, "expected two or more class folders with pictures, found none"),
-        (table("a,b\n"), "expected a first row with two or more column names, and rows of data"),
-        (table("1,2\n3,4\n"), "expected a first row with two or more column names"),
+        (lambda folder: folder, "expected two or more class folders with images, found none"),
+        (table("a,b\n"), "expected a header with two or more column names, and rows of data"),
+        (table("1,2\n3,4\n"), "expected a header with two or more column names"),
         (table("a,b\n1,2\n3\n"), "line 3: expected 2 cells, got 1"),
         (table("a,b\nhello,2\n"), "onefold train text --data .*table.csv"),
-        (sites, "all of north, south have the folders a, b, so the classes may be either"),
+        (sites, "all of north, south contain the folders a, b, so the classes may be either"),
         (table("", "a.parquet"), "Write the table as CSV: pandas.read_parquet"),
         (lambda folder: arrays(folder, z=np.ones(20)), "Name the inputs x and the targets y"),
-        (table("not a zip", "a.npz"), "expected a NumPy file of arrays x and y"),
-        (lambda folder: arrays(folder, y=np.array([None] * 20)), "y holds Python objects"),
-        (lambda folder: headers(folder, "-" * 9000), "expected a NumPy file of arrays x and y"),
-        (lambda folder: headers(folder, "x" * 20000), "expected a NumPy file of arrays x and y"),
+        (table("not a zip", "a.npz"), "expected a NumPy file with arrays x and y"),
+        (lambda folder: arrays(folder, y=np.array([None] * 20)), "y contains Python objects"),
+        (lambda folder: headers(folder, "-" * 9000), "expected a NumPy file with arrays x and y"),
+        (lambda folder: headers(folder, "x" * 20000), "expected a NumPy file with arrays x and y"),
     ],
 )
 def test_what_has_no_script_is_refused(
@@ -202,7 +202,7 @@ def test_a_folder_to_test_with_that_has_no_classes_is_told(
     shutil.copytree(data / "train" / "c", data / "test")
     write_script(data, tmp_path / "train.py")
     assert "random_split" in (tmp_path / "train.py").read_text()
-    words = f"onefold: {data / 'test'}: not used, as it has no folder for each class\n"
+    words = f"onefold: {data / 'test'}: not used, because it has no class folders\n"
     assert capsys.readouterr().err == words
 
 
@@ -211,9 +211,7 @@ def test_the_first_picture_of_each_class_is_looked_at(tmp_path: Path) -> None:
     (data / "train" / "c" / "7.PNG").write_text("broken")
     write_script(data, tmp_path / "train.py")
     (data / "train" / "c" / "0.PNG").write_text("broken")
-    with pytest.raises(
-        DataError, match=r"c/0\.PNG: expected a picture that can be read: a file of"
-    ):
+    with pytest.raises(DataError, match=r"c/0\.PNG: cannot read the image: a file of"):
         write_script(data, tmp_path / "other.py")
 
 
@@ -222,7 +220,7 @@ def test_pictures_that_a_script_would_make_white_are_a_job(mode: str, tmp_path: 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         Image.new(mode, (4, 4), 999).save(tmp_path / name / "1.tif")
-    with pytest.raises(DataError, match=r"8 bits a pixel, .* onefold train classify --data"):
+    with pytest.raises(DataError, match=r"8 bits per pixel, .* onefold train classify --data"):
         write_script(tmp_path, tmp_path / "train.py")
 
 
@@ -239,7 +237,7 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
     for name, part in (("a b", "train_images"), ("c", "test_images")):
         (tmp_path / "photos" / "train" / name).rename(tmp_path / part)
     shutil.rmtree(tmp_path / "photos")
-    with pytest.raises(DataError, match="which name parts of a data set"):
+    with pytest.raises(DataError, match="which name parts of a dataset"):
         write_script(tmp_path, tmp_path / "train.py")
 
 

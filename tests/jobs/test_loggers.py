@@ -83,7 +83,7 @@ def test_a_logger_that_fails_ends_no_training(
 ) -> None:
     fake, data, runs = Fake("wandb", monkeypatch), write_texts(tmp_path / "data"), tmp_path / "runs"
     fake.failing = True
-    with pytest.raises(LaunchError, match="--log wandb: the logger cannot be opened: not logged "):
+    with pytest.raises(LaunchError, match="--log wandb: cannot open the logger: not logged "):
         run_here("text", data, runs, name="refused", log="wandb")
     sys.modules["wandb"].init = lambda **_: SimpleNamespace(  # type: ignore[attr-defined]
         id="", log=fake.log, finish=fake.end
@@ -93,7 +93,7 @@ def test_a_logger_that_fails_ends_no_training(
     assert said["finished"]
     told = [each.getMessage() for each in caplog.records]
     assert [each for each in told if "log" in each] == [
-        "nothing more is logged: no server",
+        "logging stops: no server",
         "the logger did not close: not logged in",
     ]
 

@@ -73,7 +73,7 @@ def test_weights_that_cannot_be_had_say_from_where_and_to_where(
     for content in (None, weights[:-1], weights[:-1] + b"x"):
         server.answers = {} if content is None else {f"/{name}": send(content)}
         with pytest.raises(
-            CheckpointError, match=f"{server.address}{name}: .*\n.*by hand at {path}"
+            CheckpointError, match=f"{server.address}{name}: .*\n.*put the file at {path}"
         ):
             find_weights("torchvision:resnet18", server=server.address)
         assert [*path.parent.iterdir()] == []
@@ -178,5 +178,5 @@ def test_timms_weights_lie_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert find_weights("timm:net.a1") == tmp_path / "model.safetensors"
     assert asked == [("timm/net.a1", True)]
     assert named_weights.model_named("timm:net.a1") == "timm:net.a1"
-    with pytest.raises(CheckpointError, match="expected a model that timm has weights of"):
+    with pytest.raises(CheckpointError, match="expected a model that timm has weights for"):
         find_weights("timm:other")

@@ -152,7 +152,7 @@ def test_each_picture_is_told_once_in_the_given_order(runs: Paths, tmp_path: Pat
 def test_what_cannot_be_read_is_left_out_when_asked(runs: Paths, tmp_path: Path) -> None:
     run, bad = runs["classify"], tmp_path / "b.png"
     save(tmp_path / "a.png", gray(16, 16))
-    bad.write_bytes(b"no picture")
+    bad.write_bytes(b"no image")
     refused(f"1 file cannot be used:\n  {bad}: ", run, tmp_path)
     prediction = predicted(run, tmp_path, skip_bad=True)
     assert (names(prediction), [each.path for each in prediction.left_out]) == (["a.png"], [bad])
@@ -189,13 +189,13 @@ def test_what_cannot_be_looked_at_is_refused(runs: Paths, tmp_path: Path) -> Non
     refused("empty: expected images, found none", run, tmp_path / "empty")
     refused(r"empty\.txt: expected texts, found none", text, tmp_path / "empty.txt")
     refused("expected images, found none", run, tmp_path / "bad", skip_bad=True)
-    refused("x: expected a file or folder, there is none", run, tmp_path / "x")
-    refused(f"{tmp_path}: expected a file with one text a line", text, tmp_path)
+    refused("x: expected a file or folder, but it does not exist", run, tmp_path / "x")
+    refused(f"{tmp_path}: expected a file with one text per line", text, tmp_path)
 
 
 @nowhere
 def test_what_is_no_run_or_has_no_weights_is_refused(runs: Paths, tmp_path: Path) -> None:
-    refused("expected the folder of a run, with run.json in it", tmp_path, tmp_path)
+    refused("expected the folder of a run, which contains run.json", tmp_path, tmp_path)
     for content, words in (
         ("{", "run.json: expected the JSON of a run"),
         ('{"job": "digits"}', "expected a run of classify, segment, text, got digits"),
@@ -217,19 +217,19 @@ def test_an_output_that_does_not_suit_is_refused(runs: Paths, tmp_path: Path) ->
     picture, file = save(tmp_path / "a" / "x.png", gray(8, 8)), tmp_path / "x.txt"
     file.write_text("fine\n")
     (tmp_path / "link").symlink_to(picture.parent)
-    place = "expected a folder that can be written to, got .*: --output names another one"
-    refused("expected --output with a folder for the masks", masks, picture)
-    refused("expected a folder for the masks, this is a file", masks, picture, output=file)
+    place = "cannot write there: .*: name another one with --output"
+    refused("masks require --output with a folder", masks, picture)
+    refused("expected a folder for the masks, not a file", masks, picture, output=file)
     refused(f"--output {tmp_path}: expected a file", run, picture, output=tmp_path)
     refused(place, run, picture, output=Path("/proc/self/x.csv"))
     refused(place, masks, picture, output=Path("/proc/x"))
     for name in ("a", "a/../a", "link"):
-        words = f"expected another place, {picture} would be lost"
+        words = f"would overwrite the input {picture}; name another one"
         refused(words, masks, picture.parent, output=tmp_path / name)
-    refused(r"expected another place, .*x\.txt would be lost", text, file, output=file)
+    refused(r"would overwrite the input .*x\.txt; name another one", text, file, output=file)
     for name in ("a/x.jpg", "b/x.png"):
         other = save(tmp_path / name, gray(8, 8))
-        words = r"x\..* and .*x\..* would have a mask .* x\.png"
+        words = r"x\..* and .*x\..* would have the same mask, x\.png"
         refused(words, masks, picture, other, output=tmp_path / "masks")
 
 
@@ -279,9 +279,9 @@ def test_damaged_weights_are_refused_by_name(
         refused(words[damage], run, data["classify"] / "test", weights=weights)
 
 
-KEPT = r"run\.json: expected what the run has kept of its model"
+KEPT = r"run\.json: expected the description of the run's model"
 ANY = r"run\.json: expected the JSON of a run"
-OF_ONE = r"expected model_config\.json and run\.json to be of one"
+OF_ONE = r"model_config\.json and run\.json describe different models"
 
 
 @here
@@ -355,7 +355,7 @@ def test_files_of_others_are_not_written_over(tmp_path: Path, name: str, kind: s
         theirs = output
     else:
         output.symlink_to(theirs)
-    with pytest.raises(ValueError, match=f"--output {output}: expected a new file, or predictions"):
+    with pytest.raises(ValueError, match=f"{output}: expected a new file, or earlier predictions"):
         put(odd(), output)
     assert not theirs.exists() or theirs.read_text() == "a,b\n1,2\n"
     output.unlink()
@@ -375,13 +375,13 @@ def test_masks_are_not_written_over_pictures_of_others(runs: Paths, tmp_path: Pa
     save(given / "x.png", gray(16, 16, 3))
     save(given / "sub" / "y.png", gray(16, 16, 3))
     before = save(masks / "x.png", gray(4, 4)).read_bytes()
-    words = r"expected new masks, or masks of before, .*x\.png is a"
+    words = r"expected new masks, or earlier masks, .*x\.png is a"
     refused(words, run, given, output=masks)
     assert (masks / "x.png").read_bytes() == before
     (masks / "x.png").unlink()
     elsewhere.mkdir()
     (masks / "sub").symlink_to(elsewhere)
-    refused(r"expected folders of its own, .*sub is a link", run, given, output=masks)
+    refused(r"sub is a link, and masks are not written through links", run, given, output=masks)
     assert list(elsewhere.iterdir()) == []
     (masks / "sub").unlink()
     first, again = (predicted(run, given, output=masks) for _ in range(2))

@@ -61,14 +61,14 @@ def train(*words: object, **how: Any) -> tuple[int, str]:
 @for_each(
     ("given", "error", "words"),
     [
-        ({}, ValueError, "--data: expected the folder or file of the data, got none"),
+        ({}, ValueError, "--data is missing: give the folder or file of the data"),
         ({"resume": True}, ValueError, "--resume: expected with --name"),
         ({"data": "x", "name": "new", "resume": True}, LaunchError, "there is no run in"),
-        ({"data": "x", "name": "old"}, LaunchError, "is there already: --resume goes on with it"),
+        ({"data": "x", "name": "old"}, LaunchError, "exists already: continue it with --resume"),
         (
             {"name": "old", "resume": True, "lr": 0.5},
             ValueError,
-            "--lr 0.5: the run old was begun with 0.02, and --resume goes on with the same",
+            "--lr 0.5: the run old was started with 0.02, and --resume cannot change it",
         ),
     ],
 )
@@ -94,7 +94,7 @@ def test_checkpoints_are_never_written_through_a_link(tmp_path: Path) -> None:
     before = sorted(elsewhere.rglob("*"))
     with pytest.raises(OSError, match="not followed below a folder, but got checkpoints"):
         run_job(unread("classify"), resumed(runs, epochs=2))
-    with pytest.raises(LaunchError, match=r"cannot be written there: .*but got checkpoints"):
+    with pytest.raises(LaunchError, match=r"cannot write the run there: .*checkpoints is a link"):
         run_here("classify", data, runs, name="it", resume=True, epochs=2)
     assert sorted(elsewhere.rglob("*")) == before
 
@@ -103,7 +103,7 @@ def test_checkpoints_are_never_written_through_a_link(tmp_path: Path) -> None:
     ("job", "chosen", "error", "words"),
     [
         ("classify", {"pretrained": "no.pth"}, CheckpointError, "--pretrained no.pth: expected a"),
-        ("segment", {"pretrained": "no.pth"}, CheckpointError, "there is nothing of that name"),
+        ("segment", {"pretrained": "no.pth"}, CheckpointError, "but it does not exist"),
         ("text", {"model": "no"}, CheckpointError, "--model no: expected tiny, or a folder with a"),
         (
             "classify",
@@ -113,8 +113,13 @@ def test_checkpoints_are_never_written_through_a_link(tmp_path: Path) -> None:
         ),
         ("classify", {"freeze_until": "layer9"}, ValueError, "layer9: the model has no such part"),
         ("segment", {"freeze": ["layer9"]}, ValueError, "layer9: the model has no such part"),
-        ("classify", {"runs": "/proc/self"}, LaunchError, "to, got .*: --runs names another one"),
-        ("classify", {"runs": f"{__file__}/runs"}, LaunchError, "expected a folder that can be wr"),
+        (
+            "classify",
+            {"runs": "/proc/self"},
+            LaunchError,
+            "re: .*: name another one with --runs",
+        ),
+        ("classify", {"runs": f"{__file__}/runs"}, LaunchError, "cannot write there: "),
     ],
 )
 def test_much_is_refused(job: str, chosen: Any, error: Any, words: str, tmp_path: Path) -> None:
@@ -126,7 +131,7 @@ def test_much_is_refused(job: str, chosen: Any, error: Any, words: str, tmp_path
 def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onefold, "launch", direct)
     options = options_of("text", write_texts(tmp_path / "data"), tmp_path / "runs", name="it")
-    words = "runs/it: the run cannot be written any more: .*--name it --resume goes on from its la"
+    words = "runs/it: cannot write the run: .*from the last checkpoint with .*--name it --resume"
     with full_disk(20_000), pytest.raises(RunFailed, match=words) as failed:
         run_job(job_of("text"), options)
     assert failed.value.exit_code == 2
@@ -233,7 +238,7 @@ def test_other_data_are_refused(job: str, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=words):
             run_job(job_of(job), resumed(runs, job=job, epochs=2, **chosen))
 
-    others = "expected the data that the run it was begun with"
+    others = "the data differ from those that the run it was started with"
     refused(others, data=str(WRITERS[job](tmp_path / "other", train=9)))
     if job == "classify":  # two pictures are exchanged between classes
         one, other = data / "test/apple/0.png", data / "test/pear/0.png"
@@ -250,7 +255,7 @@ def test_a_signal_while_data_are_read_stops(number: signal.Signals, tmp_path: Pa
             signal.raise_signal(number)
 
     job = replace(job_of("text"), prepare=prepare)
-    with pytest.raises(RunFailed, match="stopped while the data were read, before") as caught:
+    with pytest.raises(RunFailed, match="stopped while reading the data; nothing") as caught:
         run_job(job, options_of("text", "data", tmp_path / "runs"))
     assert caught.value.exit_code == 128 + number
     assert not (tmp_path / "runs").exists()
@@ -285,7 +290,7 @@ def test_a_signal_saves_and_says_how_to_go_on(number: signal.Signals, tmp_path: 
     assert process.returncode == 75, errors
     found = re.fullmatch(
         rf"onefold: stopped by {number.name} after step (\d+) and saved: onefold train text --runs "
-        r"runs --name it --resume goes on from there",
+        r"runs --name it --resume continues from there",
         errors.splitlines()[-1],
     )
     assert found, errors
@@ -337,10 +342,10 @@ def test_notes_and_the_want_of_a_report_are_mentioned_before_training(
     (said,) = before
     assert said == (
         "onefold: reading 37 files\n"
-        f"onefold: {data}: 1 of 13 test samples is in the training set as well: test/plum/9.png is "
+        f"onefold: {data}: 1 of 13 test samples is also in the training set: test/plum/9.png is "
         "the same as train/plum/0.png\n"
-        "onefold: there will be no report, as matplotlib is not installed here: after pip install "
-        '"onefold-jobs[report]", onefold report makes it from the folder of the run\n'
+        "onefold: no report will be written, because matplotlib is not installed: after pip "
+        'install "onefold-jobs[report]", write it with onefold report\n'
     )
 
 

@@ -89,7 +89,7 @@ def test_a_model_must_be_better_than_the_baseline() -> None:
     ):
         assert (no_better(rule, value, baseline) is None) == is_better
     told = no_better("highest accuracy", 0.811, baseline)
-    assert "its test accuracy is 81.1%, that of the baseline 81.1%" in str(told)
+    assert "its test accuracy is 81.1%, and the baseline's is 81.1%" in str(told)
 
 
 def test_all_scores_but_losses_and_errors_are_shares() -> None:

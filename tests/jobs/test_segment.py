@@ -322,7 +322,7 @@ def test_a_run_keeps_what_its_model_needs(folder: Path, run: Path, tmp_path: Pat
     assert (facts["mean"], facts["std"]) == IMAGENET
     with pytest.raises(CheckpointError, match="does not fit the model, which is unchanged"):
         task_of(folder, pretrained=str(run), width=8)
-    with pytest.raises(DataError, match=r"expected the folder of a run, with run\.json in it"):
+    with pytest.raises(DataError, match=r"expected the folder of a run, which contains run\.json"):
         MaskModel.of_run(tmp_path)
     (tmp_path / "run.json").write_text('{"job": "text"}')
     with pytest.raises(DataError, match="expected a run of onefold train segment, got text"):

@@ -82,7 +82,7 @@ def used(run: Path, inputs: Path, table: Path) -> tuple[list[dict[str, Any]], di
 def test_numbers_of_pictures_are_predicted(tmp_path: Path) -> None:
     write_shades(tmp_path / "data")
     table = tmp_path / "data" / "levels.csv"
-    with pytest.raises(DataError, match="--task regression predicts measured values"):
+    with pytest.raises(DataError, match="use --task regression for measured values"):
         run_here("classify", table, tmp_path, label_column=("level",), **PICTURES)
     run, said = run_here(
         "classify", table, tmp_path, task="regression", label_column=("level",), **PICTURES
@@ -134,7 +134,7 @@ def test_several_classes_of_pictures_are_predicted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected a label of the run .*, got 'red, green'"):
         evaluate_run(run, bars, EvaluateOptions(devices="cpu:1"))
     for table in (bars, tmp_path / "data"):
-        with pytest.raises(ValueError, match=r"^--top 2: expected a run of one class for each"):
+        with pytest.raises(ValueError, match=r"^--top 2 requires a run with one class per"):
             predict_run(run, [table], PredictOptions(devices="cpu:1", top=2))
     assert [each["support"] for each in found.by_class] == given.sum(axis=0).tolist()
     # The same data for training and for this: so is what answering alike scores.

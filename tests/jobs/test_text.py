@@ -47,7 +47,7 @@ def test_a_model_learns_which_word_decides_and_is_built_again(data: Path, tmp_pa
 
 def test_texts_that_are_cut_off_are_counted(data: Path) -> None:
     (note,) = make_task(*both(data, max_length=4)).notes
-    assert re.fullmatch(r"\d+ texts of 52 fill 4 tokens: what is beyond is cut off; .*", note)
+    assert re.fullmatch(r"\d+ texts of 52 fill 4 tokens and may be truncated: .*", note)
     assert make_task(*both(data, max_length=128)).notes == []
 
 

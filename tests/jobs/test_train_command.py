@@ -36,6 +36,7 @@ RESULT: dict[str, Any] = {
     "ious": None,
     "baseline": None,
     "is_lead": True,
+    "steps": 500,
 }
 
 Train = Callable[..., Any]
@@ -92,25 +93,26 @@ def test_the_help_shows_every_option_under_its_heading(job: Job) -> None:
     result = invoke(job.name, "--help")
     assert result.exit_code == 0
     groups = dict(re.findall(r"^(\w+):\n((?:  .*\n|\n)+)", result.output, re.MULTILINE))
-    assert [*groups][-1] == "Other"
+    # Most fill a terminal of 80 columns; each option has a line of its own.
+    assert len(result.output.splitlines()) <= 80
+    assert [*groups][-1] == "Run"
     for field in dataclasses.fields(job.options):
         heading = next(name for name, options in train.GROUPS.items() if field.name in options)
         default = field.metadata["shown"]
         if default is None:
-            words = {bool: ("no", "yes")}.get(type(field.default))
-            default = words[field.default] if words else str(field.default)
-        shown = told(groups[heading]).replace("- ", "-")
-        assert f"--{field.name.replace('_', '-')} " in shown
-        text = re.sub(r" One of [^\[]*\. ", " ", shown)
-        words = told(f"{field.metadata['help']} [default: {default}]").replace("- ", "-")
-        assert words in text
+            default = "" if field.default is False else str(field.default)
+        assert len(field.metadata["help"]) <= 60
+        words = re.escape(field.metadata["help"].removesuffix("."))
+        note = re.escape(f" [{default}]") if default else ""
+        (line,) = re.findall(rf"^  --{field.name.replace('_', '-')} .*", groups[heading], re.M)
+        assert re.fullmatch(rf"  --[\w-]+(?: [A-Z]+)? +{words}(?:: [\w, -]+)?\.{note}", line)
 
 
 def test_the_end_of_a_run_is_told(asked: Train) -> None:
     assert invoke("text", "--data", "x").output.splitlines() == [
-        "Best: accuracy 98.8% after epoch 5, kept in runs/one/checkpoints/step-9",
+        "Best: accuracy 98.8% after epoch 5, saved in runs/one/checkpoints/step-9",
         "Fingerprint: 0123456789abcdef",
-        "No report, without matplotlib; later: onefold report runs/one",
+        "Report: none without matplotlib; later, run onefold report runs/one",
     ]
 
 
@@ -126,8 +128,18 @@ def test_a_model_that_says_one_thing_has_a_warning(asked: Train, monkeypatch: An
     output = invoke("text", "--data", "x").output
     assert ". More --epochs, a larger --image-size, another --lr, --class-weights" in output
     assert "Best: accuracy 81.0% after epoch 5" in output
-    assert "Warning: This model is no better than the baseline, which answers 'dog'" in output
+    assert "Warning: This model is no better than the baseline, which predicts 'dog'" in output
     assert "cat         0.0%    0.0%   0.0%       19" in output
+
+
+def test_a_very_short_run_is_told_to_train_longer(asked: Train, monkeypatch: Any) -> None:
+    baseline = {"answer": "dog", "scores": {"accuracy": 0.81}}
+    best = {**RESULT["best"], "value": 0.81}
+    result = {**RESULT, "best": best, "baseline": baseline, "steps": 21}
+    monkeypatch.setattr(train, "run_job", lambda *_: result)
+    output = invoke("text", "--data", "x").output
+    assert "81.0%. The run made only 21 steps: use more --epochs\n" in output
+    assert "--lr" not in output
 
 
 def test_a_warning_names_only_options_of_its_task(asked: Train, monkeypatch: Any) -> None:
@@ -179,7 +191,7 @@ def test_an_evaluation_is_told_or_printed_as_json(tmp_path: Path, monkeypatch: A
     lines = [" ".join(line.split()) for line in plain.output.splitlines()]
     assert lines[0] == f"{tmp_path}/run/step-9 on 100 samples of {tmp_path}/photos"
     assert "accuracy: 81.0% (baseline 81.0%)" in lines
-    assert "The baseline answers 'dog' for every sample." in lines
+    assert "The baseline predicts 'dog' for every sample." in lines
     assert "dog 81.0% 100.0% 89.5% 81" in lines
     assert lines[-1] == "Warning: no better"
     assert json.loads(data.output) == json.loads(json.dumps(found.as_dict()))
@@ -232,16 +244,16 @@ def test_the_command_line_decides(asked: Train, arguments: str, name: str, value
             assert getattr(options, other) == filed[other]
 
 
-SHARED = "devices cannot share {} shards: a shard is never divided. Use --devices {} or fewer"
+SHARED = "devices cannot share {} shards, because a shard is never split. Use --devices {} or fewer"
 
 
 @for_each(
     ("arguments", "words"),
     [
-        ("text", "--data: expected the folder or file of the data, got none"),
+        ("text", "--data is missing: give the folder or file of the data"),
         ("text --data x --epochs 0", "--epochs 0: expected 1 or more"),
         (f"text --data x --seed {'9' * 4000}", "--seed "),
-        ("text --resume --name a", "--resume: there is no run in runs/a; leave --resume out to"),
+        ("text --resume --name a", "--resume: there is no run in runs/a; leave out --resume to"),
         ("classify --data x --devices 9", f"--devices 9: 9 {SHARED.format(8, 8)}"),
         ("segment --data x --devices cpu,cpu,cpu,cpu,cpu", SHARED.format(4, 4)),
         ("classify --data x --devices cpu:3 --shards 2", SHARED.format(2, 2)),

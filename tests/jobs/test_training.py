@@ -36,7 +36,7 @@ needs_text()
 
 
 BAD: dict[str, Callable[[Path], object]] = {
-    "classify": lambda data: (data / "train" / "pear" / "3.png").write_bytes(b"no picture"),
+    "classify": lambda data: (data / "train" / "pear" / "3.png").write_bytes(b"no image"),
     "segment": lambda data: (data / "train" / "masks" / "2.png").unlink(),
     "text": lambda data: (data / "dev.tsv").write_text(f"no tab\n{(data / 'dev.tsv').read_text()}"),
 }
@@ -89,7 +89,9 @@ def test_a_finished_run_is_left_alone_or_given_more_epochs(tmp_path: Path) -> No
     again = read_options(
         job_of("classify"), {"runs": str(runs), "name": "it", "resume": True}, None
     )
-    with pytest.raises(LaunchError, match="the run has finished 1 epoch; --resume with more"):
+    with pytest.raises(
+        LaunchError, match="the run has finished 1 epoch; continue it with --resume"
+    ):
         run_job(job_of("classify"), again)
     assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
     run_here("classify", data, runs, name="it", resume=True, epochs=2)
@@ -100,7 +102,7 @@ def test_a_finished_run_is_left_alone_or_given_more_epochs(tmp_path: Path) -> No
     (folder / "run.json").write_text(json.dumps({**facts, "finished": None}))
     before = {path: path.read_bytes() for path in folder.glob("*.*")}
     with pytest.raises(
-        LaunchError, match=r"--epochs 1: the run it has made .* expected more epochs"
+        LaunchError, match=r"--epochs 1: the run it has already made .* Give more --epochs"
     ):
         run_here("classify", data, runs, name="it", resume=True, epochs=1)
     assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
@@ -228,7 +230,7 @@ def test_a_training_that_is_over_ends_without_one_of_its_checkpoints(
     assert examples_of(folder)["epoch"] == (1 if damaged == "best" else 0)
     if damaged == "last":
         told = caplog.records[-1].getMessage()
-        assert told.startswith("the last checkpoint cannot be loaded any more: ")
+        assert told.startswith("cannot reload the last checkpoint: ")
         assert "step-00000010 is damaged" in told
         assert "\n" not in told
 
@@ -260,7 +262,7 @@ def test_patience_ends_a_run_that_gets_no_better(
     assert said["ended"] == (None if ended == 4 else "patience")
     if ended < 4:
         again = {"runs": str(runs), "name": "it", "resume": True, "epochs": 9}
-        with pytest.raises(LaunchError, match="has ended by --patience 2; --resume with a larger"):
+        with pytest.raises(LaunchError, match="ended by --patience 2; continue it with --resume"):
             run_job(job_of("text"), read_options(job_of("text"), again, None))
         run_here("text", data, runs, name="it", resume=True, patience=9)
         assert [line.epoch for line in read_reported(folder).epochs] == [0, 1, 2, 3]
@@ -338,7 +340,7 @@ def test_what_another_script_has_saved_is_refused(extra: Any, tmp_path: Path) ->
     best = read_saved({**SAVED, "best": {**BEST, "value": math.nan}}, tmp_path)["best"]
     assert best is not None
     assert math.isnan(best["value"])
-    with pytest.raises(CheckpointError, match="expected checkpoints of onefold train, the newest"):
+    with pytest.raises(CheckpointError, match="newest checkpoint was not saved by onefold train"):
         read_saved(extra, tmp_path)
 
 

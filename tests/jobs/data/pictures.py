@@ -49,7 +49,7 @@ def write_page(path: Path) -> None:
 
 WAYS_TO_BE_BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (write_cut_jpeg, "image file is truncated"),
-    "a web page": (write_page, "a file of no known format that begins with b'<!DOCTYPE html><'"),
+    "a web page": (write_page, "a file of unknown format that begins with b'<!DOCTYPE html><'"),
     "empty": (Path.touch, "an empty file"),
     "a link to nothing": (lambda path: path.symlink_to("gone"), "No such file or directory"),
     "a folder": (Path.mkdir, "expected a file, got a folder"),

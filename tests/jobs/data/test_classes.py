@@ -52,7 +52,7 @@ def test_folders_are_classes(given_test: Path) -> None:
         folder = folder.rename(given_test / name)
         assert names(read(given_test).test)[0] == f"{name}/cat/0.png"
     folder.rename(given_test / "later")
-    with pytest.raises(DataError, match="has a folder train, and none of val, valid"):
+    with pytest.raises(DataError, match="contains train, but none of val, valid"):
         read(given_test)
 
 
@@ -80,7 +80,7 @@ def test_hidden_files_are_passed_over_and_links_followed(given_test: Path, tmp_p
     expected = contents(read(given_test))
     cats = given_test / "train/cat"
     for name in (".DS_Store", "._0.png", "Thumbs.db", "notes.txt"):
-        (cats / name).write_text("no picture")
+        (cats / name).write_text("no image")
     for folder in (cats / ".ipynb_checkpoints", given_test / "train/.git"):
         folder.mkdir()
         shutil.copy(cats / "0.png", folder / "0-checkpoint.png")
@@ -140,9 +140,9 @@ def test_a_class_that_cannot_be_learned_or_tested_is_bad(given_test: Path, tmp_p
     data = read(given_test, skip=True)
     assert (data.classes, len(data.train), len(data.test)) == (PETS, 12, 6)
     left = "\n".join(map(str, data.left_out))
-    assert "train/emu: expected pictures of the class, found none" in left
-    assert len(re.findall(r"test/fox/\d.*: no picture of its class 'fox' in", left)) == 3
-    assert len(re.findall(r"test/ant/\d.*: no picture of its class 'ant' in", left)) == 3
+    assert "train/emu: expected images of the class, found none" in left
+    assert len(re.findall(r"test/fox/\d.*: no usable image of its class 'fox' in", left)) == 3
+    assert len(re.findall(r"test/ant/\d.*: no usable image of its class 'ant' in", left)) == 3
     with pytest.raises(DataError, match="10 files cannot be used"):
         read(given_test)
     unsplit = write_class_folders(tmp_path / "unsplit", PETS, train=4, test=0)
@@ -150,7 +150,7 @@ def test_a_class_that_cannot_be_learned_or_tested_is_bad(given_test: Path, tmp_p
     data = read(unsplit)
     assert (data.classes, data.left_out) == ((*PETS, "emu"), [])
     assert (set(data.train.labels), set(data.test.labels)) == ({0, 1, 2}, {0, 1})
-    assert "the test set has no sample of 1 of the 3 classes (emu)" in data.notes[0]
+    assert "the test set has no samples of 1 of the 3 classes (emu)" in data.notes[0]
 
 
 def test_too_little_is_refused_even_where_bad_ones_are_left_out(tmp_path: Path) -> None:
@@ -160,17 +160,17 @@ def test_too_little_is_refused_even_where_bad_ones_are_left_out(tmp_path: Path) 
             4,
             0,
             "",
-            "two different labels, got 'cat' alone, on 3 samples that can be used$",
+            "two different labels, got only 'cat', on 3 usable samples$",
         ),
-        (PETS, 1, 0, "", "expected a picture to test with, found none"),
+        (PETS, 1, 0, "", "expected test images, found none"),
         (
             PETS,
             2,
             1,
             "*/*/*",
-            r"two different labels, got 0 samples that can be used; \d+ others cannot, the first",
+            r"two different labels, got 0 usable samples; \d+ others are unusable, such as",
         ),
-        (PETS, 6, 3, "test/*/*", "expected a picture to test with, found none"),
+        (PETS, 6, 3, "test/*/*", "expected test images, found none"),
         ([], 0, 0, "", "data: expected a folder"),
     ):
         shutil.rmtree(tmp_path / "data", ignore_errors=True)
@@ -186,7 +186,7 @@ def test_too_little_is_refused_even_where_bad_ones_are_left_out(tmp_path: Path) 
     [
         (("images", "masks"), r"onefold train segment --data [^ ]*/data$"),
         (("imgs", "labels"), r"segment --data [^ ]*/data with folders named images and masks$"),
-        (("Images", "GT", "more"), r"got Images and GT, which look like pictures with a mask"),
+        (("Images", "GT", "more"), r"got Images and GT, which look like images with masks"),
         (("Lob", "lob"), "expected one spelling of every class"),
         (("caf\u00e9", "cafe\u0301"), "expected one spelling of every class"),
         ([f"{n / 7:.3f}" for n in range(30)], "got 30 different ones on 60 samples, all of them"),
@@ -207,13 +207,13 @@ def test_samples_that_are_the_same_are_mentioned_or_refused(given_test: Path) ->
     shutil.copy(given_test / "train/dog/3.jpg", given_test / "test/dog/9.jpg")
     shutil.copy(given_test / "train/cat/0.png", given_test / "train/dog/9.png")
     first, second = sorted(note.partition(": ")[2] for note in read(given_test).notes)
-    assert first.startswith("1 of 7 test samples is in the training set as well: test/dog/9.jpg is")
+    assert first.startswith("1 of 7 test samples is also in the training set: test/dog/9.jpg is")
     assert second.startswith("1 sample is the same as one with another label: train/dog/9.png is")
     shutil.rmtree(given_test / "test/cat")
-    assert "no sample of 1 of the 2 classes (cat): the score" in " ".join(read(given_test).notes)
+    assert "no samples of 1 of the 2 classes (cat), so" in " ".join(read(given_test).notes)
     shutil.copytree(given_test / "train/cat", given_test / "test/cat")
     shutil.rmtree(given_test / "test/dog")
-    words = r"6 of 6 test samples are in the training set as well \(test/cat/0\.png is"
+    words = r"6 of 6 test samples are also in the training set \(test/cat/0\.png is"
     with pytest.raises(DataError, match=words):
         read(given_test)
 

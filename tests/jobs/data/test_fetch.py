@@ -137,11 +137,11 @@ def test_a_mirror_that_fails_is_named_and_the_next_one_tried(
     with pytest.raises(DataError, match=complaint) as error:
         fetch(tmp_path, nobody, server.address, timeout_s=0.5)
     first, refused, failed, advice = str(error.value).splitlines()
-    assert first == "images.gz could not be fetched:"
+    assert first == "could not download images.gz:"
     assert re.fullmatch(rf"  {nobody}images\.gz: .*Connection refused.*", refused)
     assert failed.startswith(f"  {server.address}images.gz: ")
     folder = tmp_path / "small"
-    assert advice.endswith(f"{folder / 'images.gz'}; needed are images.gz, labels.gz")
+    assert advice.endswith(f"{folder / 'images.gz'}; required files: images.gz, labels.gz")
     assert contents(folder) == {}
     server.asked.clear()
     assert contents(fetch(tmp_path, server.address, mirror.address, timeout_s=0.5)) == FILES
@@ -160,7 +160,7 @@ def test_what_is_no_set_is_refused(tmp_path: Path) -> None:
     (tmp_path / "images.gz").write_bytes(FILES["images.gz"])
     with pytest.raises(DataError, match="No connection adapters"):
         fetch(tmp_path / "cache", f"file://{tmp_path}/")
-    words = "expected a data set of mnist, fashion-mnist, got 'mnits'"
+    words = "expected a dataset of mnist, fashion-mnist, got 'mnits'"
     with pytest.raises(ValueError, match=words):
         fetch_dataset("mnits", tmp_path / "new")
     assert not (tmp_path / "new").exists()

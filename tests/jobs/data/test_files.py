@@ -50,7 +50,7 @@ def test_what_is_expected_of_many_files_is_said_once() -> None:
     assert left_out_notes(mixed) == [f"left out: {each}" for each in mixed]
     with pytest.raises(DataError) as caught:
         refuse(bad, ["good.png"])
-    assert str(caught.value).endswith("\nmend or remove them, or leave them out with --skip-bad")
+    assert str(caught.value).endswith("\nfix or remove them, or skip them with --skip-bad")
     with pytest.raises(DataError, match=r"\nnothing else can be used$"):
         refuse(bad, [])
     assert str(caught.value).splitlines()[:-2] == [
@@ -71,7 +71,7 @@ def test_what_is_left_of_a_repeated_reason_is_whole(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_bytes(b"fine\t1\n" + b"caf\xe9\t1\n" * 3)
     _, bad = read_tsv(tmp_path / "a.tsv")
     first, *others = (note.partition(".tsv, ")[2] for note in left_out_notes(bad))
-    assert first.endswith("if it is Latin-1, iconv -f WINDOWS-1252 -t UTF-8 converts the file")
+    assert first.endswith("if it is Latin-1, convert the file with iconv -f WINDOWS-1252 -t UTF-8")
     assert others == [f"line {n}: likewise, got e9 as byte 4" for n in (3, 4)]
 
 
@@ -94,5 +94,5 @@ def test_what_may_not_be_looked_at_is_bad(tmp_path: Path, monkeypatch: pytest.Mo
     reason = "expected a file or folder, got Permission denied"
     assert bad == [BadFile(tmp_path / "closed" / "b.png", reason)]
     assert visible_folders(tmp_path) == [tmp_path / "closed"]
-    with pytest.raises(DataError, match=r"closed/b.*: expected a folder that can be looked thr"):
+    with pytest.raises(DataError, match=r"closed/b.*: expected a readable folder, got "):
         visible_folders(tmp_path / "closed")

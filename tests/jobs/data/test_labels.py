@@ -52,10 +52,10 @@ def test_numbers_that_may_be_measured_are_mentioned() -> None:
     stars = {f"{number / 2}": 9 for number in range(11)}
     for counts, some in ((stars, "'0.5', '1.5', '2.5'"), (measured(20), "'0.33', '0.67', '1.33'")):
         (note,) = check_labels(counts, "train.tsv")
-        assert f"numbers, such as {some}, and taken for" in note
+        assert f"numbers, such as {some}, treated as" in note
     for ages in (11, 73):
         (note,) = check_labels({str(age): 30 for age in range(18, 18 + ages)}, "train.tsv")
-        assert f"such as '18', '19', '20', and taken for {ages} classes: --task regr" in note
+        assert f"such as '18', '19', '20', treated as {ages} classes: --task regr" in note
 
 
 def test_labels_that_are_no_classes_are_refused() -> None:
@@ -64,15 +64,15 @@ def test_labels_that_are_no_classes_are_refused() -> None:
         ({str(n * n): 2 for n in range(80)}, "got 80 different ones on 160 samples, all of them"),
         ({f"word {n}": 1 for n in range(30)}, "30 of them only once, such as 'word 0'"),
         ({"toxic": 5, "toxic,rude": 3, "rude, mean": 2, "mean": 1}, "got lists of them, such as"),
-        ({"cat": 5, "dog": 4, "dog cat": 3, "cat dog": 2}, "such as 'dog cat', 'cat dog': --task"),
+        ({"cat": 5, "dog": 4, "dog cat": 3, "cat dog": 2}, "such as 'dog cat', 'cat dog': use --t"),
         ({"0 1 0": 5, "1 0 0": 4}, "got lists of them, such as '0 1 0', '1 0 0'"),
-        ({"Lob": 3, "smash": 3, "lob": 2}, "got 'Lob' and 'lob': give them one name"),
-        ({"cafe\u0301": 3, "caf\u00e9": 2}, "the same letters in two ways of Unicode"),
+        ({"Lob": 3, "smash": 3, "lob": 2}, "got 'Lob' and 'lob': use one name"),
+        ({"cafe\u0301": 3, "caf\u00e9": 2}, "the same letters in two Unicode encodings"),
         ({"Straße": 3, "STRASSE": 2}, "got 'Straße' and 'STRASSE'"),
         ({"cat": 3, "ca\u200bt": 2}, "expected one spelling of every class"),
         (
             {"cat": 3, "\x1b[2Jdog": 2},
-            "expected names of classes in letters, got '.x1b.* --label-column",
+            "expected printable class names, got '.x1b.* --label-column",
         ),
     ):
         with pytest.raises(DataError, match=f"^train.tsv: .*{words}.*--labels-as-is"):
@@ -101,7 +101,7 @@ def test_a_test_set_is_refused_if_more_than_half_of_it_was_trained_with() -> Non
     train = ["a", "b", "c", "d"]
     for same in (0, 2, 3, 4):
         parts = [samples_of(train), samples_of([*train[:same], *"wxyz"[same:]])]
-        words = f"pets: {same} of 4 test samples are in the training set"
+        words = f"pets: {same} of 4 test samples are also in the training set"
         if same > 2:
             with pytest.raises(DataError, match=words):
                 check_same(parts, "pets")

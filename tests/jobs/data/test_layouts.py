@@ -20,7 +20,7 @@ from onefold_jobs.run import read_options, run_job
 from tests.jobs.tiny import job_of, write_masks, write_pictures, write_texts
 from tests.tables import for_each
 
-BOXES = "onefold has no job that detects objects: cut them out"
+BOXES = "onefold has no job for object detection: crop the objects"
 
 
 def put(path: Path, content: str = "") -> None:
@@ -84,15 +84,15 @@ def test_folders_of_a_competition_are_not_taken_for_classes(tmp_path: Path, trai
     shutil.rmtree(tmp_path / "data", ignore_errors=True)
     for name in (f"{train}/a.png", f"{train}/b.png", "test_images/c.png"):
         put(tmp_path / "data" / name)
-    words = "got pictures in .*test_images.*, which name parts of a data set: sort them into"
+    words = "got images in .*test_images.*, which name parts of a dataset: sort them into"
     with pytest.raises(DataError, match=words):
         refuse_other_layouts(tmp_path / "data", "classify")
     refuse_other_layouts(tmp_path / "data", "segment", masks=True)
     put(tmp_path / "data" / "train.csv", "image_id,label\na.png,pug\nb.png,boxer\n")
     # Its labels are not those of any picture.
     put(tmp_path / "data" / "sample_submission.csv", "image_id,label\nc.png,pug\n")
-    words = r"beside the table train\.csv .* name the table and two of its columns"
-    for job, expected in (("classify", "a folder for each class"), ("segment", "the folders imag")):
+    words = r"next to the table train\.csv .* name the table and two of its columns"
+    for job, expected in (("classify", "a folder per class"), ("segment", "the folders imag")):
         with pytest.raises(DataError, match=f"expected {expected}.*{words}"):
             refuse_other_layouts(tmp_path / "data", job, masks=job == "segment")
 
@@ -112,7 +112,7 @@ def test_pictures_beside_a_table_are_told_apart_from_class_folders(tmp_path: Pat
         put(tmp_path / name)
     put(tmp_path / "sample_submission.csv", "id,breed\nc,pug\n")
     put(tmp_path / "labels.csv", "id,label\na,pug\nb,boxer\n")
-    words = r"beside the table labels\.csv with the columns id, label: .*--data .*labels\.csv "
+    words = r"next to the table labels\.csv with the columns id, label: .*--data .*labels\.csv "
     with pytest.raises(DataError, match=f"{words}--image-column id --label-column label"):
         refuse_other_layouts(tmp_path, "classify")
     refuse_other_layouts(tmp_path, "text", texts=True)
@@ -150,9 +150,9 @@ def test_pictures_are_found_by_their_paths_in_a_table(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         pictures(table)
     for words in (
-        r"line 10: expected a picture at .*data/gone.png, there is none",
-        r"line 11: expected the path of one picture, got '3': 2 have that name",
-        r"line 12: expected a picture at /nowhere/3.png, there is none",
+        r"line 10: expected an image at .*data/gone.png, got none",
+        r"line 11: expected the path of one image, got '3': 2 have that name",
+        r"line 12: expected an image at /nowhere/3.png, got none",
     ):
         assert caught.match(words)
     assert len(pictures(table, skip=True).left_out) == 3
@@ -167,7 +167,7 @@ def test_spaces_between_several_classes_divide_them_in_all_tables(tmp_path: Path
     several = ("rust", "scab")
     assert [x.label for x in found.train] == [("scab",), several, ("rust",), several[::-1], ()]
     assert [x.label for x in found.test or ()] == [several, ("scab",)]
-    assert "'rust scab' is 2 of them; --labels-as-is makes one of it" in found.notes[-1]
+    assert "'rust scab' is 2 classes; --labels-as-is makes it one class" in found.notes[-1]
     as_is = read_listed(train, str(dev), columns, "multi-label", labels_as_is=True)
     assert as_is.train[1].label == ("rust scab",)
 
@@ -207,7 +207,7 @@ def test_a_list_is_not_divided_as_texts_are(tmp_path: Path) -> None:
 def test_a_column_of_parts_is_noted(name: str, noted: bool, tmp_path: Path) -> None:
     put(tmp_path / "a.csv", f"image,label,{name}\n0,a,0\n1,b,1\n")
     found = read_listed(tmp_path / "a.csv", None, Columns("image"))
-    said = f"column {name} is not used: --dev names a file to test with"
+    said = f"column {name} is not used; name a test file with --dev"
     assert any(said in note for note in found.notes) == noted
 
 
@@ -233,8 +233,8 @@ def test_a_table_to_test_with_is_used_unless_it_has_no_labels(tmp_path: Path) ->
     dev = tmp_path / "test.csv"
     data = pictures(tmp_path / "train.csv", dev=dev, skip=True)
     assert (len(data.train), list(data.test.labels)) == (4, [1])
-    assert "no picture of its class 'c' in" in str(data.left_out[0])
+    assert "no usable image of its class 'c' in" in str(data.left_out[0])
     put(dev, "file,id\n4.png,7\n5.png,8\n")
-    assert f"{dev}: not used, as it has no column label" in pictures(tmp_path).notes
+    assert f"{dev}: not used, because it has no column label" in pictures(tmp_path).notes
     with pytest.raises(DataError, match="expected a column 'label', got only file, id"):
         pictures(tmp_path / "train.csv", dev=dev)

@@ -158,14 +158,14 @@ def test_colors_and_wide_numbers_are_named_as_they_are(tmp_path: Path) -> None:
 
 def test_a_rule_that_says_nothing_or_two_things_is_refused() -> None:
     for foreground, void, words in (
-        ("x", [], "--foreground x: expected values of the masks' pixels, such as 15, 128-255"),
-        ("9-3", [], "--foreground 9-3: expected values"),
-        ("9" * 5000, [], "expected values of the masks' pixels"),
-        ("1", ["#12345"], "--void #12345: expected values"),
+        ("x", [], "--foreground x: expected pixel values of the masks, such as 15, 128-255"),
+        ("9-3", [], "--foreground 9-3: expected pixel values"),
+        ("9" * 5000, [], "expected pixel values of the masks"),
+        ("1", ["#12345"], "--void #12345: expected pixel values"),
         (
             "1-5",
             ["3"],
-            "--void: expected values that stand for one thing each, got 1-5 for --foreground and 3",
+            "--void: expected values with one meaning each, got 1-5 for --foreground and 3",
         ),
         ("#FF0000", ["#ff0000"], "got #FF0000 for --foreground and #ff0000 for --void"),
     ):
@@ -203,8 +203,8 @@ def test_classes_that_cannot_be_told_apart_are_refused() -> None:
     for rule, words in (
         (((), (), ("a=1|2", "b=2-5")), "got 2 for a and 2-5 for b"),
         (((), ("7",), ("a=1", "b=7")), "got 7 for b and 7 for --void"),
-        ((("3",), (), ("a=1", "b=7")), "expected no --foreground"),
-        (((), (), ("a=1", "b=x")), "--classes x: expected values of the masks' pixels"),
+        ((("3",), (), ("a=1", "b=7")), "cannot be combined with --foreground"),
+        (((), (), ("a=1", "b=x")), "--classes x: expected pixel values of the masks"),
     ):
         with pytest.raises(ValueError, match=words):
             MaskRule(*rule)
@@ -242,7 +242,7 @@ def test_every_kind_of_mask_gives_the_same_classes(tmp_path: Path) -> None:
     ]  # fmt: skip
     auto = read(tmp_path / "palette-1", *AUTO)
     assert [each.name for each in auto.classes] == ["0", "3", "15"]
-    assert auto.notes[0] == "--classes auto: a class for each value of the masks, 0, 3, 15"
+    assert auto.notes[0] == "--classes auto: one class per value of the masks, 0, 3, 15"
 
 
 def test_values_of_no_class_and_classes_of_no_pixel_are_told(tmp_path: Path) -> None:
@@ -254,13 +254,13 @@ def test_values_of_no_class_and_classes_of_no_pixel_are_told(tmp_path: Path) -> 
     with pytest.raises(DataError, match=f"(?s){words}.*nothing else can be used$"):
         read(data, "ground=0", "bird=3")
     assert "no training mask has a pixel of cat" in read(data, *NAMED, "cat=9").notes
-    with pytest.raises(DataError, match="--void 254: expected a value of the masks"):
+    with pytest.raises(DataError, match=r"--void 254: no mask in .* has this value"):
         read(data, *AUTO, void="254")
     many = np.arange(400, dtype=np.uint16).reshape(20, 20)
     pillow.fromarray(many).save(tmp_path / "many.png")
     with pytest.raises(DataError, match="masks of at most 255 classes, got 400 different values"):
         look_at_mask(tmp_path / "many.png", MaskRule(classes=AUTO))
-    with pytest.raises(DataError, match=r"for each of them with --classes auto"):
+    with pytest.raises(DataError, match=r"one class per value with --classes auto"):
         read_pairs(data, holdout=0.1, seed=0, skip_bad=False)
 
 

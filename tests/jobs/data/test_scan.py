@@ -210,10 +210,10 @@ def test_hot_pixels_do_not_decide_white(layout: str, tmp_path: Path) -> None:
     for one, other in zip(plain.sums.mean_and_std(), hot.sums.mean_and_std(), strict=True):
         assert one == pytest.approx(other, abs=0.002)
     assert (
-        "pictures of more than 8 bits a pixel, 6 of 6 to train with, share one white, 255: 99.9% "
-        "of each one's values are at most 250, and brighter values than white become white"
+        "6 of 6 training images have more than 8 bits per pixel; all use the white 255: 99.9% of "
+        "each one's values are at most 250, and brighter values than white become white"
     ) in hot.notes
-    assert "2 pictures with several pages or frames: only the first is used" in hot.notes
+    assert "2 images with several pages or frames: only the first is used" in hot.notes
     # Two in 1,600 are more than one in 1,000, and of 400 pixels none may be left out.
     for number, two in enumerate((lambda n: plate(n, hot=2), lambda n: plate(n, side=20, hot=1))):
         write(tmp_path / f"{number}", layout, train=two, test=two)
@@ -253,7 +253,9 @@ def test_what_would_be_black_is_refused(layout: str, part: str, tmp_path: Path) 
 
     pixels: Any = {"train": twelve_bits, "test": twelve_bits, part: with_dark}
     write(tmp_path, layout, **pixels)
-    words = r"\.tiff: values of 0 to 0\.9 would all become black, as white is 4095: .* of 16\.1 or"
+    words = (
+        r"\.tiff: values of 0 to 0\.9 would all become black, because white is 4095: .* of 16\.1 "
+    )
     with pytest.raises(DataError, match=words):
         read_as(tmp_path, layout)
     data = read_as(tmp_path, layout, skip_bad=True)
@@ -267,5 +269,5 @@ def test_pictures_of_one_value_may_be_black(tmp_path: Path) -> None:
     save(path, np.array([[3, 4]], dtype=np.uint16))
     # Without a white of their own, those of 16 bits have 65535.
     for white, named in ((4095, "4095"), (None, "65535")):
-        with pytest.raises(DataError, match=rf"a\.tiff: values of 3 to 4 .* as white is {named}: "):
+        with pytest.raises(DataError, match=rf"a\.tiff: values of 3 to 4 .* white is {named}: "):
             open_picture(path, white=white)

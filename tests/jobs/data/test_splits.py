@@ -80,16 +80,28 @@ def test_a_split_is_recognized_by_all_commands(tmp_path: Path, train: str, test:
 @for_each(
     ("places", "words"),
     [
-        ({"train": "fold_0 fold_1"}, "all of fold_0, fold_1 have the folders apple, pear, plum"),
-        ({"train": "color gray"}, "all of color, gray have the folders apple, pear, plum"),
-        ({"train": ".", "test": "plums"}, "plums holds folders of the same names as the classes"),
-        ({"train": "train", "test": "later"}, "folder train, and none of val.*--data .*data/train"),
-        ({"train": "Training"}, "folder Training, and none of val.*--data .*data/Training"),
-        ({"test": "val Test"}, "expected a folder to train with beside Test, val"),
+        ({"train": "fold_0 fold_1"}, "all of fold_0, fold_1 contain the folders apple, pear, plum"),
+        ({"train": "color gray"}, "all of color, gray contain the folders apple, pear, plum"),
+        (
+            {"train": ".", "test": "plums"},
+            "plums contains folders with the same names as the",
+        ),
+        (
+            {"train": "train", "test": "later"},
+            "contains train, but none of val.*--data .*data/train",
+        ),
+        ({"train": "Training"}, "contains Training, but none of val.*--data .*data/Training"),
+        ({"test": "val Test"}, "expected a training folder next to Test, val"),
         ({"train": "a_train b_train", "test": "a_test b_test"}, "got several: a_test, a_train"),
-        ({"train": "train_1 train_2", "test": "test"}, "train_1, train_2 have the folders apple"),
-        ({"train": "Train TRAINING", "test": "test"}, "got TRAINING, Train for the same: join"),
-        ({"train": ".", "test": "test"}, "test: expected a folder for each class, got one that"),
+        (
+            {"train": "train_1 train_2", "test": "test"},
+            "_1, train_2 contain the folders apple",
+        ),
+        (
+            {"train": "Train TRAINING", "test": "test"},
+            "TRAINING, Train for the same part: merge",
+        ),
+        ({"train": ".", "test": "test"}, "test: expected one folder per class, got one that"),
     ],
 )
 def test_parts_of_other_names_are_no_classes(
@@ -120,7 +132,7 @@ def test_classes_that_look_like_parts_are_classes(tmp_path: Path) -> None:
     # Said to be classes, they are.
     for place, part in (("north", "train"), ("south", "test")):
         copied(written / part, tmp_path / "sites" / place)
-    with pytest.raises(DataError, match=r"north, south have the folders.*--labels-as-is"):
+    with pytest.raises(DataError, match=r"north, south contain the folders.*--labels-as-is"):
         read(tmp_path / "sites")
     assert read(tmp_path / "sites", as_is=True).classes == ("north", "south")
     assert find_folders(tmp_path / "sites", classes=["north"]).train == tmp_path / "sites"
@@ -139,7 +151,7 @@ def test_the_test_folder_of_another_name_is_scored(tmp_path: Path) -> None:
         assert not found.note
     note = evaluate_run(run, data / "Training", EvaluateOptions()).note
     assert note is not None
-    assert "was trained with samples of" in note
+    assert "was trained on samples of" in note
 
 
 def pairs(data: Path) -> MaskedPictures:

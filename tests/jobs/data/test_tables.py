@@ -78,12 +78,17 @@ def test_what_csv_and_json_write_is_read(
         ("a.csv", '"dull" day,1', 3, "expected quotes around a whole cell, or none"),
         ("a.csv", b"caf\xe9,1", 3, "expected UTF-8, got e9 as byte 4"),
         ("a.csv", '"dull\n\0",1', 4, "expected text, got a NUL as character 1"),
-        ("a.jsonl", "{", 2, "expected an object of JSON, got '{': "),
-        ("a.jsonl", "[1]", 2, "expected an object of JSON: if the file is one list, jq -c"),
+        ("a.jsonl", "{", 2, "expected a JSON object, got '{': "),
+        (
+            "a.jsonl",
+            "[1]",
+            2,
+            "expected a JSON object: if the file is one list, convert it with jq",
+        ),
         ("a.jsonl", '{"text": "dull"}', 2, "expected a label, got nothing"),
         ("a.jsonl", '{"text": 7, "label": 1}', 2, "expected a text, got 7"),
         ("a.jsonl", '{"text": "a", "label": ["x", "y"]}', 2, "--task multi-label predicts several"),
-        ("a.jsonl", "[" * 5000, 2, "expected an object of JSON"),
+        ("a.jsonl", "[" * 5000, 2, "expected a JSON object"),
     ],
 )
 def test_a_bad_row_is_named_and_others_read(
@@ -115,7 +120,7 @@ def test_columns_of_jsonl_are_those_of_all_lines_and_of_nested_objects(tmp_path:
         ("fair", "good", 3),
     ]
     assert [(each.line, each.reason) for each in bad] == [(1, "expected a label, got nothing")]
-    with pytest.raises(DataError, match=r"a column 'body', .* --text-column names another"):
+    with pytest.raises(DataError, match=r"a column 'body', .* name another with --text-column"):
         read_table(file, Columns("text", "body"))
 
 
@@ -147,7 +152,7 @@ def test_classes_are_switched_by_two_numbers(tmp_path: Path) -> None:
     expected = [Line("a", ("old",), 2), Line("b", ("glad",), 3), Line("c", (), 4)]
     assert read("1,-1", "-1,1", "-1,-1") == expected
     assert read("1,0", "0,1", "0,0") == expected
-    with pytest.raises(DataError, match="0 and 1 in the columns of the classes, or -1 and 1, got"):
+    with pytest.raises(DataError, match="0 and 1 in the class columns, or -1 and 1, got"):
         read("1,0", "-1,1", "0,0")
 
 
@@ -157,7 +162,7 @@ def test_a_missing_value_is_no_class(tmp_path: Path) -> None:
     lines, bad, _ = read_table(path, TEXT)
     assert (lines, bad[0].reason) == ([Line("b", "x", 2)], "expected a label, got nothing")
     written(tmp_path / "it.csv", "text,label\na,nan\nb,x\nc,nan\nd,x\n")
-    words = r"got 'nan', as pandas and NumPy write a missing value: .*--labels-as-is"
+    words = r"got 'nan', which pandas and NumPy write for a missing value: .*--labels-as-is"
     labels = [each.label for each in read_table(tmp_path / "it.csv", TEXT)[0]]
     with pytest.raises(DataError, match=words):
         check_task(labels, "single-label", "it", labels_as_is=False)
@@ -166,7 +171,7 @@ def test_a_missing_value_is_no_class(tmp_path: Path) -> None:
 def test_a_quote_that_is_never_closed_ends_it_all(tmp_path: Path) -> None:
     rows = "text,label\nfine,1\n" + '"dull,0\n' + "fine,1\n" * 9
     file = written(tmp_path / "a.csv", rows)
-    with pytest.raises(DataError, match=r"a\.csv, line 3: expected a quote that is closed"):
+    with pytest.raises(DataError, match=r"a\.csv, line 3: expected a closing quote"):
         read_table(file, TEXT)
     limit = csv.field_size_limit()
     for size, fits in ((1 << 20, True), ((1 << 20) + 1, False)):
@@ -175,7 +180,7 @@ def test_a_quote_that_is_never_closed_ends_it_all(tmp_path: Path) -> None:
         if fits:
             assert len(read_table(file, TEXT)[0][1].text) == size
         else:
-            with pytest.raises(DataError, match=r"line 3: expected a quote .*field larger than"):
+            with pytest.raises(DataError, match=r"line 3: expected a closing .*field larger than"):
                 read_table(file, TEXT)
     assert csv.field_size_limit() == limit
 
@@ -185,10 +190,10 @@ def test_columns_are_found_by_their_names_or_named(tmp_path: Path) -> None:
     read = read_table(file, Columns("text", None, ("stars",)))
     assert read[0][0] == Line("b", "5", 2)
     for columns, words in (
-        (TEXT, "a.csv: expected --label-column with one of its columns, which are id, title, body"),
+        (TEXT, "a.csv: .* use --label-column with one of its columns, which are id, title, body"),
         (Columns("text", "text", ("stars",)), "expected a column 'text', got only id, title, body"),
         (Columns("text", "body", ("body",)), "in two columns, got body for both"),
-        (Columns("text", "body", ("id", "stars")), "--task multi-label predicts a class by each"),
+        (Columns("text", "body", ("id", "stars")), "use --task multi-label for one class per"),
     ):
         with pytest.raises(DataError, match=words):
             read_table(file, columns)
@@ -286,8 +291,8 @@ def read_splits(train: Path, dev: Path) -> TextSplits:
 UNSPLIT = st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r\0\ufeff")
 TEXTS = st.text(UNSPLIT, min_size=1).filter(str.strip)
 LATIN_1 = (
-    "expected UTF-8, got e9 as byte 4: if it is Latin-1, iconv -f WINDOWS-1252 -t UTF-8 converts "
-    "the file"
+    "expected UTF-8, got e9 as byte 4: if it is Latin-1, convert the file with iconv -f "
+    "WINDOWS-1252 -t UTF-8"
 )
 
 
@@ -336,9 +341,9 @@ def test_a_file_without_a_sound_line_is_refused(tmp_path: Path) -> None:
     for content, complaint in (
         (b"", "lines of .*got an empty file"),
         (b"\xef\xbb\xbf\r\n \n", "lines of .*got an empty file"),
-        (b"one\ntwo\n", "lines of .*none; of 2 bad ones the first is line 1: .* no tab in 'one'"),
-        (b"caf\xe9\t1\n", "lines of .*first is line 1: expected UTF-8, got e9 as byte 4"),
-        ("fine\t1\n".encode("utf-16"), "text in UTF-8, this is UTF-16: convert it"),
+        (b"one\ntwo\n", "lines of .*none; the first of 2 bad ones is line 1: .* no tab in 'one'"),
+        (b"caf\xe9\t1\n", "lines of .* ones is line 1: expected UTF-8, got e9 as byte 4"),
+        ("fine\t1\n".encode("utf-16"), "UTF-8, this is UTF-16: convert it"),
     ):
         (tmp_path / "train.tsv").write_bytes(content)
         with pytest.raises(DataError, match=rf"train\.tsv: expected {complaint}"):
@@ -384,10 +389,10 @@ def test_splits_that_cannot_be_trained_on_are_refused(tmp_path: Path) -> None:
         (
             "a\t1\nb\t1\n",
             "a\t1\n",
-            "train.tsv: expected two different labels, got '1' alone, on 2 samples that can",
+            "train.tsv: expected two different labels, got only '1', on 2 usable samples",
         ),
         ("a\t1\nb\t0\n", "", "dev.tsv: expected lines of text, tab and label, got an empty file"),
-        ("a\t1\nb\t0\n", "a\t2\n", r"dev.tsv: expected a line that can .* \(0, 1\), got '2'"),
+        ("a\t1\nb\t0\n", "a\t2\n", r"dev.tsv: expected a usable line, .* \(0, 1\), got '2'"),
     ):
         with pytest.raises(DataError, match=complaint):
             read_splits(*splits(tmp_path, train, dev))

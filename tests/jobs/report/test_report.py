@@ -80,9 +80,9 @@ def test_the_summary_is_whole(pages: dict[str, Page]) -> None:
         "Started": "2026-11-21 14:02 UTC",
         "Finished": "2026-11-21 14:20 UTC",
         "Devices": "2 x cpu, 8 shards",
-        "Samples": "5,000 to train, 1,000 to test",
+        "Samples": "5,000 training, 1,000 test",
         "Classes": "3",
-        "Best epoch chosen by": "highest accuracy",
+        "Best epoch selected by": "highest accuracy",
         "Fingerprint of the model": "663f3e2011a53901",
         "Versions": "onefold 0.1.0, PyTorch 2.13.0",
     }
@@ -134,7 +134,7 @@ def test_the_tables_are_whole(pages: dict[str, Page]) -> None:
         ["evaluation", "20.0% 1 min 0 s", "20.0% 1 min 0 s"],
         ["other", "1.0% 3.0 s", "0.5% 1.5 s"],
         ["total", "5 min 0 s", "5 min 0 s"],
-        ["class", "to test", "precision", "recall", "F1"],
+        ["class", "test", "precision", "recall", "F1"],
         ["negative", "91", "92.8%", "98.9%", "95.7%"],
         ["positive", "97", "98.9%", "92.8%", "95.7%"],
         ["score", "model", "baseline"],
@@ -166,7 +166,7 @@ def test_a_model_is_held_against_its_baseline(tmp_path: Path, least: Any, warns:
     page = Page(build_report(folder))
     check_sound(page)
     several = Page(compare_runs([folder], tmp_path / "all.html"))
-    told = "This model is no better than the baseline, which answers '<i>cat' for every sample"
+    told = "This model is no better than the baseline, which predicts '<i>cat' for every sample"
     assert [told in each.text for each in (page, several)] == [warns, warns]
     shown = f"; baseline {least:.1%}" if least else ""
     assert page.figures["Best test accuracy"] == f"82.9% in epoch 7{shown}"
@@ -329,7 +329,7 @@ def test_a_picture_that_is_not_the_runs_own_png_is_not_shown(tmp_path: Path, nam
     sample = {"name": "1.png", "label": "a", "predicted": "a", "confidence": None, "picture": name}
     page = page_of(tmp_path / "run", examples={"kind": "classify", "samples": [sample]})
     assert page.attributes("src") == []
-    assert "no picture" in page.text
+    assert "no image" in page.text
     assert f"predicted: a ({NOTHING})" in page.text
 
 
@@ -374,4 +374,4 @@ def test_runs_are_side_by_side(tmp_path: Path) -> None:
     assert "2. pets: from 2 to 0.4" in told["Training loss by epoch"]
     assert "Test accuracy by time by minutes" in told
     assert page.attributes("class").count("chart") == 5
-    assert "Same model, bit for bit: 1. pets and 2. pets." in page.text
+    assert "Bit-identical models: 1. pets and 2. pets." in page.text

@@ -1,6 +1,6 @@
-"""Ready-made training jobs, written with nothing but the public interface.
+"""Ready-made training jobs, written with only the public interface of onefold.
 
-The jobs themselves load PyTorch, and are loaded when they are first asked for.
+The jobs load PyTorch, so they are imported on first access.
 """
 
 import importlib
@@ -22,22 +22,22 @@ def __getattr__(name: str) -> Any:
 
 
 def require(what: str, extra: str, *packages: str) -> None:
-    """Refuse to continue without packages of an extra.
+    """Raise an error if packages of an extra are not installed.
 
     Args:
-        what: what needs the packages, for the error.
-        extra: name of the extra of onefold that has them.
-        packages: their names, as they are imported.
+        what: name of the feature that needs the packages, for the error.
+        extra: the extra of onefold-jobs that contains the packages.
+        packages: import names of the packages.
 
     Raises:
-        LaunchError: a package is not installed; the message has the command that installs it.
+        LaunchError: a package is not installed. The message gives the install command.
 
     >>> require("the report", "report", "json")
     """
-    # Looked for and not imported: to import transformers takes seconds, and comes where it is used.
+    # find_spec instead of import: importing transformers takes seconds, so it is imported on use.
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise LaunchError(
-            f"{what} needs packages that are not installed here ({', '.join(missing)}); "
+            f"{what} requires packages that are not installed ({', '.join(missing)}); "
             f'run: pip install "onefold-jobs[{extra}]"'
         )

@@ -1,4 +1,4 @@
-"""The ready-made jobs by name, for the command line, and as functions, for notebooks."""
+"""The ready-made jobs: by name for the command line, and as functions for notebooks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def job_of(run: Path) -> Job:
     """Find the job that made a run.
 
     Raises:
-        DataError: the folder is not that of a run, or no job has its name.
+        DataError: the folder is not a run's folder, or no job has the recorded name.
     """
     name = read_run(run).get("job")
     for job in JOBS:
@@ -44,7 +44,7 @@ def job_of(run: Path) -> Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """The result of a job. ``onefold_jobs.load_run(result.folder)`` has its model.
+    """Result of a job. ``onefold_jobs.load_run(result.folder)`` loads its model.
 
     Example:
         >>> result = JobResult(folder=Path("runs/a"), epoch=3, scores={"accuracy": 0.9})
@@ -53,28 +53,28 @@ class JobResult:
     """
 
     folder: Path
-    """Of the run: checkpoints, record, report."""
+    """Folder of the run, with its checkpoints, record and report."""
     epoch: int | None
-    """The best epoch, counted from 0; None if none was evaluated."""
+    """Best epoch, counted from 0; None if no epoch was evaluated."""
     scores: dict[str, float]
-    """Of the test set, by name, after that epoch."""
+    """Test scores after that epoch, by name."""
     report: Path | None = None
-    """A page that a browser shows; None where matplotlib is not installed."""
+    """HTML report; None if matplotlib is not installed."""
 
 
 def classify(*, data: str | Path, devices: int | str = "auto", **options: Any) -> JobResult:
-    """Train on pictures with one label each, as ``onefold train classify`` does.
+    """Train on images with one label each, like ``onefold train classify``.
 
     Args:
-        data: a folder with class folders, or what else that command takes.
-        devices: how many devices of this machine, or which.
-        options: those of the command, which ``onefold train classify --help`` and docs/do/jobs.md
-            list: ``batch_size=32`` for ``--batch-size 32``. A list such as
-            ``freeze=["layer1", "layer2"]`` may also be a text, ``freeze="layer1,layer2"``.
+        data: a folder of class folders, or any other data that the command accepts.
+        devices: number of devices of this machine, or a list of devices.
+        options: options of the command, as ``onefold train classify --help`` and docs/do/jobs.md
+        list them: ``batch_size=32`` for ``--batch-size 32``. A list such as
+        ``freeze=["layer1", "layer2"]`` can also be given as ``freeze="layer1,layer2"``.
 
     Raises:
-        ValueError: there is no such option, or it has a value that it cannot have.
-        OnefoldError: as the command ends with; the message says what to do.
+        ValueError: an option does not exist or has an invalid value.
+        OnefoldError: any error of the command. The message says what to do.
 
     Example:
         >>> import tempfile
@@ -87,9 +87,9 @@ def classify(*, data: str | Path, devices: int | str = "auto", **options: Any) -
 
 
 def segment(*, data: str | Path, devices: int | str = "auto", **options: Any) -> JobResult:
-    """Train on pictures with a mask each, as ``onefold train segment`` does.
+    """Train on images with one mask each, like ``onefold train segment``.
 
-    Args, Raises: as `classify`.
+    Args and Raises: see `classify`.
 
     Example:
         >>> onefold_jobs.segment(data="no such folder")
@@ -101,9 +101,9 @@ def segment(*, data: str | Path, devices: int | str = "auto", **options: Any) ->
 
 
 def text(*, data: str | Path, devices: int | str = "auto", **options: Any) -> JobResult:
-    """Train on texts with one label each, as ``onefold train text`` does.
+    """Train on texts with one label each, like ``onefold train text``.
 
-    Args, Raises: as `classify`.
+    Args and Raises: see `classify`.
 
     Example:
         >>> onefold_jobs.text(data="reviews", mixup=0.2)
@@ -120,7 +120,7 @@ def _run(name: str, data: str | Path, devices: int | str, options: dict[str, Any
         have = [each.name for each in others if option in each.options.__dataclass_fields__]
         if have:
             where = " and ".join(f"onefold_jobs.{each}" for each in have)
-            words = f"there is no option {option} in onefold_jobs.{name}: it is one of {where}"
+            words = f"there is no option {option} in onefold_jobs.{name}: it belongs to {where}"
             raise ValueError(f"options: {words}")
     given = {"data": data, "devices": devices, **options}
     result = run_job(job, read_options(job, given, None))
@@ -136,37 +136,37 @@ def _run(name: str, data: str | Path, devices: int | str, options: dict[str, Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedRun:
-    """A trained run in a program; see `load_run`, which makes it."""
+    """A trained run, loaded for use in a program. Created by `load_run`."""
 
     job: str
     """``classify``, ``segment`` or ``text``."""
     module: nn.Module
-    """The model in evaluation mode, on the CPU. It takes what ``preprocess`` returns, and gives
-    logits: (n, classes) float32, or (n, 1 or classes, h, w) of masks. Of a number it gives (n, 1)
-    float32, in standard deviations from the mean, as ``description["target"]`` has them."""
+    """The model in evaluation mode, on the CPU. It takes the result of ``preprocess`` and returns
+    logits: (n, classes) float32, or (n, 1 or classes, h, w) for masks. A regression model returns
+    (n, 1) float32, standardized by the mean and deviation in ``description["target"]``."""
     preprocess: Callable[[Sequence[Any]], Batch]
-    """Makes a batch of a list of texts, or of pictures: paths, Pillow's pictures, or arrays (h, w)
-    or (h, w, 3) uint8, or (h, w) uint16. Each is prepared by itself, as in training without
-    augmentation. Pictures for masks are padded on the right and below to a common size."""
+    """Makes a batch from a list of texts, or of images: paths, Pillow images, or arrays (h, w) or
+    (h, w, 3) uint8, or (h, w) uint16. Each input is prepared separately, as in training without
+    augmentation. For masks, images are padded on the right and at the bottom to a common size."""
     classes: tuple[str, ...]
-    """Names of the classes, in the order of the logits; none for numbers and plain masks."""
+    """Class names in the order of the logits; empty for regression and for foreground masks."""
     weights: Path
-    """The folder of the checkpoint."""
+    """Folder of the checkpoint."""
     description: dict[str, Any] = field(repr=False)
-    """Model, classes and preprocessing in words and numbers, for programs without onefold."""
+    """Description of model, classes and preprocessing, for programs without onefold."""
 
 
 def load_run(folder: str | Path, *, weights: Literal["best", "last"] = "best") -> LoadedRun:
-    """Load a run that ``onefold train`` has made.
+    """Load a run of ``onefold train``.
 
     Args:
-        folder: of the run.
-        weights: its best checkpoint, or its last.
+        folder: folder of the run.
+        weights: whether to load the best checkpoint or the last one.
 
     Raises:
-        DataError: the folder is not that of a run, or is damaged.
+        DataError: the folder is not a run's folder, or is damaged.
         CheckpointError: the run has no weights yet, or they are damaged or not finite.
-        LaunchError: a library is missing that reads the run's inputs.
+        LaunchError: a library that reads the run's inputs is not installed.
 
     Example:
         >>> import tempfile
@@ -197,9 +197,9 @@ def load_run(folder: str | Path, *, weights: Literal["best", "last"] = "best") -
 
 
 def _preprocessed(preprocess: Callable[[Sequence[Any]], Batch], inputs: Iterable[Any]) -> Batch:
-    """Make a batch of a list, and of nothing else: a text would be read letter by letter."""
+    """Make a batch from a list of inputs. A plain string would be read letter by letter."""
     if isinstance(inputs, str | Path | np.ndarray) or not isinstance(inputs, Iterable):
         raise TypeError(f"preprocess: expected a list of inputs, got {type(inputs).__name__}")
     if not (several := [*inputs]):
-        raise ValueError("preprocess: expected a list of one input or more, got none")
+        raise ValueError("preprocess: the list of inputs is empty")
     return preprocess(several)

@@ -1,4 +1,4 @@
-"""Pictures with labels: the options, the data, the model, and how its runs are used."""
+"""The classify job: options, data, model, and the use of its runs."""
 
 from __future__ import annotations
 
@@ -98,15 +98,15 @@ FASHION_CLASSES = (
 )  # fmt: skip
 USUAL_MODEL = "resnet18"
 SMALL = 64
-"""Pictures up to this side are shifted rather than cut, and tested as a whole."""
+"""Images up to this side length are shifted instead of cropped, and tested uncropped."""
 USUAL_SIDE = 224
 FIXED_SIDE = 28
 CHANNELS: dict[Mode, int] = {"L": 1, "RGB": 3}
-"""Channels of a picture, by its mode."""
+"""Number of channels, by image mode."""
 
 
 MIX = within(0, 1000)
-"""Of the strength of mixup and CutMix: both parameters of a beta distribution."""
+"""Limits of the strength of mixup and CutMix, both parameters of a beta distribution."""
 Flip = Literal["auto", "yes", "no"]
 Stem = Literal["auto", "small", "large"]
 
@@ -115,59 +115,28 @@ Stem = Literal["auto", "small", "large"]
 class ClassifyOptions(LabelOptions, PictureOptions):
     """Options of ``onefold train classify``."""
 
-    epochs: int | None = again("epochs", shown="10, or 5 with --pretrained")
-    lr: float | None = again(
-        "lr", shown="0.001 (lenet, mnist-cnn: 0.003), or 0.05 with sgd; a fifth with --pretrained"
-    )
-    model: str | None = option(
-        None,
-        f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",
-        shown="resnet18, or that of the pretrained run",
-    )
-    dev: str | None = option(
-        None, "Table to test with, if --data is one.", shown="a share of the pictures"
-    )
-    image_column: str | None = option(
-        None, "Column with the paths of the pictures in a table.", shown="the one of a usual name"
-    )
-    cache: str = option("~/.cache/onefold", "Where mnist and fashion-mnist are fetched to.")
+    epochs: int | None = again("epochs", shown="10; pretrained: 5")
+    lr: float | None = again("lr", shown="0.001; sgd: 0.05")
+    model: str | None = option(None, "Name, such as resnet50, or timm:NAME.", shown="resnet18")
+    dev: str | None = option(None, "Test table, if --data is a table.", shown="none")
+    image_column: str | None = option(None, "Table column of image paths.", shown="a usual name")
+    cache: str = option("~/.cache/onefold", "Folder of downloaded data.")
     image_size: int | None = option(
-        None,
-        "Side of the square that pictures are brought to, in pixels.",
-        within(8, MOST_SIDE),
-        shown="the median shorter side, at most 224; lenet, mnist-cnn: mostly 28",
+        None, "Image side in pixels.", within(8, MOST_SIDE), shown="from the data"
     )
-    stem: Stem = option(
-        "auto", "Beginning of a ResNet: for small pictures (up to 64 pixels) or large ones."
-    )
-    augment: Augment = option(
-        "auto", "shift (moves a little) or crop (random resized crop); auto: by the picture's size."
-    )
-    least_area: float = option(
-        0.35, "With --augment crop: the smallest share that is cut out.", FRACTION
-    )
-    flip: Flip = option("auto", "Mirror every second picture; auto: if they have colors.")
-    randaugment: int = option(
-        0, "Magnitude of two random operations (RandAugment), such as 9; by kornia.", within(0, 30)
-    )
-    erasing: float = option(
-        0.0, "Probability that a random box of a picture becomes black; by kornia.", within(0, 1)
-    )
-    mixup: float = option(
-        0.0, "Mix each picture and label with another of its shard; usual are 0.2 to 1.", MIX
-    )
-    cutmix: float = option(
-        0.0, "Put a box of another picture of its shard into each; usual is 1.", MIX
-    )
-    pretrained_classes: str | None = option(
-        None, "File of the pretrained model's class names, one a line.", shown="those of the run"
-    )
-    reuse_classes: bool = option(
-        False, "Begin with the pretrained last layer for the classes that both label sets have."
-    )
+    stem: Stem = option("auto", "First ResNet layers.")
+    augment: Augment = option("auto", "Crops.")
+    least_area: float = option(0.35, "Minimum area of a random crop.", FRACTION)
+    flip: Flip = option("auto", "Horizontal flips.")
+    randaugment: int = option(0, "RandAugment magnitude, such as 9 (kornia).", within(0, 30))
+    erasing: float = option(0.0, "Probability of random erasing (kornia).", within(0, 1))
+    mixup: float = option(0.0, "Mixup strength, such as 0.2.", MIX)
+    cutmix: float = option(0.0, "CutMix strength, such as 1.", MIX)
+    pretrained_classes: str | None = option(None, "Class names, one per line.", shown="the run's")
+    reuse_classes: bool = option(False, "Keep the last layer's rows of shared classes.")
 
     def __post_init__(self) -> None:
-        # Not super(), which fails here: see PictureOptions.
+        # super() fails here: see PictureOptions.
         PictureOptions.__post_init__(self)
         LabelOptions.__post_init__(self)
         known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
@@ -175,22 +144,22 @@ class ClassifyOptions(LabelOptions, PictureOptions):
 
 
 class PictureModel(KeptModel, frozen=True, kw_only=True):
-    """What must be known of a model to classify pictures with it."""
+    """Description of an image classifier, for later use."""
 
     job = JOB
     fact = "picture_model"
     name: str
-    """The model's name in the catalog, or ``timm:NAME``."""
+    """Name of the model in the catalog, or ``timm:NAME``."""
     classes: tuple[str, ...]
-    # Anybody may have written the file: a side of billions of pixels would take all memory.
+    # The file may come from another user: a side of billions of pixels would exhaust memory.
     image_size: Annotated[int, msgspec.Meta(ge=8, le=MOST_SIDE)]
     mode: Mode
     small_stem: bool | None
-    """Whether its first layers are those for small pictures; None if the model has no choice."""
+    """Whether the ResNet stem is the one for small images; None for models without a choice."""
     target: Target = Target()
 
     def build(self) -> nn.Module:
-        """Build the model with fresh weights."""
+        """Build the model with freshly initialized weights."""
         return build_model(
             self.name,
             num_classes=len(self.classes) or 1,
@@ -201,17 +170,17 @@ class PictureModel(KeptModel, frozen=True, kw_only=True):
 
     @property
     def test_changes(self) -> list[CenterCrop]:
-        """How a picture is cut when it is classified rather than trained on."""
-        # Large pictures lose their edges, as is usual: 224 out of 256 pixels.
+        """Image transforms for predictions and tests."""
+        # Large images lose their edges, as is usual: 224 of 256 pixels.
         margin = 1.0 if self.image_size <= SMALL else 8 / 7
         return [CenterCrop(self.image_size, margin)]
 
 
 def check_early(options: ClassifyOptions) -> None:
-    """Refuse what is bound to fail, before the data are read, which may take long.
+    """Reject options that cannot work, before the data are read, which may take long.
 
     Raises:
-        LaunchError: a library is missing.
+        LaunchError: a library is not installed.
         CheckpointError, DataError: the pretrained weights are missing or damaged.
         ValueError: an option does not suit the model.
     """
@@ -225,7 +194,7 @@ def check_early(options: ClassifyOptions) -> None:
     if model not in MODELS:
         import_library("timm", model)
     elif options.freeze or options.freeze_until:
-        # Only for the names of its parts: the real one needs the data's number of classes.
+        # Built only for its part names: the real model depends on the number of classes.
         fresh = build_model(
             model, num_classes=2, in_channels=3, image_size=options.image_size or FIXED_SIDE
         )
@@ -238,21 +207,21 @@ def _model_name(options: ClassifyOptions, before: PictureModel | None) -> str:
 
 
 def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> PictureClasses:
-    """Read the data, and refuse those that cannot be used.
+    """Read the data, and reject data that cannot be used.
 
     Args:
-        options: of the run.
-        scanning: how to look through files.
+        options: options of the run.
+        scanning: how to scan the files.
 
     Raises:
         DataError, FileNotFoundError, ValueError: the data are missing, damaged or unsuitable.
     """
     if options.task != "single-label" and options.data in ("digits", *FETCHED):
-        raise ValueError(f"--task {options.task}: expected other data than {options.data}")
+        raise ValueError(f"--task {options.task} cannot be used with --data {options.data}")
     if options.data == "digits":
         return read_digits(holdout=options.holdout, seed=options.seed)
     directory = Path(options.data)
-    # A folder of the user's that happens to be called mnist is taken for what it is.
+    # A folder of the user that happens to be called mnist takes precedence over the download.
     if options.data in FETCHED and not directory.is_dir():
         directory = fetch_dataset(options.data, Path(options.cache).expanduser())
     columns = Columns("image", options.image_column, options.label_column)
@@ -278,7 +247,7 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
 
 
 def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
-    """Fill in the options that were left open, now that the data are known.
+    """Fill in options without a value, once the data are known.
 
     Raises:
         ValueError: an option does not suit the pretrained run.
@@ -286,21 +255,21 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
     before, run = PictureModel.before(options), options.pretrained
     if before and options.model not in (None, before.name):
         raise ValueError(
-            f"--model {options.model}: the run {run} is of {before.name}; leave --model out to "
-            f"begin with its weights"
+            f"--model {options.model}: the run {run} has a {before.name}; leave out --model to "
+            f"start from its weights"
         )
     model = _model_name(options, before)
-    # The weights of such a model, in its last layers, fit one size of picture only.
+    # The last layers of these models fit only one image size.
     if before and model not in RESNETS and options.image_size not in (None, before.image_size):
         raise ValueError(
-            f"--image-size {options.image_size}: the run {run} is of {model}, which has one size, "
-            f"{before.image_size}; leave --image-size out"
+            f"--image-size {options.image_size}: the run {run} has a {model} with the fixed size "
+            f"{before.image_size}; leave out --image-size"
         )
     size = options.image_size or (before.image_size if before else _side(model, data))
     fine = options.pretrained is not None
     usual: dict[str, Any] = {
         "augment": "shift" if size <= SMALL else "crop",
-        # Gray pictures are often of digits and letters, which become others when mirrored.
+        # Gray images often show digits and letters, whose mirror images are different symbols.
         "flip": "yes" if data.mode == "RGB" else "no",
     }
     return replace(
@@ -315,32 +284,32 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
 
 
 def _shorter(data: PictureClasses) -> int:
-    """The shorter side of the training pictures, in pixels."""
-    # The median: a few huge pictures, or tiny ones, should not decide for all.
+    """Return the shorter side of the training images, in pixels."""
+    # The median, so that a few huge or tiny images do not decide for all.
     return round(median(min(size) for size in data.sizes))
 
 
 def _side(model: str, data: PictureClasses) -> int:
     usual = _shorter(data)
     if model in FIXED:
-        # LeNet halves its pictures twice and takes four pixels off in between: 12 is its least.
+        # LeNet pools twice and loses four pixels in between: 12 is its minimum.
         fits = len(set(data.sizes)) == 1 and usual % 4 == 0 and 12 <= usual <= SMALL
         return usual if fits else FIXED_SIDE
     return usual if usual <= SMALL else min(usual, USUAL_SIDE)
 
 
 def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
-    """Build the model, the data sets and the scores of a run; called on every device.
+    """Build the model, the datasets and the scores of a run. Called on every device.
 
     Args:
-        options: settled ones.
-        data: what `prepare` returned.
+        options: options with all values filled in.
+        data: result of `prepare`.
 
     Raises:
         CheckpointError: the pretrained weights do not fit.
         LaunchError, ValueError: an option does not suit the model.
     """
-    # Every device draws the first weights by itself, and all must draw the same.
+    # Every device draws the initial weights itself, and all must draw the same ones.
     torch.manual_seed(options.seed)
     kind = _picture_model(options, data)
     model, kind = (
@@ -358,8 +327,8 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         labels=(data.train.labels, data.test.labels),
         model=model,
         head=head_name(model),
-        # In training, batch norm raises an error if a channel has a single value, as it may after
-        # the last pooling of a single picture.
+        # In training, batch norm raises an error if a channel has a single value, which is what the
+        # last pooling leaves of a single image.
         least_shard=2
         if any(isinstance(part, finetune.BATCH_NORMS) for part in model.modules())
         else 1,
@@ -376,15 +345,15 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
 
 
 def answer(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of every picture of a shard, (n, classes) float32, and its labels."""
+    """Return the logits of a shard's images, (n, classes) float32, and its labels."""
     images, labels = batch
     return model(images), labels
 
 
 def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureModel:
     before = PictureModel.before(options)
-    # Published weights are of color pictures, and so are the numbers of ImageNet. The first layer
-    # of a run has so many channels as its pictures had, whatever these have.
+    # Published weights and ImageNet statistics are for color images. A run's first layer has as
+    # many channels as its training images, whatever the new images have.
     colors = options.normalize == "imagenet" or (options.pretrained and not before)
     mode: Mode = "RGB" if colors else (before or data).mode
     mean, std = statistics_of(options, before, data.sums, channels=CHANNELS[mode])
@@ -414,7 +383,7 @@ def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:
 
 
 def _shown(test_set: LabeledPictures, folder: RunFolder, number: int) -> dict[str, Any]:
-    """What a report shows of a picture, which is written for it."""
+    """Write an image for the report, and return its entry."""
     picture = folder.save_picture(test_set.pictures[number], number)
     return {"name": test_set.pictures.name(number), "picture": picture}
 
@@ -428,13 +397,13 @@ _RESIZED = (
 
 
 def _predict(use: Use) -> Predicted:
-    """Predict the classes of pictures."""
+    """Predict the classes of images."""
     kind, model = PictureModel.built(use.run)
     return rows_of(use, kind, model, answer, kind.inputs_of(use, labels_of(use, kind)))
 
 
 def _labeled(run: Path, data: Path, facts: RunFacts, options: EvaluateOptions) -> Labeled:
-    """Read pictures in class folders or a table, or the IDX files of a test set."""
+    """Read labeled images from class folders, a table, or the IDX files of a test set."""
     require("reading pictures", "images", "PIL")
     bad: list[BadFile] = []
     if files_to_test(data):
@@ -485,7 +454,7 @@ def _load(run: Path) -> LoadedModel:
 
 CLASSIFY = Job(
     name=JOB,
-    help="Pictures with one label each: from class folders, IDX files or digits.",
+    help="Image classification: class folders, tables, IDX files or digits.",
     example="photos",
     options=ClassifyOptions,
     check_early=check_early,

@@ -1,8 +1,7 @@
-"""The commands that the jobs add to ``onefold``; entry points name them.
+"""The commands that the jobs add to ``onefold``, registered as entry points.
 
-``onefold --help`` imports this module. What takes long is imported when a command is called: each
-of ``train``, ``predict`` and ``evaluate`` is made from the options of the jobs by
-`onefold_jobs.cli.train`.
+``onefold --help`` imports this module, so slow imports are deferred until a command is called:
+`onefold_jobs.cli.train` builds ``train``, ``predict`` and ``evaluate`` from the jobs' options.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from onefold.cli import LateCommand, declare, print_json, tell_next, visible
 __all__ = ["evaluate", "export", "init", "predict", "report", "train"]
 
 TRAIN, USE = "Train", "Use a run"
-"""The headings of ``onefold --help`` that list these commands."""
+"""Headings of ``onefold --help`` that list these commands."""
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object; text goes to stderr.")]
 _app = typer.Typer(rich_markup_mode=None)
 
@@ -49,21 +48,21 @@ evaluate = _late("evaluate", USE, "Score a run on labeled data, by class and by 
     group=TRAIN,
     examples=[
         ("onefold init", "with random data"),
-        ("onefold init photos", "for pictures: photos/CLASS/"),
-        ("onefold init table.csv -o fit.py", "for columns of numbers"),
+        ("onefold init photos", "images in photos/CLASS/"),
+        ("onefold init table.csv -o fit.py", "numeric columns"),
     ],
 )
 def _init(
     data: Annotated[
         Path | None, Argument(metavar="[DATA]", help="Folder or file of the data.")
     ] = None,
-    output: Annotated[Path, _output("The script to write.")] = Path("train.py"),
+    output: Annotated[Path, _output("Script to write.")] = Path("train.py"),
 ) -> None:
     """Write the shortest training script for your data.
 
-    It looks at the data: a folder of class folders with pictures; a CSV or TSV file, whose last
-    column is what is to be predicted, by its columns of numbers and of few different texts; arrays
-    x and y of an NPZ file, pictures among them. Nothing is overwritten.
+    The command inspects the data: a folder of class folders with images; a CSV or TSV file, whose
+    last column is the target and whose numeric and categorical columns are inputs; or arrays x and
+    y of an NPZ file, which may be images. It never overwrites a file.
     """
     from onefold_jobs.cli.init import write_script
 
@@ -78,21 +77,19 @@ def _init(
     group=USE,
     examples=[
         ("onefold export runs/a --to onnx", "runs/a/model.onnx"),
-        ("onefold export runs/a --to torch-export --output a.pt2", "another file"),
+        ("onefold export runs/a --to torch-export --output a.pt2", "to another file"),
     ],
 )
 def _export(
     run_folder: Annotated[Path, Argument(metavar="RUN", help="Folder of a trained run.")],
-    to: Annotated[Literal["onnx", "torch-export", "safetensors"], Option(help="Kind of the file.")],
-    output: Annotated[
-        Path | None, _output("The file to write.", shown="model.* in the run")
-    ] = None,
+    to: Annotated[Literal["onnx", "torch-export", "safetensors"], Option(help="File format.")],
+    output: Annotated[Path | None, _output("File to write.", shown="model.* in the run")] = None,
     weights: Annotated[
-        Literal["best", "last"], Option(help="Which checkpoint of the run.")
+        Literal["best", "last"], Option(help="Checkpoint of the run to use.")
     ] = "best",
     as_json: AsJson = False,
 ) -> None:
-    """Write the model of a run for programs without onefold."""
+    """Export the model of a run for use without onefold."""
     from onefold_jobs.export import export_run
 
     made = export_run(run_folder, to, output, weights=weights)
@@ -113,7 +110,7 @@ def _export(
     group=USE,
     examples=[
         ("onefold report runs/a", "runs/a/report.html"),
-        ("onefold report runs/a runs/b", "and a page that compares them"),
+        ("onefold report runs/a runs/b", "also writes a comparison page"),
     ],
 )
 def _report(
@@ -121,17 +118,17 @@ def _report(
     output: Annotated[
         Path | None,
         _output(
-            "The page to write: of one run, its report; of several, the comparison.",
+            "HTML file to write: the report, or the comparison of several.",
             shown="report.html in the run, or runs/comparison.html",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the report of a run, or a page that compares several."""
+    """Write the report of a run, or a page that compares several runs."""
     from onefold_jobs.report import build_report, compare_runs
 
     if output is not None and output.is_dir():
-        raise ValueError(f"--output {output}: expected a file for the page, this is a folder")
+        raise ValueError(f"--output {output}: expected a file, but this is a folder")
     if len(runs) == 1:
         pages = [build_report(runs[0], output)]
     else:

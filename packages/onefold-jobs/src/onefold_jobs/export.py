@@ -1,8 +1,8 @@
-"""Writes a run's model for programs without onefold: ONNX, ``torch.export``, or safetensors.
+"""Exports a run's model for use without onefold: ONNX, ``torch.export``, or safetensors.
 
-What is written is opened again and compared with the model's own logits, on samples of the run's
-report and in batches of several sizes. Only a file that agrees is put in place. A JSON file beside
-it has classes and preprocessing, as has the file itself.
+The exported file is loaded again and its logits are compared with those of the model, on samples of
+the run's report and with several batch sizes. Only a file that agrees is kept. A JSON file next to
+it describes classes and preprocessing, and so does the file itself.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _ENDINGS: dict[Target, str] = {
     "safetensors": ".safetensors",
 }
 _CLOSE = 1e-3
-"""By how much logits may differ, in parts of the largest: other kernels round otherwise."""
+"""Tolerance of logits, relative to the largest: other kernels round differently."""
 _SAMPLES = 8
 _NOTE = "onefold.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The result of `export_run`."""
+    """Result of `export_run`."""
 
     file: Path
     beside: list[Path]
-    """Files with the description, and the tokenizer of texts."""
+    """Files with the description, and the tokenizer of text models."""
     samples: int
-    """How many of the run's own samples were compared; 0 if it has none, and noise was."""
+    """Number of the run's own samples that were compared; 0 if noise was used instead."""
     difference: float
-    """The largest difference of a logit, in parts of the largest logit (or of 1)."""
+    """Largest difference of a logit, relative to the largest logit (or to 1)."""
 
 
 def export_run(
@@ -67,38 +67,38 @@ def export_run(
     *,
     weights: Literal["best", "last"] = "best",
 ) -> Exported:
-    """Write a run's model to a file, once it has been found to give the same logits.
+    """Export a run's model to a file, after verifying that it returns the same logits.
 
     Args:
-        folder: of the run.
-        to: kind of the file.
-        output: the file; None names it after the run, in its folder.
-        weights: the checkpoint that is written.
+        folder: folder of the run.
+        to: file format.
+        output: the file; None for ``model`` with the format's suffix in the run's folder.
+        weights: checkpoint to export.
 
     Raises:
-        DataError, CheckpointError: as `onefold_jobs.load_run`.
-        LaunchError: a package is missing, the file exists, or its logits are others.
+        DataError, CheckpointError: see `onefold_jobs.load_run`.
+        LaunchError: a package is not installed, the file exists, or its logits differ.
     """
     if to == "onnx":
         require("--to onnx", "export", "onnx", "onnxscript", "onnxruntime")
     path = output or folder / f"model{_ENDINGS[to]}"
     beside = path.with_name(f"{path.name}.json")
     if path.suffix != _ENDINGS[to]:
-        raise LaunchError(f"--output {path}: expected a name that ends in {_ENDINGS[to]}")
+        raise LaunchError(f"--output {path}: the file name must end in {_ENDINGS[to]}")
     job = job_of(folder)
     copies = {name: path.with_name(f"{path.name}.{name}") for name in job.files}
     for each in (path, beside, *copies.values()):
         if os.path.lexists(each):
-            raise LaunchError(f"{each} is there already: remove it, or name another --output")
-    require_writable(path.parent, "--output names another one")
+            raise LaunchError(f"{each} exists already: remove it, or name another --output")
+    require_writable(path.parent, "name another one with --output")
     run = load_run(folder, weights=weights)
     batches, samples = _batches(job, run, folder)
     before = run.description["preprocessing"]
-    # The description names files by their names in the run.
+    # The description refers to files by their names in the run.
     before |= {key: copies[name].name for key, name in before.items() if name in job.files}
     files = {beside: json.dumps(run.description, indent=1).encode()}
     files |= {copy: read_plain(folder / name) for name, copy in copies.items()}
-    # The libraries write to a path, whatever lies there: so into a folder that nobody else has.
+    # The libraries overwrite any existing path, so they write to a private folder.
     with PrivateFolder("onefold-export-") as aside:
         made = aside.path / path.name
         with _quiet():
@@ -106,8 +106,8 @@ def export_run(
             difference = max(_difference(call(each), run.module(**each)) for each in batches)
         if not difference <= _CLOSE:
             raise LaunchError(
-                f"{path}: not written: its logits differ from those of {run.weights} by "
-                f"{difference:.2g} of the largest, expected {_CLOSE:g} at most"
+                f"{path}: not written, because its logits differ from those of {run.weights} by "
+                f"{difference:.2g} of the largest; the limit is {_CLOSE:g}"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         for each in sorted(aside.path.iterdir()):
@@ -121,7 +121,8 @@ def export_run(
 
 
 def _batches(job: Job, run: LoadedRun, folder: Path) -> tuple[list[Batch], int]:
-    """Inputs to compare by: several samples together, and one alone; and how many are the run's."""
+    """Make inputs to compare by, in a batch and a single one, and count the run's samples in
+    them."""
     try:
         shown = read_object(folder / "examples.json").get("samples") or []
         shown = shown[:_SAMPLES]
@@ -130,7 +131,7 @@ def _batches(job: Job, run: LoadedRun, folder: Path) -> tuple[list[Batch], int]:
         samples = [*dict.fromkeys(found)]
         if samples:
             return [run.preprocess(samples), run.preprocess(samples[:1])], len(samples)
-    # A run that was stopped before it wrote any, whose pictures are gone, or of anybody's making.
+    # The run stopped before it wrote any, its images are gone, or another user wrote the file.
     except (OnefoldError, *FAULTS):
         pass
     noise = job.noise()
@@ -138,7 +139,7 @@ def _batches(job: Job, run: LoadedRun, folder: Path) -> tuple[list[Batch], int]:
 
 
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, in parts of the largest logit; infinite if the shapes differ."""
+    """Return the largest difference relative to the largest logit; infinite if shapes differ."""
     if got.shape != expected.shape:
         return float("inf")
     scale = max(1.0, float(expected.abs().max()))
@@ -191,14 +192,14 @@ _WRITERS: dict[Target, Callable[[LoadedRun, Path, Batch], Call]] = {
 
 
 def _shapes(run: LoadedRun, batch: Batch) -> dict[str, dict[int, Any]]:
-    """Which dimensions of the inputs may have any size: samples, tokens, and sides of pictures."""
+    """Return the dynamic dimensions of the inputs: samples, tokens, and sides of images."""
     free = job_of(run.weights.parents[1]).free
     return {name: dict.fromkeys(free, Dim.AUTO) for name in batch}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what exporters say of missing libraries and of their own code, on any logger."""
+    """Silence warnings of exporters about missing libraries and their own code, on any logger."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

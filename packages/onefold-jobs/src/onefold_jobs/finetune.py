@@ -1,11 +1,11 @@
-"""Starts from weights trained elsewhere: a new last layer, frozen parts, rates of their own.
+"""Starts from pretrained weights: new last layer, frozen parts, separate learning rates.
 
 Note: frozen batch norms
 ------------------------
-Batch norm changes without its parameters: in training it normalizes by the batch, and moves its
-running statistics. A frozen one must do neither, so it stays in evaluation mode. (A momentum of 0
-would keep the statistics, but still normalize by the batch.) Every ``model.train()`` would put it
-back into training mode, so its class is exchanged for one that ignores this.
+Batch norm changes even if its parameters do not: in training it normalizes by batch statistics, and
+updates its running statistics. A frozen one must do neither, so it stays in evaluation mode. (A
+momentum of 0 would keep the statistics, but still normalize by the batch.) Every ``model.train()``
+would put it back into training mode, so its class is replaced by one that ignores this.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ __all__ = [
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 Head = str | tuple[str, ...]
-"""Names of the parts that make up the last layer, usually a single one."""
+"""Names of the modules that make up the last layer, usually one."""
 
 _SHOWN = 80
 _STEP = re.compile(r"step-([0-9]{8,})")
 
 
 def run_of(pretrained: str | None) -> Path | None:
-    """The folder of the run to start from; None if weights come from a file, or from nowhere."""
+    """Return the folder of the run to start from; None if weights come from a file, or there are
+    none."""
     path = Path(pretrained or "")
     return path if pretrained and (path / RUN).is_file() else None
 
 
 class _Best(msgspec.Struct):
-    """What is needed of the best epoch that ``run.json`` names."""
+    """The entries of the best epoch in ``run.json`` that loading needs."""
 
     checkpoint: SavedName
 
@@ -66,18 +67,18 @@ def best_checkpoint(run: Path) -> Path:
     """Find the folder of a run's best weights.
 
     Raises:
-        DataError: the folder is not that of a run, or its ``run.json`` is damaged.
+        DataError: the folder does not contain a run, or its ``run.json`` is damaged.
         CheckpointError: the run has not finished an epoch yet, or has no checkpoint with a score.
     """
     facts = read_run(run)
     best = facts.get("best")
     if not best:
         raise CheckpointError(
-            f"{run} has not come to the end of an epoch yet, so it has no best weights; what it "
-            f"has saved is in {run / CHECKPOINTS}"
+            f"{run} has not finished an epoch yet, so it has no best weights; its "
+            f"checkpoints are in {run / CHECKPOINTS}"
         )
     try:
-        # Anybody may have written run.json: a path in it must not lead out of the run's folder.
+        # Another user may have written run.json: its path must not lead out of the run's folder.
         folder = run / msgspec.convert(best, _Best).checkpoint
     except ValueError as error:
         raise DataError(
@@ -86,8 +87,8 @@ def best_checkpoint(run: Path) -> Path:
         ) from error
     if folder.is_dir():
         return folder
-    # The run was killed after a better checkpoint had replaced this one, and before run.json named
-    # that.
+    # The run was killed after a better checkpoint replaced this one, but before run.json named the
+    # better one.
     found = None
     with suppress(ValueError):
         found = best_scored(run / CHECKPOINTS, str(facts.get("score")))
@@ -97,14 +98,14 @@ def best_checkpoint(run: Path) -> Path:
 
 
 def chosen_checkpoint(run: Path, which: Literal["best", "last"]) -> Path:
-    """Find the folder of a run's best weights, or of its newest.
+    """Find the folder of a run's best weights, or of its newest ones.
 
     Raises:
-        DataError, CheckpointError: as `best_checkpoint`, or the run has no checkpoint.
+        DataError, CheckpointError: see `best_checkpoint`; also if the run has no checkpoint.
     """
     if which == "best":
         return best_checkpoint(run)
-    # By number and not by name: beyond 99,999,999 steps names grow longer.
+    # Sorted by number instead of name, because names grow longer beyond 99,999,999 steps.
     steps = (_STEP.fullmatch(path.name) for path in (run / CHECKPOINTS).glob("step-*"))
     names = {int(step[1]): step[0] for step in steps if step is not None}
     if not names:
@@ -115,16 +116,16 @@ def chosen_checkpoint(run: Path, which: Literal["best", "last"]) -> Path:
 def require_pretrained(
     pretrained: str | None, job: str, pretrained_classes: str | None = None
 ) -> None:
-    """Refuse weights that are missing or damaged, before anything takes time.
+    """Reject weights that are missing or damaged, before anything takes time.
 
     Args:
-        pretrained: a file of weights, or the folder of a run or a checkpoint.
-        job: the job that the run must be of, if it is a run.
+        pretrained: a weights file, or the folder of a run or a checkpoint.
+        job: job that the run must belong to, if it is a run.
         pretrained_classes: a file of class names.
 
     Raises:
         CheckpointError: the weights are missing or damaged, or the run has none yet.
-        DataError: the run is of another job.
+        DataError: the run belongs to another job.
     """
     run = run_of(pretrained)
     if run is not None:
@@ -132,22 +133,22 @@ def require_pretrained(
         check_weights(best_checkpoint(run))
     elif pretrained and not (weights := find_weights(pretrained)).exists():
         raise CheckpointError(
-            f"--pretrained {pretrained}: expected a file of weights, the folder of a run, or a "
-            f"name with torchvision:, timm: or hf: before it; there is nothing of that name"
+            f"--pretrained {pretrained}: expected a weights file, the folder of a run, or a name "
+            f"that starts with torchvision:, timm: or hf:, but it does not exist"
         )
     elif pretrained:
         check_weights(weights)
     if pretrained_classes and not Path(pretrained_classes).is_file():
         raise CheckpointError(
-            f"--pretrained-classes {pretrained_classes}: expected a file of class names, one a "
-            f"line; there is no such file"
+            f"--pretrained-classes {pretrained_classes}: expected a file of class names, one per "
+            f"line, but it does not exist"
         )
 
 
 def load_finite(
     model: nn.Module, weights: Path, *, key: str | None = None, strict: bool = True
 ) -> Loaded:
-    """Load weights with `onefold.load_weights`, and refuse parameters that are NaN or infinite.
+    """Load weights with `onefold.load_weights`, and reject NaN or infinite parameters.
 
     Raises:
         CheckpointError: the weights do not fit, are damaged, or are not finite.
@@ -158,41 +159,41 @@ def load_finite(
 
 
 def load_body(model: nn.Module, weights: Path, head: str, *, key: str | None) -> None:
-    """Load the weights of a file into all of a model but its last layer.
+    """Load the weights of a file into everything but a model's last layer.
 
     Args:
         model: the model.
-        weights: a file, or the folder of a checkpoint.
-        head: name of the last layer, whose values are left to the caller; empty for an encoder,
-            which has none.
-        key: the key under which the file keeps its weights, if they are in a dict.
+        weights: a weights file, or the folder of a checkpoint.
+        head: name of the last layer, which is left to the caller; empty for an encoder, which has
+            no last layer.
+        key: key of the weights in the file, if they are nested in a dict.
 
     Raises:
-        CheckpointError: the weights do not fit the model, which may hold some of them.
+        CheckpointError: the weights do not fit the model; some may already be loaded.
     """
-    # Not strict, as the last layer of the file is for other classes; so what else is missing must
-    # be looked for here.
+    # Not strict, because the file's last layer is for other classes. So check here whether anything
+    # else is missing.
     loaded = load_finite(model, weights, key=key, strict=False)
 
     def counts(name: str) -> bool:
-        # Files from before PyTorch 0.4.1 have no counts of batches; nothing here depends on them.
+        # Files older than PyTorch 0.4.1 lack these counters, which nothing here uses.
         return not _is_under(name, head) and not name.endswith("num_batches_tracked")
 
     lacking = [name for name in loaded.missing if counts(name)]
-    # Further layers in parts of this model: the file is of another one.
+    # Extra layers within parts of this model mean that the file belongs to another model.
     parts = {name.partition(".")[0] for name in model.state_dict() if not _is_under(name, head)}
     plain = map(bare_name, loaded.unexpected)
     strange = [name for name in plain if counts(name) and name.partition(".")[0] in parts]
     if lacking or strange:
-        part = f"the whole model but {head}" if head else "the whole encoder"
+        part = f"everything but {head}" if head else "the whole encoder"
         found = f"none for {listed(lacking)}" if lacking else f"also some for {listed(strange)}"
         raise CheckpointError(
-            f"{weights}: expected values of the right shape for {part}, it has {found}"
+            f"{weights}: expected values of the right shape for {part}, but the file has {found}"
         )
 
 
 def new_head(head: nn.Module) -> None:
-    """Initialize a last layer: Xavier for weights (Glorot and Bengio, 2010), 0 for biases."""
+    """Initialize a last layer: Xavier weights (Glorot and Bengio, 2010), zero biases."""
     for parameter in head.parameters():
         if parameter.dim() > 1:
             nn.init.xavier_uniform_(parameter)
@@ -203,13 +204,13 @@ def new_head(head: nn.Module) -> None:
 def reuse_rows(
     new: nn.Module, classes: Sequence[str], old: nn.Module, old_classes: Sequence[str]
 ) -> None:
-    """Copy a last layer's rows for the classes that both label sets have.
+    """Copy the rows of a last layer for the classes that both label sets contain.
 
     Args:
-        new: the layer to copy to, with one row a class.
-        classes: the classes of its rows, in order.
-        old: the layer to copy from.
-        old_classes: the classes of its rows, in order.
+        new: layer to copy to, with one row per class.
+        classes: class names of its rows.
+        old: layer to copy from.
+        old_classes: class names of its rows.
 
     Raises:
         LaunchError: the label sets have no class in common.
@@ -217,12 +218,12 @@ def reuse_rows(
     shared = [name for name in classes if name in old_classes]
     if not shared:
         raise LaunchError(
-            f"--reuse-classes: no class of the data ({listed(classes)}) is one of the pretrained "
-            f"model ({listed(old_classes)})"
+            f"--reuse-classes: the data ({listed(classes)}) and the pretrained model "
+            f"({listed(old_classes)}) have no class in common"
         )
     source = dict(old.named_parameters())
     rows, old_rows = ([names.index(label) for label in shared] for names in (classes, old_classes))
-    # Autograd refuses to write into a parameter, unless nothing is recorded.
+    # Autograd does not allow in-place writes to a parameter while it records.
     with torch.no_grad():
         for name, parameter in new.named_parameters():
             parameter[rows] = source[name][old_rows]
@@ -232,15 +233,15 @@ def with_weights(options: Any, kind: Any) -> tuple[nn.Module, Any]:
     """Build a classifier from pretrained weights, with their stem and a new last layer.
 
     Args:
-        options: of the run.
-        kind: what the run keeps of its model.
+        options: options of the run.
+        kind: description of the model.
 
     Returns:
-        The model, and what the run keeps of it: with the stem that the weights are of.
+        The model, and its description with the stem of the weights.
 
     Raises:
         CheckpointError: the weights do not fit.
-        LaunchError: the old classes are not known, or none of them is one of the data.
+        LaunchError: the old classes are unknown, or none of them is in the data.
     """
     run = run_of(options.pretrained)
     weights = best_checkpoint(run) if run else find_weights(options.pretrained or "")
@@ -248,10 +249,10 @@ def with_weights(options: Any, kind: Any) -> tuple[nn.Module, Any]:
     if kind.small_stem is not None and options.stem == "auto":
         stems.append(not kind.small_stem)
     errors = []
-    # The file decides which of the two it is; the one that suits the pictures is tried first.
+    # The file determines which stem it needs; the stem that suits the images is tried first.
     for stem in stems:
         kind = msgspec.structs.replace(kind, small_stem=stem)
-        # Seeded each time: what is drawn must not depend on how many were tried before.
+        # Seeded each time, because the draws must not depend on the number of earlier attempts.
         torch.manual_seed(options.seed)
         model = kind.build()
         head = head_name(model)
@@ -261,9 +262,9 @@ def with_weights(options: Any, kind: Any) -> tuple[nn.Module, Any]:
         except CheckpointError as error:
             errors.append(error)
     else:
-        # Of the stem that the options ask for.
+        # Report the error of the stem that the options ask for.
         raise errors[0]
-    # Again: how many numbers were drawn by now depends on the stems that were tried.
+    # Seeded again, because the number of draws so far depends on the stems that were tried.
     torch.manual_seed(options.seed)
     new_head(model.get_submodule(head))
     if options.reuse_classes:
@@ -280,14 +281,14 @@ def _old_classes(options: Any, kind: Any, run: Path | None) -> list[str]:
         return [line.strip() for line in lines if line.strip()]
     if run is None:
         raise LaunchError(
-            "--reuse-classes: a file of weights does not say its classes: expected "
-            "--pretrained-classes with a file of their names, one a line, in order"
+            "--reuse-classes: a weights file does not contain its class names: give "
+            "--pretrained-classes with a file of their names, one per line, in order"
         )
     return list(kind.of_run(run).classes)
 
 
 class _Still(nn.Module):
-    """A batch norm that stays in evaluation mode; see the note on frozen ones."""
+    """A batch norm that stays in evaluation mode; see the note on frozen batch norms."""
 
     def train(self, mode: bool = True) -> _Still:
         super().train(False)
@@ -296,59 +297,59 @@ class _Still(nn.Module):
 
 @cache
 def _still(kind: type[nn.Module]) -> type[nn.Module]:
-    """Make the frozen class of a kind of batch norm."""
-    # Derived from that kind: it may do more than normalize, as some of timm do.
+    """Make the frozen version of a batch norm class."""
+    # Derived from that class, because some in timm do more than normalize.
     return type(f"Still{kind.__name__}", (_Still, kind), {})
 
 
 def freeze(model: nn.Module, options: TrainOptions, head: Head) -> list[str]:
-    """Freeze the parts that the options name, with the statistics of their batch norms.
+    """Freeze the parts that the options name, including the statistics of their batch norms.
 
     Args:
         model: the model of the run.
-        options: ``freeze`` and ``freeze_until`` are read.
+        options: ``freeze`` and ``freeze_until`` are used.
         head: name of the last layer, which must stay trainable.
 
     Returns:
         Names of the frozen parameters.
 
     Raises:
-        ValueError: a name is no part of the model, or the last layer would be frozen.
+        ValueError: a name is not a part of the model, or the last layer would be frozen.
     """
     names = [name for name, _ in model.named_parameters()]
     frozen = {name for prefix in options.freeze for name in _names_under(prefix, names, "freeze")}
     if options.freeze_until:
         first = _names_under(options.freeze_until, names, "freeze-until")[0]
-        # Parameters come in the order in which the model registered its parts, which is the order
-        # in which it computes for all models of the catalog.
+        # Parameters are in the order in which the model registered its parts, which for all models
+        # of the catalog is the order of computation.
         frozen.update(names[: names.index(first)])
     if any(_is_under(name, head) for name in frozen):
         raise ValueError(
-            f"--freeze and --freeze-until would freeze the model's last layer, {head}: expected "
-            f"names of what comes before it"
+            f"--freeze and --freeze-until would freeze the model's last layer, {head}: name only "
+            f"parts before it"
         )
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     for path, module in model.named_modules():
-        # One without parameters of its own cannot be named, and so is never frozen.
+        # A batch norm without own parameters cannot be named, and so is never frozen.
         own = [f"{path}.{name}" for name, _ in module.named_parameters()]
         if isinstance(module, BATCH_NORMS) and own and all(name in frozen for name in own):
-            # The object stays, and with it its parameters, its hooks and all that refer to it.
+            # Keep the object, and with it its parameters, its hooks and all references to it.
             module.__class__ = _still(type(module))  # type: ignore[assignment, arg-type]
             module.train(False)
     return [name for name in names if name in frozen]
 
 
 def parameter_groups(model: nn.Module, options: TrainOptions, head: Head) -> list[dict[str, Any]]:
-    """Make an optimizer's groups: the last layer may have its own rate; frozen parts are left out.
+    """Make the optimizer's groups: the last layer may have its own learning rate.
 
     Args:
         model: the model of the run.
-        options: the learning rate and ``head_lr_scale`` are read.
+        options: the learning rate and ``head_lr_scale`` are used.
         head: name of the last layer.
 
     Raises:
-        ValueError: the last layer has no parameters that are trained.
+        ValueError: the last layer has no trainable parameters.
     """
     body: list[nn.Parameter] = []
     last: list[nn.Parameter] = []
@@ -356,7 +357,7 @@ def parameter_groups(model: nn.Module, options: TrainOptions, head: Head) -> lis
         if parameter.requires_grad:
             (last if _is_under(name, head) else body).append(parameter)
     if not last:
-        raise ValueError(f"the model has no last layer {head} that could be trained")
+        raise ValueError(f"the model's last layer {head} has no trainable parameters")
     rate, scale = scaled_rate(options), options.head_lr_scale
     if scale == 1.0 or not body:
         return [{"params": body + last, "lr": rate * scale}]
@@ -368,8 +369,8 @@ def _names_under(prefix: str, names: Sequence[str], option: str) -> list[str]:
     if not found:
         parts = dict.fromkeys(name.partition(".")[0] for name in names)
         raise ValueError(
-            f"--{option} {prefix}: the model has no such part; its parts are {', '.join(parts)}, "
-            f"and names such as {names[0]}"
+            f"--{option} {prefix}: the model has no such part. Its parts are {', '.join(parts)}, "
+            f"with names such as {names[0]}"
         )
     return found
 

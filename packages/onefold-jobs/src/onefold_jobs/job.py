@@ -1,7 +1,7 @@
-"""A ready-made job: the functions from data to a run, and from a run to its results.
+"""A ready-made job: functions that turn data into a run, and a run into results.
 
-A new job is a file that makes a `Job`, and a line in `onefold_jobs.catalog`. The rest is shared:
-the loop, checkpoints, metrics, the report, the commands and their options.
+A new job is a file that defines a `Job`, and a line in `onefold_jobs.catalog`. All jobs share the
+training loop, checkpoints, metrics, report, commands and the parsing of options.
 """
 
 from __future__ import annotations
@@ -45,34 +45,24 @@ __all__ = [
 
 Format = Literal["csv", "json"]
 Batch = dict[str, torch.Tensor]
-_OF_RUN = "that of the run, or the one of a usual name"
+_OF_RUN = "as in the run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictOptions:
-    """How to use a run."""
+    """Options of ``onefold predict``."""
 
     devices: str = again("devices", "auto")
-    output: Path | None = option(
-        None, "File for the predictions, or folder for masks.", shown="the screen"
-    )
-    format: Format | None = option(
-        None, "Format of the predictions.", shown="by the ending of --output, or csv"
-    )
-    json: bool = option(False, "Print JSON: short for --format json.")
-    weights: Literal["best", "last"] = option("best", "Checkpoint of the run to use.")
-    top: int = option(1, "How many classes to report for each, the surest first.", COUNT)
-    batch_size: int | None = again(
-        "batch_size", shown="that of the job's evaluation", heading="Devices"
-    )
+    output: Path | None = option(None, "File, or folder for masks.", shown="the screen")
+    format: Format | None = option(None, "Format.", shown="by suffix")
+    json: bool = option(False, "Print JSON, like --format json.")
+    weights: Literal["best", "last"] = option("best", "Checkpoint.")
+    top: int = option(1, "Number of classes to report per sample.", COUNT)
+    batch_size: int | None = again("batch_size", heading="Devices", shown="the job's")
     workers: int = again("workers", 0)
-    text_column: str | None = option(
-        None, "Column of the texts in a table, or several: title,body.", shown=_OF_RUN
-    )
-    image_column: str | None = option(
-        None, "Column with the paths of the pictures in a table.", shown=_OF_RUN
-    )
-    skip_bad: bool = option(False, "Leave out what cannot be read, rather than refuse it.")
+    text_column: str | None = option(None, "Text column(s): title,body.", shown=_OF_RUN)
+    image_column: str | None = option(None, "Table column of image paths.", shown=_OF_RUN)
+    skip_bad: bool = option(False, "Skip unreadable inputs.")
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -80,64 +70,60 @@ class PredictOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOptions(PredictOptions):
-    """How to score a run."""
+    """Options of ``onefold evaluate``."""
 
-    output: Path | None = option(
-        None, "File for the label and the prediction of every sample.", shown="none"
-    )
-    label_column: tuple[str, ...] = option(
-        (), "Column of the labels in a table.", shown="that of the run, or the one of a usual name"
-    )
+    output: Path | None = option(None, "File for label and prediction per sample.", shown="none")
+    label_column: tuple[str, ...] = option((), "Table column of labels.", shown="as in the run")
     json: bool = option(False, "Print the scores as JSON.")
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What to predict: a picture, or a line of a text file."""
+    """Input of a prediction: an image, or a line of a text file."""
 
     path: Path
     name: str
-    """The name of the file, counted from the path that was given."""
+    """File name, relative to the path that the user gave."""
     text: str = ""
     line: int = 0
     label: Label = ""
-    """The name of its class, or what else it is labeled with; empty where that is not known."""
+    """Class name or other label; empty if unknown."""
     mask: Path | None = None
-    """The mask that it should have, where that is known."""
+    """Ground-truth mask, if known."""
 
     @property
     def row(self) -> dict[str, Any]:
-        """What its prediction begins with."""
+        """First columns of the input's prediction."""
         where = {"line": self.line, "text": self.text} if self.line else {}
         return {"file": self.name, **where}
 
 
 @dataclass(frozen=True, slots=True)
 class Labeled:
-    """Samples whose labels are known."""
+    """Samples with known labels."""
 
     where: Path
     inputs: list[Input]
     left_out: list[BadFile]
     arrays: ArrayPictures | None = None
-    """The pictures, if they are not in files."""
+    """Images that are not stored in files."""
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What a model's outputs stand for; kept with the model."""
+    """Meaning of a model's outputs; stored with the model."""
 
     task: TaskName = "single-label"
     mean: float = 0.0
-    """Of the numbers that were trained on: an output of 0 stands for it."""
+    """Mean of the training targets, which is an output of 0."""
     std: float = 1.0
-    """How far from it a number is with an output of 1."""
+    """Standard deviation of the training targets: an output of 1 is this far above the mean."""
 
     def __post_init__(self) -> None:
         check_scales([self.mean], [self.std])
 
 
 def check_scales(means: Sequence[float], deviations: Sequence[float]) -> None:
-    """Refuse a mean or a standard deviation by which numbers become none.
+    """Reject means and standard deviations that would turn numbers into NaN or infinity.
 
     Raises:
         ValueError: a mean is not finite, or a standard deviation is not finite or not above 0.
@@ -145,11 +131,11 @@ def check_scales(means: Sequence[float], deviations: Sequence[float]) -> None:
     bad = [each for each in means if not math.isfinite(each)]
     bad += [each for each in deviations if not 0 < each < math.inf]
     if bad:
-        raise ValueError(f"expected finite means, and standard deviations above 0, got {bad[0]}")
+        raise ValueError(f"expected finite means and standard deviations above 0, got {bad[0]}")
 
 
 class RunFacts(msgspec.Struct):
-    """What is needed of a run's ``run.json``."""
+    """The entries of a run's ``run.json`` that its use needs."""
 
     job: str
     data: str = ""
@@ -159,16 +145,16 @@ class RunFacts(msgspec.Struct):
     train_samples: int = 0
     test_samples: int = 0
     run: Path = Path()
-    """The folder of the run."""
+    """Folder of the run."""
     target: Target = Target()
-    """What is predicted of each sample, where that is classes or a number."""
+    """Target of the predictions, for jobs that predict classes or a number."""
 
     def known(self, label: Label) -> bool:
-        """Whether a label is of classes of the run, or a number."""
+        """Whether the run knows all classes of a label; always true for numbers."""
         return all(name in self.classes for name in parts_of(label))
 
     def divided(self, labels: Sequence[Label]) -> Sequence[Label]:
-        """Divide labels of several classes as in training: at a sign that is in no class."""
+        """Split multi-label strings as in training, at a separator that no class contains."""
         if self.target.task != "multi-label":
             return labels
         sign = separator(labels, spaces=False) or " "
@@ -178,42 +164,42 @@ class RunFacts(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The model of a run, and what comes before it."""
+    """The model of a run, and its preprocessing."""
 
     model: nn.Module
-    """With the names of the run's weights."""
+    """Model whose parameter names match the run's weights."""
     module: nn.Module
-    """How the model is called: maps a batch to logits."""
+    """Callable that maps a batch to logits."""
     preprocess: Callable[[Sequence[Any]], Batch]
-    """Makes a batch of inputs."""
+    """Makes a batch from a list of inputs."""
     description: dict[str, Any]
     """Classes and preprocessing, for programs without onefold."""
 
 
 Predicted = tuple[list[dict[str, Any]], Measured]
-"""A row for each sample, and what it was made of."""
+"""Prediction rows, one per sample, and the measurements that they were made from."""
 
 
 class _Kept(msgspec.Struct):
-    """What is needed of any run's ``run.json``."""
+    """The entries of ``run.json`` that every use of a run needs."""
 
     shards: Annotated[int, msgspec.Meta(ge=1, le=MOST_SHARDS)]
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What every device needs to use a run."""
+    """Everything that a device needs to use a run."""
 
     run: Path
     weights: Path
     inputs: list[Input]
     options: PredictOptions
     compute: Callable[[Use], Predicted]
-    """Makes the rows: `Job.predict`, or `Job.score`."""
+    """`Job.predict` or `Job.score`, which makes the rows."""
     scored: bool = False
-    """Whether the rows are for scores, so that the inputs have labels."""
+    """Whether the rows are for scores, which requires labeled inputs."""
     arrays: ArrayPictures | None = None
-    """The pictures, if they are not in files."""
+    """Images that are not stored in files."""
 
     def measured(
         self,
@@ -223,13 +209,13 @@ class Use:
         collate: Callable[[list[Any]], Any] | None,
         batch_size: int = 256,
     ) -> Measured:
-        """Load the weights into the model, and measure all data by a trainer without any step."""
+        """Load the weights into the model, and run ``measure`` on all data without training."""
         load_finite(model, self.weights)
         *others, last = model.parameters()
-        # A trainer sets memory aside for the gradients of all that is trained; something must be.
+        # A trainer allocates gradient memory for trainable parameters, and requires at least one.
         for parameter in others:
             parameter.requires_grad_(False)
-        # As in training: as many devices may share a batch as could then.
+        # The same shards as in training, so that the same number of devices can share a batch.
         shards = read_run(self.run, shape=_Kept)["shards"]
         optimizer = torch.optim.SGD([last], lr=0.0)
         return onefold.Trainer(model, optimizer, _no_loss, shards=shards).predict(
@@ -242,66 +228,66 @@ class Use:
 
 
 def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    raise NotImplementedError("a run that only predicts makes no step")
+    raise NotImplementedError("prediction has no training step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A ready-made job: its functions, in the order in which they are called.
+    """A ready-made job. The functions are listed in the order of their calls.
 
     ``onefold train`` calls `check_early` to `make_task`, ``onefold predict`` calls `read` and
     `predict`, and ``onefold evaluate`` calls `labeled`, `tested`, `score` and `sum_up`. Every
-    device calls `make_task`, `predict` and `score`, the process of the command all others.
+    device calls `make_task`, `predict` and `score`; the process of the command calls all others.
     """
 
     name: str
     help: str
-    """One line about the job."""
+    """Description of the job, in one line."""
     example: str
-    """A folder of data, for examples in the help."""
+    """Name of a data folder, for the examples in the help."""
     options: type[Any]
-    """The class of its options, derived from `TrainOptions`."""
+    """Class of the job's options, derived from `TrainOptions`."""
     check_early: Callable[[Any], None]
-    """Refuses options that are bound to fail, before the data are read."""
+    """Rejects options that cannot work, before the data are read."""
     prepare: Callable[[Any, Scanning], Any]
-    """Reads the data, and refuses those that cannot be used."""
+    """Reads the data, and rejects data that cannot be used."""
     settle: Callable[[Any, Any], Any]
-    """Fills in the options that were left open, now that the data are known."""
+    """Fills in options without a value, once the data are known."""
     make_task: Callable[[Any, Any], Task]
-    """Builds the model, the loss, the scores and the data sets."""
+    """Builds the model, the loss, the scores and the datasets."""
     sample: Literal["image", "text"]
-    """What a sample is: decides which column of a table has them."""
+    """Type of a sample, which determines the column of a table to read."""
     read: Callable[[Path, Sequence[Path], Columns], tuple[list[Input], list[BadFile]]]
-    """Finds the samples below paths, for a run; also returns those that cannot be read."""
+    """Finds the samples below paths, for a run; also returns unreadable ones."""
     predict: Callable[[Use], Predicted]
     """Predicts the inputs."""
     labeled: Callable[[Path, Path, RunFacts, EvaluateOptions], Labeled]
-    """Finds the labeled samples of data, for a run."""
+    """Finds the labeled samples of a dataset, for a run."""
     score: Callable[[Use], Predicted]
     """Predicts labeled inputs."""
     sum_up: Callable[[Measured, list[Label], RunFacts], dict[str, Any]]
-    """Returns the scores of what was measured, given the labels: fields of an `Evaluation`."""
+    """Computes scores from measurements and labels: fields of an `Evaluation`."""
     tested: Callable[[Any], Iterable[tuple[Path, int]]]
-    """Path and line of each sample that a run with these data was tested on."""
+    """Path and line of each test sample of a run with these data."""
     load: Callable[[Path], LoadedModel]
-    """Builds the model of a run, with fresh weights."""
+    """Builds the model of a run, with freshly initialized weights."""
     noise: Callable[[], Sequence[Any]]
-    """Two inputs or more of any content, to compare an exported model by."""
+    """Makes two or more arbitrary inputs, to compare an exported model with the original."""
     free: tuple[int, ...] = (0,)
-    """The dimensions of a batch that may have any size."""
+    """Dimensions of a batch with a dynamic size."""
     files: tuple[str, ...] = ()
-    """Names of files of a run that an exported model needs."""
+    """Files of a run that an exported model needs."""
     draws: bool = False
-    """Whether predictions are masks, drawn into a folder."""
+    """Whether predictions are masks, which are written to a folder."""
 
 
 def columns_of(run: Path, kind: Literal["image", "text"], options: PredictOptions) -> Columns:
-    """The columns that were named, and otherwise those of the tables that a run was trained on.
+    """Return the columns that were named, or else the columns that a run was trained on.
 
     Args:
         run: folder of the run.
-        kind: what the samples are.
-        options: the names of columns are read.
+        kind: type of the samples.
+        options: options with the column names.
 
     Raises:
         DataError: the run's ``run.json`` is damaged.

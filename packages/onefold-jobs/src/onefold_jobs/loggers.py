@@ -1,7 +1,7 @@
-"""Opens the logger that ``--log`` names, in which a run's numbers are written besides its record.
+"""Opens the logger that ``--log`` names, which receives a run's metrics in addition to its record.
 
-Each library is set up as it is everywhere, by its own variables and files: where its server is, and
-to which project or experiment a run belongs.
+Each library is configured as usual, by its own environment variables and files: its server, and the
+project or experiment of the run.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ __all__ = ["LoggerName", "OpenLogger", "open_logger", "require_logger"]
 
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "none"]
 _PROJECT = "onefold"
-"""Of Trackio, which has no default of its own."""
+"""Project in Trackio, which has no default."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLogger:
-    """A logger that is open."""
+    """An open logger."""
 
     write: Callable[[dict[str, float], int], object]
-    """Called with numbers by name, and the step that they belong to."""
+    """Logs numbers by name for a step."""
     close: Callable[[], object]
     run_id: str = ""
-    """By which the library finds the run again; empty where it goes by the folder or the name."""
+    """ID by which the library finds the run again; empty if it uses the folder or the name."""
 
 
 def require_logger(name: LoggerName | None) -> None:
-    """Refuse a logger whose library is not installed.
+    """Reject a logger whose library is not installed.
 
     Raises:
-        LaunchError: it is not; the message has the command that installs it.
+        LaunchError: the library is not installed; the message gives the install command.
     """
     if name not in (None, "none"):
         extra = {"tensorboard": "report", "trackio": "trackio"}.get(name, "loggers")
@@ -47,31 +47,31 @@ def require_logger(name: LoggerName | None) -> None:
 def open_logger(
     name: LoggerName, folder: Path, options: Mapping[str, Any], *, step: int, run_id: str = ""
 ) -> OpenLogger:
-    """Open a logger, on the lead alone.
+    """Open a logger, on the lead only.
 
     Args:
-        name: of the library.
-        folder: of the run.
-        options: of the run, which the library shows beside its numbers.
-        step: the first that is written from here on.
-        run_id: what the logger of this run had before, if the run resumes.
+        name: name of the library.
+        folder: folder of the run.
+        options: options of the run, which the library displays.
+        step: first step to log.
+        run_id: ID of the run in the logger before, if the run resumes.
 
     Raises:
-        LaunchError: the library refuses, for want of a login perhaps.
+        LaunchError: the library fails, for example because of a missing login.
     """
     try:
         return _OPENERS[name](folder, dict(options), step, run_id)
-    # Of another library, and perhaps its server: any error may come.
+    # Another library, and perhaps its server, may raise anything.
     except Exception as error:
         raise LaunchError(
-            f"--log {name}: the logger cannot be opened: {error}; see to it, or leave --log out"
+            f"--log {name}: cannot open the logger: {error}. Fix this, or leave out --log"
         ) from error
 
 
 def _open_tensorboard(folder: Path, options: dict[str, Any], step: int, _: str) -> OpenLogger:
     from torch.utils.tensorboard import SummaryWriter
 
-    # It drops earlier events from this step on: those of steps that are now done again.
+    # purge_step drops earlier events from this step on, because these steps are repeated.
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
 
     def write(numbers: dict[str, float], step: int) -> None:
@@ -91,7 +91,7 @@ def _open_wandb(folder: Path, options: dict[str, Any], step: int, run_id: str) -
 def _open_mlflow(folder: Path, options: dict[str, Any], step: int, run_id: str) -> OpenLogger:
     mlflow: Any = importlib.import_module("mlflow")
     run = mlflow.start_run(run_id=run_id or None, run_name=folder.name)
-    # It refuses other values than those of before, and a resumed run may have more epochs.
+    # MLflow rejects changed parameters, and a resumed run may have more epochs.
     if not run_id:
         mlflow.log_params(options)
     write = lambda numbers, step: mlflow.log_metrics(numbers, step=step)  # noqa: E731

@@ -1,9 +1,9 @@
-"""Finds pretrained weights by name: in the cache of their library, or from its server, once.
+"""Finds pretrained weights by name: in the cache of their library, or once from its server.
 
-``torchvision:NAME`` goes by torchvision's files, in whose names their digests begin, and needs no
-torchvision. ``hf:ORG/NAME`` is a model of the Hugging Face hub, and ``timm:NAME`` the model of that
-name in timm, whose weights lie on the same hub. A file of the hub's cache has its digest for a
-name. Each file is compared with its digest, whoever put it there.
+``torchvision:NAME`` uses torchvision's files, whose names contain the start of their digests, and
+does not require torchvision. ``hf:ORG/NAME`` is a model of the Hugging Face hub, and ``timm:NAME``
+is the timm model with that name, whose weights are on the same hub. Files in the hub's cache are
+named by their digests. Each file is verified against its digest, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ TORCHVISION: Mapping[str, str] = MappingProxyType({
     "resnet101": "resnet101-cd907fc2.pth",
     "vgg16": "vgg16-397923af.pth",
 })  # fmt: skip
-"""torchvision's default weights of the models that are built here."""
+"""torchvision's default weights of the models that this package builds."""
 TORCHVISION_SERVER = "https://download.pytorch.org/models/"
 HUB_PREFIX = "hf:"
 _PREFIX = "torchvision:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _DESCRIPTION = ("config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json")
 _WEIGHTS = (("*.safetensors", "*.safetensors.index.json"), ("pytorch_model*",))
-"""Patterns of files, in the order in which they are looked for."""
+"""File patterns, in order of preference."""
 _LARGEST_BYTES = 1 << 30
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def find_weights(pretrained: str, *, whole: bool = False, server: str = TORCHVISION_SERVER) -> Path:
-    """Find the file or folder of weights that ``--pretrained`` names, and fetch it if need be.
+    """Find the file or folder of weights that ``--pretrained`` names, and download it if needed.
 
     Args:
-        pretrained: a name with its prefix; anything else is a path, and returned as it is.
-        whole: whether the folder of a model on the hub is wanted, rather than its file of weights.
-        server: where torchvision's files are.
+        pretrained: a name with its prefix; anything else is a path, and returned unchanged.
+        whole: whether to return the model's folder instead of its weights file, for models on the
+            hub.
+        server: address of torchvision's files.
 
     Raises:
-        CheckpointError: the name is not known, or its weights are not there and cannot be fetched;
-            the message says from where and to where they may be put by hand.
-        LaunchError: a library is missing.
+        CheckpointError: the name is unknown, or its weights are missing and cannot be downloaded.
+            The message gives their address and the place to put them by hand.
+        LaunchError: a library is not installed.
     """
     if pretrained.startswith(_PREFIX):
         return _from_torchvision(pretrained.removeprefix(_PREFIX), server)
@@ -65,7 +66,7 @@ def find_weights(pretrained: str, *, whole: bool = False, server: str = TORCHVIS
 
 
 def model_named(pretrained: str | None) -> str | None:
-    """The model that a name of weights is for, as ``--model`` has it; None if it does not say."""
+    """Return the model that named weights belong to, as in ``--model``; None if unknown."""
     name = pretrained or ""
     return name if name.startswith(TIMM_PREFIX) else TORCHVISION_NAMES.get(name)
 
@@ -74,17 +75,17 @@ TORCHVISION_NAMES = MappingProxyType({f"{_PREFIX}{name}": name for name in TORCH
 
 
 def timm_facts(pretrained: str) -> Any:
-    """What timm knows of the weights ``timm:NAME``: their place on the hub, mean, std, input size.
+    """Return timm's facts of the weights ``timm:NAME``: place on the hub, mean, std, input size.
 
     Raises:
-        CheckpointError: timm has no such model, or no weights of it.
+        CheckpointError: timm has no such model, or no weights for it.
         LaunchError: timm cannot be imported.
     """
     library = import_library("timm", pretrained)
     facts = library.models.get_pretrained_cfg(pretrained.removeprefix(TIMM_PREFIX))
     if facts is None or not facts.hf_hub_id:
         raise CheckpointError(
-            f"--pretrained {pretrained}: expected a model that timm has weights of, see "
+            f"--pretrained {pretrained}: expected a model that timm has weights for; see "
             f"timm.list_pretrained()"
         )
     return facts
@@ -93,7 +94,7 @@ def timm_facts(pretrained: str) -> Any:
 def _from_torchvision(name: str, server: str) -> Path:
     if name not in TORCHVISION:
         raise CheckpointError(
-            f"--pretrained {_PREFIX}{name}: expected one of {', '.join(TORCHVISION)} there"
+            f"--pretrained {_PREFIX}{name}: expected one of {', '.join(TORCHVISION)}"
         )
     file = TORCHVISION[name]
     path = Path(torch.hub.get_dir()) / "checkpoints" / file
@@ -107,7 +108,7 @@ def _from_torchvision(name: str, server: str) -> Path:
 
 
 def _from_hub(name: str, pretrained: str, *, whole: bool) -> Path:
-    """The folder of a model in the hub's cache, or its file of weights."""
+    """Return the folder of a model in the hub's cache, or its weights file."""
     repository, _, revision = name.partition("@")
     if not _HUB_NAME.fullmatch(repository):
         raise CheckpointError(f"--pretrained {pretrained}: expected hf:ORG/NAME, as on the hub")
@@ -115,12 +116,12 @@ def _from_hub(name: str, pretrained: str, *, whole: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     failure: Exception | None = None
-    # What is in the cache is used as it is: asking for something newer would take a network, and
-    # change a run that is begun again.
+    # Cached files are used as they are: checking for newer ones would require a network, and change
+    # a run that is started again.
     for cached in (True, False):
         try:
             for weights in _WEIGHTS:
-                # Some files of a model in the cache may be missing there.
+                # The cache may lack some files of a model.
                 patterns = [*_DESCRIPTION, *weights]
                 how = {"allow_patterns": patterns, "local_files_only": cached}
                 folder = Path(snapshot_download(repository, revision=revision or None, **how))
@@ -130,20 +131,20 @@ def _from_hub(name: str, pretrained: str, *, whole: bool) -> Path:
                     return folder if whole else found[0]
         except DataError as error:
             raise CheckpointError(f"--pretrained {pretrained}: {error}") from error
-        # Any: the library raises those of the network, of its own and of the file system.
+        # The library raises errors of the network, of the file system and its own.
         except Exception as error:
             failure = error
-    none = "it has no weights in safetensors or pytorch_model.bin"
+    none = "it contains neither safetensors nor pytorch_model.bin"
     reason = cause_of(failure) if failure else none
     raise CheckpointError(
-        f"--pretrained {pretrained}: https://huggingface.co/{repository} could not be fetched: "
-        f"{reason}\ncheck the network, or fetch it elsewhere (hf download {repository} --local-dir "
-        f"FOLDER), bring the folder here, and give --pretrained FOLDER"
+        f"--pretrained {pretrained}: could not download https://huggingface.co/{repository}: "
+        f"{reason}\nCheck the network, or download it elsewhere (hf download {repository} "
+        f"--local-dir FOLDER), copy the folder here, and give --pretrained FOLDER"
     ) from failure
 
 
 def _compare_all(files: list[Path]) -> None:
-    """Compare files of the hub's cache, which are links to their digests, with these."""
+    """Verify files of the hub's cache, which are links to files named by their digests."""
     for each in files:
         digest = each.resolve().name
         if _SHA256.fullmatch(digest):

@@ -1,18 +1,18 @@
-"""Options of the ready-made jobs, and the optimizers and learning rates that come of them.
+"""Options of the ready-made jobs, and the optimizers and learning rates built from them.
 
-An `option` has a name, a help, a default and a check. Options come from a config file and from the
-command line, which takes precedence. Those that are left open are settled once the data are known
-(`dataclasses.replace`), and all are saved with the run.
+An `option` has a name, a help text, a default and limits. Values come from a config file and from
+the command line, which takes precedence. Options without a value are filled in once the data are
+known (`dataclasses.replace`), and all options are saved with the run.
 
-`scaled_rate` scales a learning rate to the batch size. `rate_factor` has it rise and fall during a
-run.
+`scaled_rate` scales the learning rate by the batch size. `rate_factor` is its schedule.
 
-Note: why everything has a largest value
-----------------------------------------
-A config file may be anybody's, and a typo on the command line is quickly made. A number that no
-machine can serve would not fail as what it is, but as an overflow in PyTorch, a process killed for
-want of memory, or a loop that never ends. So each option that sets a size or a factor has a bound,
-far above anything sensible.
+
+Note: why every number has an upper limit
+-----------------------------------------
+A config file may come from another user, and a typo on the command line is easily made. A number
+that no machine can handle would surface as an overflow in PyTorch, an out-of-memory kill, or a loop
+that never ends, and not as a bad option. So each option that sets a size or a factor has a limit,
+far above any sensible value.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ Normalization = Literal["auto", "imagenet", "data", "none"]
 MOST_SHARDS = 10**6
 MOST_WORKERS = 1024
 MOST_FACTOR = 10**6
-"""The largest learning rate, and the largest factor of one."""
+"""Largest learning rate, and largest factor of a learning rate."""
 MOST_SIDE = 1 << 14
-"""The longest side of a picture, in pixels."""
+"""Longest side of an image, in pixels."""
 OTHER_NAMES = {
     "bs": "batch_size",
     "early_stopping": "patience",
@@ -80,7 +80,7 @@ OTHER_NAMES = {
     "max_epochs": "epochs",
     "num_train_epochs": "epochs",
 }
-"""The names that other programs have for options of the jobs."""
+"""Names that other programs use for options of the jobs."""
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_DOTS = 1000
 _SHOWN_CHARACTERS = 30
@@ -94,22 +94,22 @@ _LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "below": (operator.lt, "less than {:,}"),
     "most": (operator.le, "at most {:,}"),
 }
-"""How a number is compared with each kind of limit, and how a message names the limit."""
+"""Comparison for each kind of limit, and its wording in messages."""
 
 
 def within(least: float, most: float) -> Limits:
-    """The limits of numbers from one to another, both included."""
+    """Limits of a range that includes both ends."""
     return {"least": least, "most": most}
 
 
 COUNT = within(1, 10**9)
-"""Of epochs, steps and samples."""
+"""Limits of numbers of epochs, steps and samples."""
 FACTOR: Limits = {"above": 0, "most": MOST_FACTOR}
-"""Of learning rates, and of factors of them."""
+"""Limits of learning rates and their factors."""
 FRACTION: Limits = {"above": 0, "most": 1}
 SHARE: Limits = {"least": 0, "below": 1}
 PART: Limits = {"above": 0, "below": 1}
-"""Of shares of a whole: which may be all of it, or nothing, or neither."""
+"""Limits of fractions: up to all, from none, or strictly between."""
 
 
 def option(
@@ -121,15 +121,15 @@ def option(
     variable: str | None = None,
     heading: str | None = None,
 ) -> Any:
-    """Declare an option, as the field of a dataclass.
+    """Declare an option as a field of a dataclass.
 
     Args:
-        default: the option's value if none is given.
-        help: one line of text.
-        limits: of the numbers that the option takes: any of least, above, below and most.
-        shown: how the help describes the default; None shows the value itself.
-        variable: what in the environment counts as if it were given on the command line.
-        heading: the heading of the help that lists it; None for that of the option's name.
+        default: value if the option is not given.
+        help: help text, one line.
+        limits: limits of a number, any of least, above, below and most.
+        shown: description of the default in the help; None shows the value itself.
+        variable: environment variable that sets the option like the command line.
+        heading: heading of the option in the help; None looks it up by the option's name.
     """
     notes = {"help": help, "shown": shown, "variable": variable, "limits": limits}
     notes["heading"] = heading
@@ -137,19 +137,19 @@ def option(
 
 
 def again(name: str, default: Any = None, **notes: str | None) -> Any:
-    """Declare an option of several jobs once more, for a job in which it is not quite the same.
+    """Redeclare a shared option, for a job in which it differs slightly.
 
     Args:
         name: name of the option.
-        default: the option's value in this job if none is given.
-        notes: ``help`` or ``shown``, where it differs.
+        default: value in this job if the option is not given.
+        notes: ``help`` or ``shown``, if it differs.
     """
     common = PictureOptions.__dataclass_fields__[name].metadata
     return dataclasses.field(default=default, metadata={**common, **notes})
 
 
 def expect(condition: bool, name: str, value: object, expected: str) -> None:
-    """Refuse an option's value if a condition does not hold.
+    """Raise an error about an option's value unless a condition holds.
 
     Raises:
         ValueError: the condition does not hold.
@@ -160,17 +160,17 @@ def expect(condition: bool, name: str, value: object, expected: str) -> None:
 
 
 def check_limits(options: Any) -> None:
-    """Refuse numbers beyond the limits with which their options were declared.
+    """Reject numbers outside the declared limits of their options.
 
     Args:
-        options: a dataclass, the limits of whose fields were given to `option`.
+        options: a dataclass whose fields were declared by `option`.
 
     Raises:
-        ValueError: a number is beyond its limits, or not finite.
+        ValueError: a number is outside its limits, or not finite.
     """
     for field in dataclasses.fields(options):
         value, limits = getattr(options, field.name), field.metadata.get("limits", {})
-        # First, as every comparison with NaN is false: it would be refused as too large.
+        # First, because every comparison with NaN is false: NaN would be reported as too large.
         finite = not isinstance(value, float) or math.isfinite(value)
         expect(finite, field.name, value, "a finite number")
         words = " and ".join(_LIMITS[kind][1].format(limit) for kind, limit in limits.items())
@@ -180,115 +180,73 @@ def check_limits(options: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """The options that all jobs have."""
+    """Options of all jobs."""
 
-    data: str = option("", "Folder or file of the data.", shown="none, it must be given")
-    name: str = option("", "Name of the run and its folder.", shown="the job and a number")
+    data: str = option("", "Folder or file of the data.", shown="required")
+    name: str = option("", "Name of the run's folder.", shown="job and number")
     runs: str = option("runs", "Folder of all runs.")
-    resume: bool = option(False, "Resume the run of this name from its last checkpoint.")
-    devices: str = option("auto", "N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
+    resume: bool = option(False, "Resume the run NAME at its last checkpoint.")
+    devices: str = option("auto", "N, auto, cpu:N, or GPUs: cuda:1,cuda:3.")
     placement: str = option(
-        _RUN["placement"].default, _RUN["placement"].metadata["help"], variable="ONEFOLD_PLACEMENT"
+        _RUN["placement"].default,
+        "Parameter placement, as in onefold run.",
+        variable="ONEFOLD_PLACEMENT",
     )
-    holdout: float = option(
-        0.1, "Share (of each class) to test with, where there is no test set.", PART
-    )
-    shards: int = option(
-        8, "Parts of every batch: the most devices that may share one.", within(1, MOST_SHARDS)
-    )
-    batch_size: int = option(64, "Samples of a batch, over all devices.", COUNT)
-    epochs: int | None = option(None, "How many times the training set is read.", COUNT, shown="10")
-    lr: float | None = option(None, "Learning rate.", FACTOR, shown="0.001, or 0.05 with sgd")
+    holdout: float = option(0.1, "Fraction held out if there is no test set.", PART)
+    shards: int = option(8, "Slices of each batch: maximum devices.", within(1, MOST_SHARDS))
+    batch_size: int = option(64, "Global batch size, over all devices.", COUNT)
+    epochs: int | None = option(None, "Passes over the training set.", COUNT, shown="10")
+    lr: float | None = option(None, "Learning rate.", FACTOR, shown="0.001; sgd: 0.05")
     optimizer: Optimizer = option("adamw", "Optimizer.")
-    momentum: float = option(0.9, "Momentum (sgd only).", SHARE)
+    momentum: float = option(0.9, "Momentum of sgd.", SHARE)
     weight_decay: float | None = option(
-        None,
-        "Weight decay: pull of the parameters toward zero.",
-        within(0, MOST_FACTOR),
-        shown="0.01 with adamw, else 0.0005",
+        None, "Weight decay.", within(0, MOST_FACTOR), shown="0.0005; adamw: 0.01"
     )
     clip_norm: float | None = option(
-        None,
-        "Scale larger gradients down to this norm.",
-        {"above": 0, "most": 10**20},
-        shown="no limit",
+        None, "Maximum gradient norm.", {"above": 0, "most": 10**20}, shown="no limit"
     )
-    precision: Precision = option(
-        "fp32", "Precision of the computation; bf16 and fp16 are faster on GPUs."
-    )
-    schedule: Schedule = option("cosine", "Course of the learning rate after the warm-up.")
-    warmup_epochs: float = option(
-        0.5, "Epochs in which the learning rate rises to its full value.", within(0, 10**9)
-    )
+    precision: Precision = option("fp32", "Precision.")
+    schedule: Schedule = option("cosine", "Learning rate.")
+    warmup_epochs: float = option(0.5, "Epochs of learning rate warmup.", within(0, 10**9))
     decay_epochs: int | None = option(
-        None,
-        "With --schedule step: epochs from one decay to the next.",
-        COUNT,
-        shown="a third of all",
+        None, "Epochs between decays (schedule step).", COUNT, shown="1/3"
     )
-    decay: float = option(
-        0.1, "With --schedule step: what the learning rate is multiplied by.", FRACTION
-    )
-    scale_lr: ScaleRate = option(
-        "none", "Scale the learning rate with batch size / base batch size, or its square root."
-    )
-    base_batch_size: int = option(
-        256, "With --scale-lr: the batch size that --lr is meant for.", COUNT
-    )
+    decay: float = option(0.1, "Factor of each decay (schedule step).", FRACTION)
+    scale_lr: ScaleRate = option("none", "Scale by batch size.")
+    base_batch_size: int = option(256, "Batch size that --lr is for (--scale-lr).", COUNT)
     patience: int | None = option(
-        None, "Early stopping: after so many epochs without a better score.", COUNT, shown="never"
+        None, "Stop after N epochs without progress.", COUNT, shown="never"
     )
-    max_time: str | None = option(
-        None, "Stop training after this time, such as 45m or 1h30m.", shown="no limit"
-    )
-    ema: float | None = option(
-        None,
-        "Test and keep a moving average of the weights with this decay, such as 0.999.",
-        SHARE,
-        shown="none",
-    )
-    compile: bool = option(False, "Compile the model and its loss with torch.compile.")
-    microbatch: str | None = option(
-        None,
-        "Run each shard in microbatches of so many samples; auto: as many as fit into memory.",
-        shown="whole shards",
-    )
-    log: LoggerName | None = option(
-        None,
-        "Logger of the run's numbers: tensorboard, wandb, mlflow, trackio, or none.",
-        shown="tensorboard if it is installed",
-    )
-    best_by: str | None = option(None, "Score of the test set by which the best epoch is chosen.")
-    seed: int = option(0, "Seed of initial weights, order, augmentation and dropout.")
-    workers: int = option(0, "Processes that read ahead, for each device.", within(0, MOST_WORKERS))
-    save_every: int = option(200, "Steps from one checkpoint to the next within an epoch.", COUNT)
-    skip_bad: bool = option(False, "Leave out files and lines that cannot be used, and say so.")
-    head_lr_scale: float = option(
-        1.0, "Factor of the learning rate of the model's last layer.", FACTOR
-    )
-    freeze: tuple[str, ...] = option(
-        (), "Parts of the model that keep their values, such as layer1 or layer2.0.", shown="none"
-    )
-    freeze_until: str | None = option(
-        None, "Freeze all that comes before this part of the model.", shown="none"
-    )
+    max_time: str | None = option(None, "Stop after this time, such as 45m.", shown="no limit")
+    ema: float | None = option(None, "Average weights with this decay: 0.999.", SHARE, shown="none")
+    compile: bool = option(False, "Compile model and loss with torch.compile.")
+    microbatch: str | None = option(None, "Microbatch size, or auto to fit memory.", shown="none")
+    log: LoggerName | None = option(None, "Logger.", shown="")
+    best_by: str | None = option(None, "Test score that selects the best epoch.")
+    seed: int = option(0, "Seed of all random numbers.")
+    workers: int = option(0, "Data loader processes per device.", within(0, MOST_WORKERS))
+    save_every: int = option(200, "Steps between checkpoints in an epoch.", COUNT)
+    skip_bad: bool = option(False, "Skip and report unusable files and lines.")
+    head_lr_scale: float = option(1.0, "Learning rate factor of the last layer.", FACTOR)
+    freeze: tuple[str, ...] = option((), "Parts to freeze, such as layer1.", shown="none")
+    freeze_until: str | None = option(None, "Freeze all parts before this one.", shown="none")
 
     def __post_init__(self) -> None:
         check_limits(self)
-        # Refused here, and not by the trainer, which is made after the data are read.
+        # Checked here already, because the trainer is created only after the data are read.
         try:
             run = onefold.RunOptions(placement=self.placement)
             run.check_combination(compile=self.compile, microbatch=self.microbatch)
         except ValueError as error:
             raise ValueError(f"--placement {self.placement}: {error}") from None
-        # What both TOML and torch.manual_seed can hold.
-        expect(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a number of 64 bits")
-        expect(bool(self.runs), "runs", self.runs, "the name of a folder")
+        # The range that both TOML and torch.manual_seed accept.
+        expect(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
+        expect(bool(self.runs), "runs", self.runs, "a folder name")
         local_path("runs", self.runs)
-        # Or the run's folder would lie outside the folder of all runs.
+        # Otherwise the run's folder would be outside the folder of all runs.
         inside = self.name == Path(self.name).name and self.name not in (".", "..")
         expect(inside, "name", self.name, "a name without slashes")
-        expect(not self.resume or bool(self.name), "resume", "", "with --name, which run it is")
+        expect(not self.resume or bool(self.name), "resume", "", "--name with it, to say which run")
         times = "a time, such as 90s, 45m or 1h30m"
         expect(self.max_time is None or self.time_limit_s > 0, "max_time", self.max_time, times)
         pieces = re.fullmatch(r"auto|[1-9][0-9]{0,8}", self.microbatch or "auto")
@@ -296,44 +254,36 @@ class TrainOptions:
 
     @property
     def folder(self) -> Path:
-        """The folder of the run; its name must be settled."""
+        """Folder of the run. Requires a filled-in name."""
         return Path(self.runs) / self.name
 
     @property
     def pieces(self) -> int | Literal["auto"] | None:
-        """``microbatch`` as a Trainer takes it."""
+        """Value of ``microbatch`` for a Trainer."""
         given = self.microbatch
         return "auto" if given == "auto" else int(given) if given else None
 
     @property
     def time_limit_s(self) -> float:
-        """Seconds after which training stops; 0 if ``max_time`` is no time, infinity without it."""
+        """Time limit in seconds; 0 if ``max_time`` is invalid, infinity if it is not given."""
         return math.inf if self.max_time is None else seconds_of(self.max_time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureOptions(TrainOptions):
-    """The options that the jobs of pictures have besides."""
+    """Additional options of the image jobs."""
 
-    normalize: Normalization = option(
-        "auto",
-        "Normalize pictures by the numbers of ImageNet or of the data; auto: as pretrained "
-        "weights need it.",
-    )
+    normalize: Normalization = option("auto", "Statistics.")
     pretrained: str | None = option(
-        None,
-        "Begin with weights: a file, a run, torchvision:NAME, timm:NAME or hf:ORG/NAME.",
-        shown="none",
+        None, "File, run, torchvision:, timm: or hf:NAME.", shown="none"
     )
-    pretrained_key: str | None = option(
-        None, "Where the file keeps its weights, such as state_dict.", shown="at the top"
-    )
+    pretrained_key: str | None = option(None, "Key of the weights in the file.", shown="none")
 
     def __post_init__(self) -> None:
-        # Not super(): dataclass(slots=True) makes the class a second time, and super() without
-        # arguments still looks for the first.
+        # Not super(): dataclass(slots=True) creates the class a second time, and super() without
+        # arguments refers to the first one.
         TrainOptions.__post_init__(self)
-        # An option that would do nothing is more likely a mistake than intended.
+        # An option without effect is more likely a mistake than intended.
         for name in ("pretrained_key", "pretrained_classes", "reuse_classes"):
             useful = self.pretrained is not None or not getattr(self, name, None)
             expect(useful, name, "", "with --pretrained")
@@ -343,9 +293,9 @@ def from_mapping(kind: type[_Options], values: Mapping[str, Any], source: str) -
     """Make options from names and values.
 
     Args:
-        kind: the class of the options.
-        values: values by name; options that are not in it keep their default.
-        source: where the values come from, for errors.
+        kind: class of the options.
+        values: values by name. Other options keep their default.
+        source: origin of the values, for errors.
 
     Raises:
         ValueError: a name is unknown, or a value has the wrong type or is out of range.
@@ -366,10 +316,10 @@ def from_mapping(kind: type[_Options], values: Mapping[str, Any], source: str) -
 def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
     """Convert a value to its option's type.
 
-    Numbers and paths do for texts, and for a list a text as on the command line does.
+    Numbers and paths are converted to strings, and strings to lists as on the command line.
 
     Raises:
-        ValueError: the value has another type.
+        ValueError: the value has the wrong type.
     """
     plain, several = value, typing.get_origin(hint) is tuple
     if str in (hint, *typing.get_args(hint)):
@@ -377,11 +327,11 @@ def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
     if several and isinstance(plain, str):
         plain = [part for part in map(str.strip, plain.split(",")) if part]
     try:
-        # Strict: "1" is no number, and true is not 1. A whole number does for a float, and TOML's
-        # lists become tuples.
+        # Strict: "1" is not a number, and true is not 1. An integer is accepted as a float, and
+        # TOML lists become tuples.
         return msgspec.convert(plain, hint)
-    # With UnicodeEncodeError: msgspec reads no text with lone surrogates, which stand on a command
-    # line for bytes that are not UTF-8.
+    # This includes UnicodeEncodeError: msgspec rejects strings with lone surrogates, which
+    # represent bytes on the command line that are not UTF-8.
     except ValueError:
         got = _short(repr(value))
         raise ValueError(f"{source}: {name}: expected {_words(hint)}, got {got}") from None
@@ -392,7 +342,7 @@ def _spelled(value: object) -> object:
 
 
 def _short(value: object) -> str:
-    """Shorten a long value, so that it can be shown in a message."""
+    """Truncate a long value for a message."""
     text = str(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
@@ -416,12 +366,12 @@ def parse_toml(content: bytes) -> dict[str, Any]:
     Raises:
         ValueError: the content is not TOML, or is nested too deeply.
     """
-    # Dots in a name make tables within each other: tomllib takes time and memory by their square.
+    # Dots in a key create nested tables; tomllib takes quadratic time and memory for them.
     if any(line.count(b".") > _MOST_DOTS for line in content.splitlines()):
-        raise ValueError(f"it is nested too deeply, by a line of more than {_MOST_DOTS:,} dots")
+        raise ValueError(f"it is nested too deeply: a line has more than {_MOST_DOTS:,} dots")
     try:
         values = tomllib.loads(content.decode())
-    # tomllib reads nested lists by recursion, and sets no limit of its own.
+    # tomllib parses nested lists recursively, without a depth limit of its own.
     except RecursionError:
         values = None
     if values is None or nested_too_deeply(values):
@@ -434,11 +384,11 @@ def read_config(path: Path, job: str) -> dict[str, Any]:
 
     Args:
         path: a TOML file.
-        job: the job whose options are wanted; if the file names a ``job``, it must be this one.
+        job: name of the job. If the file contains ``job``, the two must match.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is not TOML, is too large, or is of another job.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not TOML, is too large, or belongs to another job.
     """
     content = read_whole(path, _MOST_CONFIG_BYTES)
     try:
@@ -447,24 +397,24 @@ def read_config(path: Path, job: str) -> dict[str, Any]:
         raise ValueError(f"{path}: expected a TOML file: {error}") from error
     found = values.pop("job", job)
     if found != job:
-        raise ValueError(f"{path}: expected options of onefold train {job}, got those of {found}")
+        raise ValueError(f"{path}: expected options of onefold train {job}, not of {found}")
     return values
 
 
 def write_config(options: TrainOptions, job: str, path: Path) -> None:
-    """Write options as a file for `read_config`."""
+    """Write options to a file that `read_config` reads."""
     values = dataclasses.asdict(options)
-    # Whether a run resumes belongs to one command, and not to the run.
+    # ``resume`` is a property of a single command, not of the run.
     del values["resume"]
-    # TOML has no null: an option without a value is left out, and reads as its default.
+    # TOML has no null: an option without a value is omitted, and reads as its default.
     given = {name: value for name, value in values.items() if value is not None}
     write_whole(path, tomli_w.dumps({"job": job, **given}).encode())
 
 
 def scaled_rate(options: TrainOptions) -> float:
-    """The learning rate for the batch size.
+    """Return the learning rate for the batch size.
 
-    Linear after Goyal et al., 2017, "Accurate, large minibatch SGD"; by the square root after
+    ``linear`` follows Goyal et al., 2017, "Accurate, large minibatch SGD"; ``sqrt`` follows
     Krizhevsky, 2014, "One weird trick".
     """
     ratio = options.batch_size / options.base_batch_size
@@ -473,40 +423,40 @@ def scaled_rate(options: TrainOptions) -> float:
 
 
 def full_rate(options: TrainOptions, *, fine: bool = False, small: bool = False) -> float:
-    """The learning rate, or that of the optimizer if none was given; a fifth of it when ``fine``.
+    """Return the learning rate, or the optimizer's default: a fifth of it if ``fine``.
 
     Args:
-        options: of the run.
-        fine: whether the run begins with trained weights.
-        small: whether the model is a small one.
+        options: options of the run.
+        fine: whether the run starts from trained weights.
+        small: whether the model is small.
     """
     if options.lr is not None:
         return options.lr
-    # Adam divides by the size of its gradients, so its steps are as long as the rate says.
+    # Adam normalizes gradients by their magnitude, so its step length is the learning rate.
     usual = 0.05 if options.optimizer == "sgd" else 0.003 if small else 0.001
     return usual / 5 if fine else usual
 
 
 def rate_factor(options: TrainOptions, *, epochs: int, steps: int) -> Callable[[int], float]:
-    """Return the function from steps done to what the full learning rate is multiplied by.
+    """Return the learning rate schedule: a function from completed steps to a factor.
 
     Args:
-        options: of the run.
-        epochs: of the run.
-        steps: of an epoch.
+        options: options of the run.
+        epochs: number of epochs.
+        steps: steps per epoch.
     """
     warmup = options.warmup_epochs * steps
     total = epochs * steps
     every = (options.decay_epochs or max(1, epochs // 3)) * steps
 
-    # A plain function, of which LambdaLR saves nothing: a run that resumes with more epochs follows
+    # A plain function: LambdaLR saves nothing of it, so a run that resumes with more epochs follows
     # the schedule of its new length.
     def factor(done: int) -> float:
-        # Never 0: the first step would change nothing.
+        # Never 0, or the first step would change nothing.
         if done < warmup:
             return (done + 1) / (warmup + 1)
         if options.schedule == "cosine":
-            # The warm-up may be longer than the whole run.
+            # The warmup may be longer than the whole run.
             share = min(1.0, (done - warmup) / max(1.0, total - warmup))
             return 0.5 * (1 + math.cos(math.pi * share))
         if options.schedule == "step":
@@ -522,12 +472,12 @@ def make_optimizer(
     """Build the optimizer of a run.
 
     Args:
-        options: of the run.
-        groups: parameters by group, each group with its learning rate ``lr``.
+        options: options of the run.
+        groups: parameter groups, each with its learning rate ``lr``.
     """
     parameters, decay = [*groups], options.weight_decay
     if decay is None:
-        # That of Adam and SGD is a part of the gradient, that of AdamW is scaled by the rate.
+        # Adam and SGD add weight decay to the gradient; AdamW scales it by the learning rate.
         decay = 0.01 if options.optimizer == "adamw" else 5e-4
     if options.optimizer == "sgd":
         return torch.optim.SGD(parameters, momentum=options.momentum, weight_decay=decay)

@@ -1,4 +1,4 @@
-"""The models of the jobs on pictures: what a run keeps of them, and how pictures reach them."""
+"""The models of the image jobs: what a run stores of them, and how images become their inputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from onefold_jobs.runfolder import kept_facts, read_run
 __all__ = ["KeptModel", "noise", "paths_of", "statistics_of"]
 
 _ARRAYS = {(2, "uint8"), (2, "uint16"), (3, 3, "uint8")}
-"""Dimensions, channels if there are any, and dtype of arrays that are pictures."""
+"""Number of dimensions, channels if any, and dtype of arrays that represent images."""
 _OPENED = (
     "turned upright by EXIF; more than 8 bits: clip(0, white) * 255 / white, rounded down; "
     "transparent pixels put on white; converted to mode by Pillow"
@@ -47,45 +47,46 @@ _NORMALIZED = "images (n, channels, h, w) float32: (pixels / 255 - mean) / std, 
 
 
 class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What must be known of a model to use it on pictures; kept in ``run.json``."""
+    """Description of an image model; stored in ``run.json``."""
 
     job: ClassVar[str]
     fact: ClassVar[str]
-    """Its name in ``run.json``."""
+    """Key of the description in ``run.json``."""
     unique: ClassVar[bool] = True
-    """Whether inputs of one name in several folders are named by their whole paths."""
+    """Whether inputs of the same name in several folders are named by their full paths."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     white: int | None = None
-    """The brightest value of pictures with more than 8 bits a pixel; None if there are none."""
+    """Brightest value of images with more than 8 bits per pixel; None if there are none."""
 
     def __post_init__(self) -> None:
         check_scales(self.mean, self.std)
         channels = 1 if self.mode == "L" else 3
         if {len(self.mean), len(self.std)} != {channels}:
-            raise ValueError(f"expected a mean and a standard deviation of {channels} channels")
+            raise ValueError(f"expected means and standard deviations of {channels} channels")
 
     @property
     def mode(self) -> Mode:
-        """The mode that its pictures are converted to."""
+        """Mode that images are converted to."""
         return "RGB"
 
     @property
     def test_changes(self) -> Sequence[Change]:
-        """How a picture is changed when the model is used rather than trained."""
+        """Image transforms for predictions and tests."""
         return ()
 
     @property
     def normalize(self) -> Normalize:
-        """How its pictures become numbers."""
+        """Normalization of images."""
         return Normalize(self.mean, self.std)
 
     @classmethod
     def of_run(cls, run: Path) -> Self:
-        """Read it from the folder of a run.
+        """Read the description from the folder of a run.
 
         Raises:
-            DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
+            DataError: the folder does not contain a run of this job, or its ``run.json`` is
+                damaged.
         """
         facts = read_run(run, cls.job)
         with kept_facts(run):
@@ -93,10 +94,10 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @classmethod
     def built(cls, run: Path) -> tuple[Self, Any]:
-        """Read it from the folder of a run, and build the run's model with fresh weights.
+        """Read the description of a run's model, and build it with freshly initialized weights.
 
         Raises:
-            DataError: as `of_run`, or no model can be built of what was kept.
+            DataError: see `of_run`; also if no model can be built from the description.
         """
         kind: Any = cls.of_run(run)
         with kept_facts(run):
@@ -104,7 +105,7 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @classmethod
     def before(cls, options: PictureOptions) -> Self | None:
-        """The model of the run to start from; None if weights come from a file, or from nowhere."""
+        """Return the model of the run to start from; None without such a run."""
         run = run_of(options.pretrained)
         return cls.of_run(run) if run else None
 
@@ -112,20 +113,20 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def read(
         cls, run: Path, paths: Sequence[Path], columns: Columns
     ) -> tuple[list[Input], list[BadFile]]:
-        """Find all pictures below paths, and read each once.
+        """Find all images below paths, and read each once.
 
         Returns:
-            The pictures that can be read, and the others.
+            The readable images, and the others.
 
         Raises:
             DataError: a path does not exist.
-            LaunchError: Pillow is missing.
+            LaunchError: Pillow is not installed.
         """
         require("reading pictures", "images", "PIL")
         kind, classes = cls.of_run(run), {*map(str, read_run(run).get("classes") or ())}
         found: dict[Path, Input] = {}
         bad: list[BadFile] = []
-        # By path, so that a file that was named, and its folder as well, counts once.
+        # Keyed by path, so that a file that is named along with its folder counts once.
         for path in paths:
             if is_table(path):
                 rows, wrong, _ = read_table(path, columns, None)
@@ -136,21 +137,21 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             elif path.is_dir():
                 for each in picture_paths(path, bad):
                     inside = each.relative_to(path)
-                    # The innermost folder that is named as a class.
+                    # The innermost folder that has the name of a class.
                     label = next((part for part in inside.parts[-2::-1] if part in classes), "")
                     found.setdefault(each, Input(each, str(inside), label=label))
             elif path.is_file():
                 found.setdefault(path, Input(path, path.name))
             else:
-                raise DataError(f"{path}: expected a file or folder, there is none")
+                raise DataError(f"{path}: expected a file or folder, but it does not exist")
         inputs = [*found.values()]
         if cls.unique and len({each.name for each in inputs}) < len(inputs):
-            # Of one name in several folders: nobody could tell their rows apart.
+            # The same name in several folders: their rows could not be distinguished.
             inputs = [replace(each, name=str(each.path)) for each in inputs]
         return kind.readable(inputs, bad), bad
 
     def readable(self, inputs: Sequence[Input], bad: list[BadFile]) -> list[Input]:
-        """Read each picture once; return those that the model can use, and add others to bad."""
+        """Read each image once; return the usable ones, and add the others to ``bad``."""
         with reading_bar() as watch:
             scanning = Scanning(watch=watch, white=self.white or 0)
             seen = scan_pictures([each.path for each in inputs], scanning=scanning)
@@ -160,16 +161,16 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return [one for one, each in zip(inputs, seen, strict=True) if isinstance(each, Seen)]
 
     def data_of(self, pictures: Any, labels: Any) -> LabeledPictures:
-        """Make a data set of pictures, prepared as in tests."""
+        """Make a dataset of images, prepared as in tests."""
         return LabeledPictures(pictures, labels, self.mode, self.test_changes, self.normalize)
 
     def inputs_of(self, use: Use, labels: Any) -> LabeledPictures:
-        """Make a data set of the inputs of a run."""
+        """Make a dataset of a run's inputs."""
         files = PictureFiles([each.path for each in use.inputs], Path(), self.white)
         return self.data_of(use.arrays or files, labels)
 
     def tensors_of(self, pictures: Sequence[Any]) -> list[torch.Tensor]:
-        """Make each picture or file a tensor, as in tests."""
+        """Turn each image or file into a tensor, as in tests."""
         require("reading pictures", "images", "PIL")
         opened = [_opened(each, n, self.white) for n, each in enumerate(pictures)]
         data = self.data_of(opened, range(len(opened)))
@@ -177,7 +178,7 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def preprocessing(self) -> dict[str, Any]:
-        """How a file becomes pixels, and pixels numbers."""
+        """Description of the steps from a file to normalized values."""
         numbers = {"white": self.white or 255, "mean": list(self.mean), "std": list(self.std)}
         return {"mode": self.mode, **numbers, "opened": _OPENED, "normalized": _NORMALIZED}
 
@@ -185,13 +186,13 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def statistics_of(
     options: PictureOptions, before: KeptModel | None, sums: Sums, *, channels: int
 ) -> Iterator[tuple[float, ...]]:
-    """Yield the mean and the standard deviation by which pictures are normalized.
+    """Yield the means and the standard deviations that normalize images.
 
     Args:
-        options: ``normalize`` and ``pretrained`` are read.
-        before: the model of the run that the weights come from, if they do.
-        sums: over the pixels of the training pictures.
-        channels: of the model's pictures.
+        options: ``normalize`` and ``pretrained`` are used.
+        before: model of the run that the weights come from, if any.
+        sums: sums over the pixels of the training images.
+        channels: number of image channels of the model.
     """
     chosen = options.normalize
     if chosen == "auto" and before:
@@ -222,7 +223,7 @@ def _opened(picture: Any, number: int, white: int | None) -> Any:
 
 
 def noise() -> list[Any]:
-    """Three pictures of different sizes."""
+    """Return three images of different sizes."""
     from PIL import Image
 
     return [Image.effect_noise((96, 64 + 32 * number), 99).convert("RGB") for number in range(3)]

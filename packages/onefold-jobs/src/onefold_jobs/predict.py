@@ -1,7 +1,7 @@
-"""Uses a trained run: predicts new files, and scores labeled data; the same on any devices.
+"""Uses a trained run: predicts new files and scores labeled data, on any number of devices.
 
-`predict_run` and `evaluate_run` do so, and `write_prediction` writes the rows of either, over no
-file that is something else.
+`predict_run` and `evaluate_run` make the predictions, and `write_prediction` writes their rows, but
+never over an unrelated file.
 """
 
 from __future__ import annotations
@@ -57,31 +57,31 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The result of `predict_run`."""
+    """Result of `predict_run`."""
 
     rows: list[dict[str, Any]]
-    """One row for each sample, in the order of the input."""
+    """One row per sample, in the order of the input."""
     left_out: list[BadFile]
-    """Files and lines that could not be read."""
+    """Unreadable files and lines."""
 
 
 def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Prediction:
-    """Use a run's model on files and folders.
+    """Predict files and folders with a run's model.
 
     Args:
-        run: folder of a run.
-        paths: files or folders of pictures; for texts, files with one text a line.
-        options: devices, checkpoint, output and the like.
+        run: folder of the run.
+        paths: files or folders of images; for text, files with one text per line.
+        options: devices, checkpoint, output and so on.
 
     Raises:
-        DataError: the folder is not that of a run, or a path is missing or cannot be read.
+        DataError: the folder does not contain a run, or a path is missing or cannot be read.
         CheckpointError: the run has no weights yet, or they are damaged or not finite.
         ValueError: an option does not suit the run.
     """
     job = job_of(run)
     weights = chosen_weights(run, options)
     require_output(options.output, masks=job.draws)
-    # The inputs are read whole only after everything that is quickly refused.
+    # Everything that is checked quickly is checked before the inputs are read.
     columns = columns_of(run, job.sample, options)
     inputs, left_out = job.read(run, paths, columns)
     if not options.skip_bad:
@@ -95,20 +95,20 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
 
 
 def chosen_weights(run: Path, options: PredictOptions) -> Path:
-    """Find the checkpoint of a run that is to be used, and compare it with its digests.
+    """Find the checkpoint of a run to use, and verify its digests.
 
     Raises:
         CheckpointError: the run has no weights yet, or they are damaged.
-        DataError: the folder is not that of a run, or its ``run.json`` is damaged.
-        ValueError: the run has not one class for each sample, of which several could be reported.
+        DataError: the folder does not contain a run, or its ``run.json`` is damaged.
+        ValueError: ``top`` is above 1, but the run does not predict one class per sample.
     """
     if options.top > 1:
         job = job_of(run)
         task = read_config(run / CONFIG, job.name).get("task")
         if job.draws or task not in (None, "single-label"):
-            raise ValueError(f"--top {options.top}: expected a run of one class for each sample")
+            raise ValueError(f"--top {options.top} requires a run with one class per sample")
     weights = chosen_checkpoint(run, options.weights)
-    # Every byte is compared now, rather than by each device after all the rest.
+    # Verify every byte here once, rather than on each device after all the other work.
     check_weights(weights)
     return weights
 
@@ -117,7 +117,7 @@ def start(use: Use) -> Predicted:
     """Use a run on the devices that the options name.
 
     Returns:
-        One row for each input, in their order, and what was measured of each.
+        One row per input, in order, and the measurements.
 
     Raises:
         CheckpointError: the weights are not finite, or do not fit.
@@ -134,7 +134,7 @@ def start(use: Use) -> Predicted:
 def write_prediction(
     prediction: Prediction, options: PredictOptions, screen: TextIO
 ) -> Path | None:
-    """Write the rows where the options say; return the file, or None if they were printed."""
+    """Write the rows as the options say; return the file, or None if they were printed."""
     path = options.output
     is_json = options.json or (path is not None and path.suffix == ".json")
     format = options.format or ("json" if is_json else "csv")
@@ -146,34 +146,34 @@ def write_prediction(
         path /= f"masks.{format}"
     path.parent.mkdir(parents=True, exist_ok=True)
     require_predictions(path)
-    # File names may not be UTF-8: CSV takes their bytes as they are, JSON cannot.
+    # File names may not be UTF-8: CSV keeps their bytes, but JSON cannot.
     encoded = content.encode(errors="backslashreplace" if format == "json" else "surrogateescape")
-    # Not synced: after a power failure, predictions can be made again.
+    # Not synced, because predictions can be repeated after a power failure.
     write_whole(path, encoded, sync=False)
     return path
 
 
 def require_output(output: Path | None, *, masks: bool) -> None:
-    """Refuse an output that could not be written after all the work."""
+    """Reject an output that could not be written after all the work."""
     if output is None:
         if masks:
-            raise ValueError("expected --output with a folder for the masks")
+            raise ValueError("masks require --output with a folder")
         return
     if output.exists() and output.is_dir() != masks:
-        kinds = "a file for the predictions, not a folder", "a folder for the masks, this is a file"
+        kinds = "a file for the predictions, not a folder", "a folder for the masks, not a file"
         raise ValueError(f"--output {output}: expected {kinds[masks]}")
-    require_writable(output if masks else output.parent, "--output names another one")
+    require_writable(output if masks else output.parent, "name another one with --output")
 
 
 def check_files_stay(inputs: Sequence[Input], output: Path, *, masks: bool) -> None:
-    """Refuse to write over the inputs, or over files that are not ours."""
+    """Reject overwriting the inputs, or files that onefold did not write."""
     drawn = _mask_paths(inputs, output) if masks else {}
-    # Resolved: the same file may have been named by two paths, or by a link.
+    # Resolved, because two paths or a link may name the same file.
     written = {path.resolve() for path in drawn or [output]}
     for each in inputs:
         if each.path.resolve() in written:
             raise ValueError(
-                f"--output {output}: expected another place, {each.path} would be lost"
+                f"--output {output}: would overwrite the input {each.path}; name another one"
             )
     for mask in drawn:
         require_mask(mask, output)
@@ -182,23 +182,23 @@ def check_files_stay(inputs: Sequence[Input], output: Path, *, masks: bool) -> N
 
 
 def _mask_paths(inputs: Sequence[Input], output: Path) -> dict[Path, Input]:
-    """The input of every mask that is to be written; refuses two of one name."""
-    # Masks are PNG files: a.jpg and a.png in one folder would share a single one.
+    """Return the input of every mask to write; reject two masks with the same name."""
+    # Masks are PNG files: a.jpg and a.png in one folder would share one mask.
     masks: dict[Path, Input] = {}
     for each in inputs:
         name = mask_name(each.name)
         other = masks.setdefault(output / name, each)
         if other is not each:
             raise DataError(
-                f"{each.path} and {other.path} would have a mask of the same name, {name}: predict "
-                f"them into folders of their own"
+                f"{each.path} and {other.path} would have the same mask, {name}: predict "
+                f"them into separate folders"
             )
     return masks
 
 
 def _predict(use: Use) -> Predicted | OnefoldError:
-    """Predict, on every device; weights that cannot be used come back as a value."""
-    # Raised, the error would end this device's process, and the user would see a traceback.
+    """Predict, on every device. Errors about the weights are returned."""
+    # Raising would end this device's process, and the user would see a traceback.
     try:
         return use.compute(use)
     except (CheckpointError, DataError) as error:
@@ -209,15 +209,15 @@ _SIGNS = "-=+@\uff1d\uff0b\uff0d\uff20"  # the last four are East Asian wide for
 _FORMULA = re.compile(
     rf"\A(?=[{_SIGNS}\t\r\n])|(?<=[,;|\t])(?=[{_SIGNS}\t\r])|(?<=[\r\n])(?=[{_SIGNS}\t])"
 )
-"""Where a spreadsheet may find the start of a formula: in a cell, or behind what it takes for the
-end of one, as quotes keep together only what is read with our own separator."""
+"""Positions where a spreadsheet may find the start of a formula: at the start of a cell, or after a
+character that it takes for a separator, because quotes only protect our own separator."""
 _NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _QUOTED = ',;"\t\r\n'
 _BEGINNING = re.compile(
     rb"file(,line,text)?(,label)?,(class,confidence|labels,|value|mask,share|iou,dice)"
     rb'|\[\n \{\n  "file": |\[\]'
 )
-"""How files of predictions begin."""
+"""The possible beginnings of prediction files."""
 
 
 def as_json(rows: list[dict[str, Any]]) -> str:
@@ -229,8 +229,8 @@ def as_json(rows: list[dict[str, Any]]) -> str:
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
-    """Format predictions as CSV, one line a sample; each further class has columns of its own."""
-    # All rows have the names of the first: a run has one number of classes, and --top is one.
+    """Format predictions as CSV, one line per sample; each additional class has its own columns."""
+    # All rows have the same names: a run has one number of classes, and --top is the same for all.
     flat = [_flat(row) for row in rows]
     lines = [list(flat[0]) if flat else [], *(list(row.values()) for row in flat)]
     return "".join(",".join(_cell(value) for value in line) + "\n" for line in lines)
@@ -239,7 +239,7 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 def _cell(value: object) -> str:
     """Format a value as a cell that no spreadsheet takes for a formula.
 
-    What looks like the start of one gets an apostrophe in front, unless the cell is a plain number.
+    A possible start of a formula gets an apostrophe in front, unless the cell is a plain number.
     Characters that could end the cell are quoted.
 
     Source: OWASP, CSV Injection.
@@ -253,7 +253,8 @@ def _cell(value: object) -> str:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    # The surest class has the plain names, so that a file of one class has no numbered columns.
+    # The most probable class has plain names, so that a file with one class has no numbered
+    # columns.
     values = {name: value for name, value in row.items() if name != "classes"}
     for place, each in enumerate(row.get("classes", ()), start=1):
         suffix = "" if place == 1 else f"_{place}"
@@ -263,30 +264,30 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_predictions(path: Path) -> None:
-    """Refuse to write over a file that holds something other than predictions."""
+    """Reject overwriting a file that does not contain predictions."""
     require_ours(
         path,
         lambda head: _BEGINNING.match(head) is not None,
-        f"--output {path}: expected a new file, or predictions of before",
+        f"--output {path}: expected a new file, or earlier predictions",
     )
 
 
 def require_mask(path: Path, folder: Path) -> None:
-    """Refuse to write over a file that is not one of our masks, or through a link."""
-    # Each folder on the way, as a linked one would take the masks out of the output folder. What is
-    # above that is the user's choice.
+    """Reject overwriting a file that is not one of our masks, or writing through a link."""
+    # Check each folder below the output folder, because a link would lead the masks out of it. The
+    # folders above are the user's choice.
     for above in path.parents:
         if above == folder:
             break
         if above.is_symlink():
             raise ValueError(
-                f"--output {folder}: expected folders of its own, {above} is a link: remove it, or "
-                f"name another folder"
+                f"--output {folder}: {above} is a link, and masks are not written through links. "
+                f"Remove it, or name another folder"
             )
     require_ours(
         path,
         lambda head: MASK_NOTE.encode() in head,
-        f"--output {folder}: expected new masks, or masks of before",
+        f"--output {folder}: expected new masks, or earlier masks",
     )
 
 
@@ -295,31 +296,31 @@ _PATHS = ("run", "data", "weights")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The result of `evaluate_run`."""
+    """Result of `evaluate_run`."""
 
     run: Path
     """Folder of the run."""
     data: Path
-    """Where the samples were found: a folder, or a file of texts."""
+    """Source of the samples: a folder, or a file of texts."""
     weights: Path
-    """The checkpoint that was scored."""
+    """Checkpoint that was scored."""
     prediction: Prediction
-    """What was predicted of each sample."""
+    """Predictions of all samples."""
     scores: dict[str, float]
-    """Of all samples, by the names that the job has for them."""
+    """Overall scores, by the job's names."""
     by_class: Sequence[dict[str, Any]] = ()
-    """Each class with its scores; none for numbers, and for masks of one foreground."""
+    """Scores of each class; empty for regression and for foreground masks."""
     confusion: Sequence[Sequence[int]] = ()
-    """Number of samples by true class (rows) and predicted class, where a sample has one."""
+    """Number of samples by true class (rows) and predicted class, for single-label tasks."""
     baseline: Baseline | None = None
-    """What answering alike for every sample scores here; None if there is no such thing."""
+    """Scores of a constant prediction; None if there is no baseline."""
     warning: str | None = None
-    """That the model is no better than the baseline."""
+    """Warning that the model is no better than the baseline."""
     note: str | None = None
-    """That the run was trained on these samples, or on others of the same data."""
+    """Note that the run was trained on these samples, or on others of the same data."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All but the samples, for JSON."""
+        """Return everything but the samples, for JSON."""
         found: dict[str, Any] = {name: str(getattr(self, name)) for name in _PATHS}
         found["samples"] = len(self.prediction.rows)
         found["left_out"] = [str(each) for each in self.prediction.left_out]
@@ -334,15 +335,15 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
     """Score a run's model on labeled samples.
 
     Args:
-        run: folder of a run.
-        data: a data set as the run's job reads it, of which the test set is used, or the share that
-            the run held out; or class folders, or ``images`` and ``masks``, alone; for texts, a TSV
-            file or a folder with dev.tsv.
-        options: devices, checkpoint, output and the like.
+        run: folder of the run.
+        data: a dataset in the format of the run's job, whose test set is used, or else the share
+            that the run held out; or only class folders, or ``images`` and ``masks``; for text, a
+            TSV file or a folder with dev.tsv.
+        options: devices, checkpoint, output and so on.
 
     Raises:
-        DataError: the folder is not that of a run, or the data are missing, cannot be read, or have
-            labels that the run does not know.
+        DataError: the folder does not contain a run, or the data are missing, cannot be read, or
+            have labels that the run does not know.
         CheckpointError: the run has no weights yet, or they are damaged or not finite.
         ValueError: an option does not suit the run.
     """
@@ -371,22 +372,22 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
 def _unseen(
     job: Job, run: Path, data: Path, facts: RunFacts, found: Labeled
 ) -> tuple[Labeled, str | None]:
-    """Of the data of a run, the share that it held out; and a note of what it was trained with."""
+    """Keep only the share that the run held out of its data, and note what it was trained on."""
     config = read_config(run / CONFIG, job.name)
-    # Of arrays, those of the test set are scored.
+    # Arrays have a test set, which is scored.
     if found.arrays is None and len(found.inputs) == facts.train_samples + facts.test_samples:
         options = from_mapping(job.options, {**config, "data": str(data)}, str(run / CONFIG))
-        # Other data may be none that the job takes.
+        # The job may not accept other data.
         with suppress(OnefoldError, OSError, ValueError), reading_bar() as watch:
             scanning = Scanning(known=read_scan(run / SCAN), watch=watch)
             prepared = job.prepare(options, scanning)
             tested = set(job.tested(prepared))
             unseen = [each for each in found.inputs if (each.path.resolve(), each.line) in tested]
             if prepared.digest == facts.data and unseen:
-                # Whatever else is there was left out of the run.
+                # All other samples were left out of the run.
                 return replace(found, inputs=unseen, left_out=[]), (
-                    f"Only the samples of {readable(data)} that the run held out were scored: it "
-                    f"was trained on the others"
+                    f"Only the samples of {readable(data)} that the run held out were scored, "
+                    f"because it was trained on the others"
                 )
     where, trained = found.where.resolve(), Path(str(config.get("data"))).resolve()
     sets = {trained}
@@ -395,6 +396,6 @@ def _unseen(
     if where not in sets and (where.parent, where.stem) != (trained, "train"):
         return found, None
     return found, (
-        f"The run was trained with samples of {readable(found.where)}, so that it scores better "
-        f"here than on new ones: evaluate it on samples that it has not seen"
+        f"The run was trained on samples of {readable(found.where)}, so it scores better here than "
+        f"on new samples: evaluate it on samples that it has not seen"
     )

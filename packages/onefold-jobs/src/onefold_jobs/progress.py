@@ -1,10 +1,10 @@
-"""Shows and measures how far a run is: bars, lines of epochs, losses, times, and when time is over.
+"""Shows and measures the progress of a run: bars, epoch lines, losses, times, and the time limit.
 
 Note: when a loss is read
 -------------------------
-To read the loss of a step, Python must wait until the GPU has computed it, and meanwhile queues
-no further work. So steps are only collected, and read together every half a second, for a line of
-events, or for a checkpoint. The order in which they are added up stays that of the steps.
+Reading the loss of a step blocks Python until the GPU has computed it, and no further work is
+queued meanwhile. So steps are only collected, and read together every half second, for a line of
+events, or for a checkpoint. Their losses are still added in the order of the steps.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from onefold_jobs.scores import is_share
 __all__ = ["PHASES", "Meter", "TimeLimit", "TrainingBar", "epoch_line", "reading_bar"]
 
 PHASES = ("data", "forward", "backward", "exchange", "update")
-"""What the time of a step is spent on; see `onefold.Step.seconds`."""
+"""Phases of a step; see `onefold.Step.seconds`."""
 _QUIET_S = 30.0
-"""How long nothing is shown at most, where there is no bar."""
+"""Maximum time without output if there is no bar, in seconds."""
 _COMPUTING = ("forward", "backward", "update")
 
 
 class SpeedColumn(ProgressColumn):
-    """A column with the speed in samples a second."""
+    """A column with the speed in samples per second."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
@@ -56,9 +56,9 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
     """Show how many files have been read: a bar on a terminal, otherwise one line.
 
     Yields:
-        What to call with how many files of how many have been read, from one thread.
+        A function to call with the number of files read and the total number, from one thread.
     """
-    # stdout is for results, such as predictions that go to another program.
+    # stdout is for results, such as predictions that are piped to another program.
     console = Screen(as_json=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
@@ -68,7 +68,7 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
     def watch(done: int, total: int) -> None:
         nonlocal begun
         progress.update(task, completed=done, total=total)
-        # With the first report and not before: data without files to look through show no bar.
+        # Start with the first report, so that data without files to scan show no bar.
         if not begun and console.is_terminal:
             progress.start()
         elif not begun:
@@ -84,23 +84,23 @@ def reading_bar() -> Iterator[Callable[[int, int], None]]:
 
 @final
 class TrainingBar:
-    """Shows the progress of one training in a ``with`` block, on the lead alone.
+    """Shows the progress of a training in a ``with`` block, on the lead only.
 
-    A bar on a terminal; in notebooks and files a line now and then.
+    On a terminal it is a bar, in notebooks and files an occasional line.
 
     Args:
-        trainer: the trainer of the run.
-        samples: size of the training set.
-        epochs: how many times the training set is read in all.
-        done: how many samples the run had trained on before it was resumed.
+        trainer: trainer of the run.
+        samples: number of training samples.
+        epochs: total number of epochs.
+        done: number of samples that the run trained on before it was resumed.
     """
 
     def __init__(
         self, trainer: onefold.Trainer, *, samples: int, epochs: int, done: int = 0
     ) -> None:
         self.epochs = epochs
-        # By the stream alone: a notebook claims to be a terminal, and would keep every state of the
-        # bar. There and in files a line comes now and then instead.
+        # Judge by the stream only: a notebook claims to be a terminal, but would keep every state
+        # of the bar. Notebooks and files get an occasional line instead.
         console = Screen(force_terminal=sys.stdout.isatty())
         self._is_lead = trainer.is_lead
         self._shown_s = time.monotonic()
@@ -126,9 +126,10 @@ class TrainingBar:
         self.progress.stop()
 
     def advance(self, step: onefold.Step, *, mean_loss: float) -> None:
-        """Count one step; ``mean_loss`` is the mean of the epoch so far, NaN if not read yet."""
+        """Count one step; ``mean_loss`` is the epoch's mean loss so far, NaN if none was read
+        yet."""
         state = f"epoch {step.epoch + 1}/{self.epochs}"
-        if not math.isnan(mean_loss):  # or none has been looked at yet
+        if not math.isnan(mean_loss):  # NaN until the first losses are read
             state += f"  loss {mean_loss:.3f}"
         self.progress.update(self.task, advance=step.samples, state=state)
         if self.progress.disable and time.monotonic() - self._shown_s > _QUIET_S:
@@ -148,7 +149,7 @@ class TrainingBar:
 
 
 def epoch_line(line: dict[str, Any], epochs: int) -> str:
-    """Describe an epoch in one line: losses, scores, rate, seconds, and what they were spent on."""
+    """Describe an epoch in one line: losses, scores, learning rate, seconds, and their phases."""
     scores = "  ".join(_score(name, value) for name, value in line["scores"].items())
     shares = phase_shares(line["devices"])
     return (
@@ -160,8 +161,8 @@ def epoch_line(line: dict[str, Any], epochs: int) -> str:
 
 
 def phase_shares(devices: list[dict[str, Any]]) -> dict[str, float]:
-    """Shares of the devices' time that went into waiting for data, computing and exchange."""
-    # Summed over the devices first, so that one that waits for the others counts with its share.
+    """Return the fractions of time spent waiting for data, computing and exchanging."""
+    # Summed over devices first, so that a device that waits for others counts proportionally.
     sums = {
         "data": sum(device["data"] for device in devices),
         "computing": sum(device[phase] for device in devices for phase in _COMPUTING),
@@ -178,36 +179,36 @@ def _score(name: str, value: float) -> str:
 
 
 _LOOK_S = 0.5
-"""How long losses and times go unread while steps are made."""
+"""Interval between reads of losses and times, in seconds."""
 _GLANCE_S = 1.0
-"""How long at most the clock of the lead goes unread, as far as the speed of the steps is known."""
+"""Maximum interval between checks of the lead's clock, in seconds, by the measured speed."""
 
 
 class Meter:
     """Sums of losses, samples and seconds over the steps of an epoch.
 
     Args:
-        so_far: what `saved` returned, if the run resumes in the middle of an epoch; else empty.
+        so_far: result of `saved` if the run resumes within an epoch, otherwise empty.
     """
 
     def __init__(self, so_far: Mapping[str, float]) -> None:
         self._sums = defaultdict(float, so_far)
         self._pending: list[onefold.Step] = []
         now_s = self._looked_s = time.perf_counter()
-        # As if both had begun earlier by the time that they took before the run was stopped.
+        # Shift both starts back by the time that was measured before the run was stopped.
         self._start_s = now_s - so_far.get("seconds", 0.0)
         self._line_start_s = now_s - so_far.get("line_seconds", 0.0)
 
     def add(self, step: onefold.Step, rate: float) -> None:
-        """Count a step, which was made at this learning rate."""
+        """Count a step that used this learning rate."""
         self._sums["rate"] = rate
-        # Unread, or Python would wait for the GPU here: see the note.
+        # Not read here, because Python would wait for the GPU: see the note.
         self._pending.append(step)
         if time.perf_counter() - self._looked_s > _LOOK_S:
             self.look()
 
     def look(self) -> None:
-        """Read the losses and times of the steps that were only collected so far."""
+        """Read the losses and times of the collected steps."""
         for step in self._pending:
             total = float(step.loss) * step.samples
             for line in ("", "line_"):
@@ -216,7 +217,7 @@ class Meter:
             for phase, seconds in asdict(step.seconds).items():
                 self._sums[phase] += seconds
         self._pending.clear()
-        # Only now: the reading itself may have waited for long.
+        # Taken after the reads, which may have waited for long.
         self._looked_s = time.perf_counter()
 
     @property
@@ -231,7 +232,8 @@ class Meter:
         return self._sums["total"] / samples if samples else math.nan
 
     def whole(self) -> dict[str, float]:
-        """Return the loss, rate, seconds and speed of the epoch, those before a stop included."""
+        """Return loss, learning rate, seconds and speed of the epoch, including the part before a
+        stop."""
         self.look()
         train_s = time.perf_counter() - self._start_s
         speed = self._sums["samples"] / train_s
@@ -239,19 +241,20 @@ class Meter:
         return {"loss": self.mean_loss, "lr": rate, "train_s": train_s, "samples_per_s": speed}
 
     def take_line(self) -> dict[str, float]:
-        """Begin a new line of events; return the loss, speed and rate of the one that ends."""
+        """Start a new line of events; return the loss, speed and learning rate of the previous
+        one."""
         self.look()
         total, samples = self._sums.pop("line_total", 0.0), self._sums.pop("line_samples", 0.0)
         now_s = time.perf_counter()
-        # A line may follow another so closely that the clock has not moved.
+        # Two lines may be so close that the clock has not advanced.
         speed = samples / max(now_s - self._line_start_s, 1e-9)
         self._line_start_s = now_s
         loss = total / samples if samples else math.nan
         return {"loss": loss, "samples_per_s": speed, "lr": self._sums["rate"]}
 
     def saved(self) -> dict[str, float]:
-        """The numbers that a checkpoint in the middle of the epoch keeps."""
-        # All steps so far are part of the checkpoint, so their losses must be in it as well.
+        """Return the numbers that a checkpoint within the epoch stores."""
+        # The checkpoint includes all steps so far, so it must include their losses as well.
         self.look()
         now_s = time.perf_counter()
         passed_s = {"seconds": now_s - self._start_s, "line_seconds": now_s - self._line_start_s}
@@ -259,11 +262,11 @@ class Meter:
 
 
 class TimeLimit:
-    """Says when the time of a training is over: alike on all devices, by the clock of the lead.
+    """Decides when the training time is over: the same on all devices, by the lead's clock.
 
     Args:
-        trainer: of the run.
-        limit_s: the longest that the training may take from now on; infinity never ends it.
+        trainer: trainer of the run.
+        limit_s: maximum training time from now on, in seconds; may be infinite.
     """
 
     def __init__(self, trainer: onefold.Trainer, limit_s: float) -> None:
@@ -273,14 +276,14 @@ class TimeLimit:
         self._first_step = self._next_look = trainer.steps
 
     def is_over(self) -> bool:
-        """Whether the time is over; called on every device, after the same steps."""
+        """Whether the time is over. Called on every device, after the same steps."""
         step = self.trainer.steps
         if math.isinf(self._limit_s) or step < self._next_look:
             return False
         passed_s = time.perf_counter() - self._start_s
         left_s = self._limit_s - passed_s
-        # Devices must look after the same steps, so the lead decides that as well: in every step
-        # they would wait for each other.
+        # Devices must check after the same steps, so the lead also decides the next one: checking
+        # after every step would make them wait for each other.
         done = step - self._first_step
         ahead = max(1, int(done / passed_s * min(_GLANCE_S, left_s))) if done else 1
         is_over, self._next_look = self.trainer.broadcast((left_s <= 0, step + ahead))

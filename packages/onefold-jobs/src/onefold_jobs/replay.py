@@ -1,4 +1,4 @@
-"""Copies a run of a job so that ``onefold replay`` can compute one of its steps again."""
+"""Copies a job's run so that ``onefold replay`` can recompute one of its steps."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class _Facts(TypedDict):
 
 
 def copy_run(run: Path, folder: Path, checkpoints: Sequence[str]) -> list[str] | None:
-    """Copy a run as it was after one of its checkpoints; an entry point names this function.
+    """Copy a run as of one of its checkpoints. An entry point names this function.
 
     Args:
-        run: the folder of any run.
-        folder: the folder that the copy is made in.
-        checkpoints: names of checkpoints; the last one that is still there is used.
+        run: folder of any run.
+        folder: folder in which the copy is created.
+        checkpoints: names of checkpoints; the last one that still exists is used.
 
     Returns:
-        The arguments of ``onefold`` that resume the copy; None if no job made the run.
+        Arguments of ``onefold`` that resume the copy; None if the run is not a job's.
 
     Raises:
         DataError: ``run.json`` is damaged.
@@ -46,5 +46,5 @@ def copy_run(run: Path, folder: Path, checkpoints: Sequence[str]) -> list[str] |
     for each in there[-1:]:
         (copy / CHECKPOINTS / each).symlink_to(run / CHECKPOINTS / each)
     named = ["--runs", str(folder), "--name", copy.name]
-    # Without a logger: it would go on with what the run has logged elsewhere.
+    # Without a logger, which would continue the log of the original run elsewhere.
     return ["train", facts["job"], "--resume", *named, "--max-time", "999999h", "--log", "none"]

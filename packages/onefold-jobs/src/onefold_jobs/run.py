@@ -1,13 +1,13 @@
-"""Turns options into a finished run: checks everything, starts the devices, reports the end.
+"""Turns options into a finished run: checks everything, launches the devices, reports the end.
 
-Note: errors that come back as values
--------------------------------------
-What a device raises ends its process, and the launcher shows a traceback. That is right for a fault
-of the program; a wrong option, a damaged file or a full disk deserves one line. So `_train` returns
-such errors, and `run_job`, in the process of the command, raises them. An error that all devices
-meet alike may be returned by all of them. One that only the lead meets may not: the others still
-wait for it, and when it leaves they see a lost device, which they return in silence, as the lead's
-result is the one that counts.
+Note: errors that are returned
+------------------------------
+An exception on a device ends its process, and the launcher shows a traceback. That is right for a
+bug, but a wrong option, a damaged file or a full disk deserves one line. So `_train` returns such
+errors, and `run_job` raises them in the process of the command. If all devices meet an error, all
+of them return it. If only the lead meets it, the other devices still wait for the lead: when it
+exits, they see a lost device, and return that error, which is ignored because only the lead's
+result counts.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ MAY_CHANGE = frozenset(
     {"data", "devices", "epochs", "log", "max_time", "name", "patience", "placement"}
     | {"resume", "runs", "save_every", "workers", "cache", "dev", "labels_as_is"}
 )
-"""Options that may change when a run resumes; the last three are those of single jobs. The data may
-have moved: their digest is compared."""
+"""Options that may change on a resume; the last three belong to single jobs. The data may have
+moved, because their digest is compared."""
 _GRACE_S = 60.0
-"""How many seconds a run may take to save itself when it is asked to stop."""
+"""Maximum time for saving after a request to stop, in seconds."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals by which schedulers announce an end."""
+"""Signals that schedulers send as notice of an end."""
 _STOPPED = frozenset({STOPPED_CODE, *(128 + number for number in (*_STOP_SIGNALS, *_NOTICES))})
-"""Exit codes of a run that somebody has stopped."""
+"""Exit codes of a run that was stopped on request."""
 _REFUSED = 2
 _OUTER = frozenset({
     errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS,
 })  # fmt: skip
-"""Errors of a disk that is full, broken or not ours, and so no fault of the program."""
+"""Errors of a full, broken or read-only disk, which are not bugs of the program."""
 
 
 class _Before(TypedDict, total=False):
-    """What a run that resumes takes apart of its ``run.json``."""
+    """The entries of ``run.json`` that a resume needs."""
 
     epochs: int
     data: str
@@ -76,16 +76,16 @@ class _Before(TypedDict, total=False):
 
 
 def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainOptions:
-    """Join the options of a config file, of the command line, and of the run that is resumed.
+    """Merge the options of a config file, the command line, and the run that is resumed.
 
     Raises:
-        ValueError: an option is not usable, or differs from the run that is to be resumed.
-        LaunchError: the run to resume does not exist, or the new one does.
+        ValueError: an option is invalid, or differs from the run that is resumed.
+        LaunchError: the run to resume does not exist, or the new run already exists.
     """
     named = {**(read_config(config, job.name) if config else {}), **given}
     asked: TrainOptions = from_mapping(job.options, named, str(config or "options"))
     if not asked.data and not asked.resume:
-        raise ValueError("--data: expected the folder or file of the data, got none")
+        raise ValueError("--data is missing: give the folder or file of the data")
     if not asked.name:
         asked = replace(asked, name=next_name(Path(asked.runs), job.name))
     check_folder(asked.folder, resume=asked.resume)
@@ -94,17 +94,17 @@ def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainO
     source = asked.folder / CONFIG
     saved = read_config(source, job.name)
     before: TrainOptions = from_mapping(job.options, saved, str(source))
-    # Only options that were given are compared: the others have their defaults, which say nothing.
+    # Compare only given options: the others have defaults, which express no wish.
     for name in named:
         now, then = getattr(asked, name), getattr(before, name)
-        # The saved options are settled: "auto" has become something else in them.
+        # The saved options are filled in: "auto" is replaced by a value in them.
         if name not in MAY_CHANGE and now not in ("auto", then):
             raise ValueError(
-                f"--{name.replace('_', '-')} {now}: the run {asked.name} was begun with {then}, "
-                f"and --resume goes on with the same; a new --name begins another run"
+                f"--{name.replace('_', '-')} {now}: the run {asked.name} was started with {then}, "
+                f"and --resume cannot change it; start another run with a new --name"
             )
     kept = {**saved, **{name: value for name, value in named.items() if name in MAY_CHANGE}}
-    # Of the folder that was named: what a file in it says of its own place may be another run's.
+    # Use the folder that the user named: a copied file may contain the place of another run.
     kept |= {"resume": True, "runs": asked.runs, "name": asked.name}
     resumed: TrainOptions = from_mapping(job.options, kept, str(source))
     return resumed
@@ -114,14 +114,14 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     """Train on the devices that the options name, and build the report.
 
     Returns:
-        What ``run.json`` holds in the end, the folder, and the path of the report.
+        Final content of ``run.json``, the folder, and the path of the report.
 
     Raises:
         DataError: the data cannot be used.
-        LaunchError: a device or a library is missing.
+        LaunchError: a device does not exist, or a library is not installed.
         RunFailed: a device failed, or the run was stopped.
     """
-    # In the order of what they cost: whatever can be refused at once is, before the data are read.
+    # Ordered by cost: everything that can be rejected immediately is, before the data are read.
     _require_devices(options)
     begun = options.resume and (options.folder / RUN).is_file()
     before = read_run(options.folder, job.name, shape=_Before) if begun else {}
@@ -133,18 +133,18 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     data = _read_data(job, options)
     notes = [*left_out_notes(data.left_out), *data.notes]
     if data.own_test and options.holdout != TrainOptions.__dataclass_fields__["holdout"].default:
-        notes.append(f"--holdout {options.holdout} is not used: the data have a test set")
+        notes.append(f"--holdout {options.holdout} is not used, because the data have a test set")
     drawn = importlib.util.find_spec("matplotlib") is not None
     if not drawn:
         notes.append(
-            "there will be no report, as matplotlib is not installed here: after pip install "
-            '"onefold-jobs[report]", onefold report makes it from the folder of the run'
+            "no report will be written, because matplotlib is not installed: after pip install "
+            '"onefold-jobs[report]", write it with onefold report'
         )
     for note in notes:
         tell(note)
     _check_same_data(options, before, data.digest)
     settled = job.settle(options, data)
-    # The devices are sent what was found here, so all of them have the same samples and labels.
+    # The devices receive the results of this process, so all have the same samples and labels.
     try:
         result: dict[str, Any] | Exception = onefold.launch(
             _train,
@@ -155,28 +155,28 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
             grace_period_s=_GRACE_S,
         )
     except RunFailed as failure:
-        # Stopped, and not failed: the user must know how to continue. Only one exit code promises
-        # that the run has been saved right there.
+        # Stopped on request, not failed: tell the user how to continue. Only one exit code
+        # guarantees that the run was saved at this very step.
         if failure.exit_code not in _STOPPED:
             raise
         where = "there" if failure.exit_code == STOPPED_CODE else "its last checkpoint"
         raise RunFailed(
             f"{failure}: onefold train {job.name} --runs {in_shell(options.runs)} --name "
-            f"{in_shell(options.name)} --resume goes on from {where}",
+            f"{in_shell(options.name)} --resume continues from {where}",
             failure.exit_code,
         ) from None
     if isinstance(result, OSError):
         place = f"{result.filename}: " if result.filename else ""
         raise RunFailed(
-            f"{options.folder}: the run cannot be written any more: {place}{result.strerror}. Once "
-            f"that is mended, --runs {in_shell(options.runs)} --name {in_shell(options.name)} "
-            f"--resume goes on from its last checkpoint",
+            f"{options.folder}: cannot write the run: {place}{result.strerror}. Fix this, and then "
+            f"continue from the last checkpoint with --runs {in_shell(options.runs)} --name "
+            f"{in_shell(options.name)} --resume",
             _REFUSED,
         )
     if isinstance(result, Exception):
         raise result
     report = None
-    # Under another launcher, such as torchrun, every process comes here, and one writes.
+    # Under another launcher, such as torchrun, every process gets here, but only one writes.
     if drawn and result["is_lead"]:
         from onefold_jobs.report import build_report
 
@@ -187,7 +187,7 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
 
 @contextmanager
 def _unstoppable() -> Iterator[None]:
-    """Ignore requests to stop: the run has ended, and its page takes a few seconds."""
+    """Ignore stop signals: the run has ended, and its report takes a few seconds."""
     in_main = threading.current_thread() is threading.main_thread()
     before = {each: signal.signal(each, signal.SIG_IGN) for each in _STOP_SIGNALS if in_main}
     try:
@@ -198,43 +198,43 @@ def _unstoppable() -> Iterator[None]:
 
 
 def _read_data(job: Job, options: TrainOptions) -> Any:
-    """Read the data; files that the run has seen before, unchanged, are not read again."""
+    """Read the data. Files that the run scanned before and that are unchanged are skipped."""
     known = read_scan(options.folder / SCAN) if options.resume else {}
     try:
         with reading_bar() as watch:
             return job.prepare(options, Scanning(known=known, watch=watch))
     except KeyboardInterrupt as stop:
-        # The command line raises a subclass with a number for SIGTERM and SIGHUP.
+        # For SIGTERM and SIGHUP, the command line raises a subclass with the signal number.
         number = getattr(stop, "number", signal.SIGINT)
-        stopped = "stopped while the data were read, before anything was trained or written"
+        stopped = "stopped while reading the data; nothing was trained or written"
         raise RunFailed(stopped, 128 + number) from None
 
 
 def _require_devices(options: TrainOptions) -> None:
-    """Refuse devices that do not exist, and more of them than there are shards.
+    """Reject devices that do not exist, or more devices than shards.
 
     Raises:
         LaunchError, ValueError: a device does not exist, or there are more devices than shards.
     """
-    # In a process of another launcher, that launcher has chosen them.
+    # Under another launcher, that launcher chose the devices.
     if onefold.is_launched():
         return
     chosen = onefold.select_devices(options.devices)
     count = len(chosen.devices)
-    # With --devices auto, those that find no shard may leave.
+    # The value auto leaves out devices without a shard.
     if count > options.shards and not chosen.may_leave:
         raise LaunchError(
             f"--devices {options.devices}: {count} devices cannot share "
-            f"{counted(options.shards, 'shard')}: a shard is never divided. Use --devices "
+            f"{counted(options.shards, 'shard')}, because a shard is never split. Use --devices "
             f"{options.shards} or fewer, or --shards {count}"
         )
 
 
 def _offload_dir(options: TrainOptions) -> str:
-    """Where the model lies if devices do not keep it: on the disk of the run, if that is known."""
+    """Return the folder for offloaded state: on the disk of the run, or unset."""
     if onefold.RunOptions(placement=options.placement).placement_kind.keeps_whole:
         return ""
-    # Nothing is made here: the lead makes the folder of the run once its lock is taken.
+    # Do not create anything here: the lead creates the run's folder once it holds the lock.
     return str(next(each for each in options.folder.absolute().parents if each.is_dir()))
 
 
@@ -242,13 +242,13 @@ def _check_unfinished(options: TrainOptions, before: dict[str, Any]) -> None:
     done, ended, stale = before.get("epochs", 0), before.get("ended"), before.get("stale", 0)
     if ended == "patience" and stale >= (options.patience or math.inf):
         raise LaunchError(
-            f"{options.folder}: the run has ended by --patience {options.patience}; --resume with "
-            f"a larger --patience goes on with it"
+            f"{options.folder}: the run was ended by --patience {options.patience}; continue it "
+            f"with --resume and a larger --patience"
         )
     if before.get("finished") and not ended and (options.epochs or 0) <= done:
         raise LaunchError(
-            f"{options.folder}: the run has finished {counted(done, 'epoch')}; --resume with more "
-            f"--epochs goes on with it"
+            f"{options.folder}: the run has finished {counted(done, 'epoch')}; continue it with "
+            f"--resume and more --epochs"
         )
 
 
@@ -256,16 +256,16 @@ def _check_same_data(options: TrainOptions, before: dict[str, Any], digest: str)
     then = before.get("data", digest)
     if then != digest:
         raise DataError(
-            f"{options.data}: expected the data that the run {options.name} was begun with, these "
-            f"are others (digest {digest}, then {then}): samples were added, left out, renamed "
-            f"or changed, and a test set may now hold what was trained with. A new --name begins "
-            f"another run; --pretrained {in_shell(options.folder)} begins it with these weights"
+            f"{options.data}: the data differ from those that the run {options.name} was started "
+            f"with (digest {digest}, before {then}): samples were added, left out, renamed or "
+            f"changed, and the test set may now contain training samples. Start another run with a "
+            f"new --name; --pretrained {in_shell(options.folder)} starts it from these weights"
         )
 
 
 def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Exception:
-    """Train, on every device; return the result, or an error that needs no traceback."""
-    # Here all devices fail alike: they build the same model from the same options and files.
+    """Train on every device; return the result, or an error that needs no traceback."""
+    # All devices fail the same way here: they build the same model from the same options and files.
     try:
         task = job.make_task(options, data)
         training = begin_training(options, job.name, task, data)
@@ -274,16 +274,16 @@ def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Excep
     try:
         return training.run()
     except (CheckpointError, LaunchError) as error:
-        # No checkpoint could be loaded, or the folder not be written to from the beginning, on
-        # which all devices have agreed.
+        # No checkpoint could be loaded, or the folder was not writable from the beginning; all
+        # devices agreed on this error.
         return error
     except OSError as error:
-        # The disk filled up, say. On another device it is something else, such as a broken socket.
+        # Such as a full disk. On other devices, it is something else, such as a broken socket.
         if training.trainer.is_lead and error.errno in _OUTER:
             return error
         raise
     except (PeerFailed, PeerLost) as error:
-        # Perhaps only because the lead has returned its error; if not, the lead raises this, too.
+        # Probably the lead returned its own error. If not, the lead raises this error, too.
         if training.trainer.is_lead:
             raise
         return error

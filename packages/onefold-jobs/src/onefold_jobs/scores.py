@@ -1,11 +1,11 @@
-"""Scores of a model, by class and overall, and those of a model that has learned nothing.
+"""Scores of a model, by class and overall, and scores of a constant prediction.
 
-`ClassScores` derives the scores of a classifier from its confusion matrix. A `Baseline` has the
-scores of answering alike for every sample, which a model must beat to be of use: where the classes
-are unbalanced, a high accuracy alone says nothing. `no_better` compares the two.
+`ClassScores` derives the scores of a classifier from its confusion matrix. A `Baseline` contains
+the scores of a constant prediction, which a useful model must beat: with unbalanced classes, a high
+accuracy alone means nothing. `no_better` compares the two.
 
-A job reports its scores by name, as `Trainer.save` stores them. `rule_of` says of each whether the
-highest or the lowest is the best.
+A job reports its scores by name, as `Trainer.save` stores them. `rule_of` returns whether the
+highest or the lowest value of a score is the best.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ __all__ = [
 ]
 
 Measured = dict[str, torch.Tensor]
-"""Values by name, with a row for each sample of a data set."""
+"""Values by name, with a row for each sample of a dataset."""
 Measure = Callable[[nn.Module, Any], Measured]
-"""Computes them for a shard, as ``Trainer.predict`` takes it."""
+"""Computes these values for a shard, as in ``Trainer.predict``."""
 Predict = Callable[[Measure, Any], Measured]
-"""``Trainer.predict`` of a measure and a data set, read as in the evaluation of the run."""
+"""``Trainer.predict`` of a measure and a dataset, which is read as in the run's evaluation."""
 
 _LOWEST = frozenset({"loss", "mae", "rmse"})
 _UNITS = _LOWEST | {"r2"}
-"""Scores that are no shares of 1."""
+"""Scores that are not fractions of 1."""
 _SHOWN = 6
-"""With more than twice as many classes, only so many of the largest and the smallest are listed."""
+"""Number of largest and of smallest classes that a long list shows."""
 _IN_TABLES, _IN_MATRIX = 20, 10
-"""The most classes that a terminal shows in a list, and in a matrix."""
+"""Maximum number of classes that a terminal shows in a list, and in a matrix."""
 _HEADINGS = {"f1": "F1", "iou": "IoU", "share": "share of pixels"}
 _Numbers = np.ndarray[Any, Any]
 
 
 def rule_of(name: str) -> str:
-    """Which value of a score is the best, as ``Trainer.save`` takes it.
+    """Return the rule that selects the best value of a score, as in ``Trainer.save``.
 
     >>> rule_of("macro-f1"), rule_of("loss")
     ('highest macro-f1', 'lowest loss')
@@ -64,12 +64,12 @@ def rule_of(name: str) -> str:
 
 
 def is_share(name: str) -> bool:
-    """Whether a score is shown in percent."""
+    """Whether a score is displayed in percent."""
     return name not in _UNITS
 
 
 def spell(name: str, value: float) -> str:
-    """Spell a score.
+    """Format a score.
 
     >>> spell("macro-f1", 0.44781), spell("loss", 0.25)
     ('44.8%', '0.25')
@@ -79,10 +79,10 @@ def spell(name: str, value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ClassScores:
-    """The scores of a classifier; those by class are (classes,) float64.
+    """Scores of a classifier; scores by class are (classes,) float64.
 
-    They have the values of scikit-learn's functions of the same names. NaN stands for the scores of
-    a class that they say nothing about, and means leave it out.
+    The values match scikit-learn's functions of the same names. Undefined scores of a class are
+    NaN, and means leave them out.
 
     >>> found = ClassScores(np.array([[8, 0], [1, 1]]))
     >>> found.recall, found.overall["balanced-accuracy"]
@@ -98,10 +98,11 @@ class ClassScores:
 
         Args:
             truth: (n,) integers, the class of each sample.
-            predicted: (n,) integers, what was predicted.
+            predicted: (n,) integers, predicted class of each sample.
             classes: number of classes.
         """
-        # Each pair of classes as one number; the least length, or the last rows could be missing.
+        # Encode each pair of classes as one number. minlength keeps rows that would otherwise be
+        # missing.
         pairs = np.asarray(truth, dtype=np.int64) * classes + predicted
         return cls(np.bincount(pairs, minlength=classes * classes).reshape(classes, classes))
 
@@ -112,18 +113,18 @@ class ClassScores:
 
     @property
     def predicted(self) -> _Numbers:
-        """(classes,) int64: how often each class was predicted."""
+        """(classes,) int64: number of predictions of each class."""
         return np.asarray(self.counts.sum(axis=0))
 
     @property
     def precision(self) -> _Numbers:
-        """Share of the predictions of a class that are right; 0 if there are none."""
+        """Fraction of a class's predictions that are right; 0 if there are none."""
         met = (self.support > 0) | (self.predicted > 0)
         return np.where(met, _ratio(self._right, np.maximum(self.predicted, 1)), np.nan)
 
     @property
     def recall(self) -> _Numbers:
-        """Share of the samples of a class that are recognized; NaN if there are none."""
+        """Fraction of a class's samples that are recognized; NaN if there are none."""
         return _ratio(self._right, self.support)
 
     @property
@@ -133,7 +134,7 @@ class ClassScores:
 
     @property
     def overall(self) -> dict[str, float]:
-        """Accuracy, the mean recall of the classes (balanced accuracy), and their mean F1."""
+        """Accuracy, mean recall of the classes (balanced accuracy), and mean F1 of the classes."""
         return {
             "accuracy": float(self._right.sum() / self.counts.sum()),
             "balanced-accuracy": float(np.nanmean(self.recall)),
@@ -141,10 +142,10 @@ class ClassScores:
         }
 
     def rows(self, classes: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yield each class with its scores; None for a score that it does not have.
+        """Yield each class with its scores; None for undefined scores.
 
         Args:
-            classes: their names.
+            classes: class names.
         """
         scores = {name: getattr(self, name).tolist() for name in ("precision", "recall", "f1")}
         for number, (name, support) in enumerate(zip(classes, self.support.tolist(), strict=True)):
@@ -163,12 +164,12 @@ class ClassScores:
 def class_tables(
     rows: Sequence[Mapping[str, Any]], counts: Sequence[Sequence[int]] = ()
 ) -> Iterator[Text | Table]:
-    """Yield what a terminal shows: the scores of each class, and the confusion matrix.
+    """Yield the terminal output: the scores of each class, and the confusion matrix.
 
-    Of many classes there are those of the lowest scores, and no matrix.
+    With many classes, only those with the lowest scores are shown, and no matrix.
 
     Args:
-        rows: the name of each ``class``, and its scores; None or NaN for one that it does not have.
+        rows: name of each ``class``, and its scores; None or NaN for undefined scores.
         counts: number of samples by true class (rows) and predicted class.
     """
     if not rows:
@@ -219,14 +220,14 @@ def _ratio(part: _Numbers, whole: _Numbers) -> _Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The scores on the test set of answering alike for every sample."""
+    """Test scores of a constant prediction."""
 
     answer: str
-    """What is always answered."""
+    """The constant prediction."""
     scores: Mapping[str, float]
-    """By name, those of the job."""
+    """Scores by the job's names."""
     each: str = "sample"
-    """What is answered: every sample, or every pixel."""
+    """Unit of prediction: sample or pixel."""
 
     def __str__(self) -> str:
         return f"{self.answer!r} for every {self.each}"
@@ -235,32 +236,32 @@ class Baseline:
 def count_line(
     classes: Sequence[str], train: Sequence[int], test: Sequence[int], each: str = "sample"
 ) -> str:
-    """Describe how many samples the classes have, the most frequent first.
+    """Describe the number of samples of each class, in descending order.
 
     Args:
-        classes: their names.
-        train: number of training samples of each.
-        test: number of test samples of each.
-        each: what is counted.
+        classes: class names.
+        train: number of training samples of each class.
+        test: number of test samples of each class.
+        each: unit that is counted.
 
     >>> count_line(["cat", "dog"], [30, 90], [3, 9])
-    'samples by class, to train + to test: dog: 90 + 9; cat: 30 + 3'
+    'samples by class, training + test: dog: 90 + 9; cat: 30 + 3'
     """
     order = sorted(range(len(classes)), key=lambda number: -train[number])
-    # Of many, the ends are shown: what is rare is what a score may hide.
+    # With many classes, show both ends, because a score may hide rare classes.
     shown = [*order[:_SHOWN], *order[-_SHOWN:]] if order[2 * _SHOWN + 1 :] else order
     told = [f"{classes[number]}: {train[number]:,} + {test[number]:,}" for number in shown]
     if len(shown) < len(order):
         told.insert(_SHOWN, f"... {len(order) - len(shown):,} others ...")
-    return f"{each}s by class, to train + to test: {'; '.join(told)}"
+    return f"{each}s by class, training + test: {'; '.join(told)}"
 
 
 def class_baseline(
     train_counts: Sequence[int], test_counts: Sequence[int], classes: Sequence[str]
 ) -> Baseline:
-    """The baseline of a classifier: the class that is most frequent in training.
+    """Return the baseline of a classifier: the most frequent training class.
 
-    The loss is that of predicting the classes' shares of the training set as their probabilities.
+    Its loss is that of predicting the class frequencies of the training set as probabilities.
 
     Args:
         train_counts: number of training samples of each class.
@@ -283,29 +284,29 @@ def class_baseline(
 
 
 def no_better(rule: str, value: float, baseline: Baseline) -> str | None:
-    """Warn of a model that is no better than answering alike for every sample.
+    """Warn about a model that is no better than a constant prediction.
 
     Args:
-        rule: how the best score is chosen, such as ``"highest accuracy"``.
-        value: the model's best score.
-        baseline: the scores to beat.
+        rule: rule that selects the best score, such as ``"highest accuracy"``.
+        value: best score of the model.
+        baseline: scores to beat.
 
     Returns:
-        The warning; None if the model is better, or the baseline has no such score.
+        The warning; None if the model is better, or the baseline lacks this score.
 
     >>> no_better("highest accuracy", 0.81, Baseline("dog", {"accuracy": 0.8})) is None
     True
     >>> print(no_better("highest accuracy", 0.8, Baseline("dog", {"accuracy": 0.8})))
-    This model is no better than the baseline, which answers 'dog' for every sample: its test \
-accuracy is 80.0%, that of the baseline 80.0%
+    This model is no better than the baseline, which predicts 'dog' for every sample: its test \
+    accuracy is 80.0%, and the baseline's is 80.0%
     """
     direction, _, name = rule.partition(" ")
     least = baseline.scores.get(name, math.nan)
     sign = 1 if direction == "highest" else -1
-    # A model whose score is NaN is no better; a baseline whose score is NaN says nothing.
+    # A model with a score of NaN is no better; a baseline score of NaN cannot be compared.
     if math.isnan(least) or sign * value > sign * least:
         return None
     return (
-        f"This model is no better than the baseline, which answers {baseline}: its test {name} is "
-        f"{spell(name, value)}, that of the baseline {spell(name, least)}"
+        f"This model is no better than the baseline, which predicts {baseline}: its test {name} is "
+        f"{spell(name, value)}, and the baseline's is {spell(name, least)}"
     )

@@ -1,4 +1,4 @@
-"""Pictures with a mask each: the options, the data, the model, and how its runs are used."""
+"""The segment job, for images with one mask each: options, data, model, and the use of its runs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ JOB = "segment"
 USUAL_ENCODER = "resnet34"
 USUAL_WIDTH = 64
 MOST_WIDTH = 4096
-"""The most channels of the encoder's first layer."""
+"""Maximum number of channels of the encoder's first layer."""
 LARGEST_CROP = 256
 EVALUATION_BATCH_SIZE = 8
 
@@ -86,63 +86,36 @@ class SegmentOptions(PictureOptions):
     """Options of ``onefold train segment``."""
 
     shards: int = again("shards", 4)
-    batch_size: int = again("batch_size", 8, help="Pictures of a batch, over all devices.")
-    epochs: int | None = again("epochs", shown="40, or 20 with --pretrained")
-    lr: float | None = again("lr", shown="0.001, or 0.0002 with --pretrained")
+    batch_size: int = again("batch_size", 8, help="Global batch size, over all devices.")
+    epochs: int | None = again("epochs", shown="40; pretrained: 20")
+    lr: float | None = again("lr", shown="0.001")
     warmup_epochs: float = again("warmup_epochs", 1.0)
-    class_weights: ClassWeights = option(
-        "none",
-        "With --classes: weigh them in the loss; auto: the more, the fewer pixels they have.",
+    class_weights: ClassWeights = option("none", "Class weights.")
+    best_by: Literal["iou", "dice", "loss"] | None = again(
+        "best_by", help="Best epoch by.", shown="iou"
     )
-    best_by: Literal["iou", "dice", "loss"] | None = again("best_by", shown="iou")
-    encoder: str | None = option(
-        None,
-        f"Encoder of the U-Net: {', '.join(ENCODERS)}, or smp:NAME where "
-        "segmentation-models-pytorch is installed.",
-        shown="resnet34, or that of the pretrained run",
-    )
+    encoder: str | None = option(None, "resnet18/34/101, vgg16, or smp:NAME.", shown="resnet34")
     width: int | None = option(
-        None,
-        "Channels of its first layer; published weights need 64.",
-        within(2, MOST_WIDTH),
-        shown="64, or that of the pretrained run",
+        None, "Channels of the encoder's first layer.", within(2, MOST_WIDTH), shown="64"
     )
     crop: int | None = option(
-        None,
-        "Side of the squares that are cut out for training.",
-        within(32, MOST_SIDE),
-        shown="256, or what there is",
+        None, "Side length of training crops in pixels.", within(32, MOST_SIDE), shown="256"
     )
-    flip: Switch = option("yes", "Mirror every second picture and its mask.")
-    turns: Switch = option("no", "Turn by 0, 90, 180 or 270 degrees: where no side is up.")
-    jitter: float = option(0.2, "How much brightness and contrast vary.", SHARE)
-    pos_weight: str = option(
-        "1", "Weight of the mask's pixels in the loss; auto: as many times as they are fewer."
-    )
-    foreground: tuple[str, ...] = option(
-        (),
-        "Values of the masks' pixels that are foreground, such as 15, 128-255 or '#ff0000'.",
-        shown="1, or what is brighter than half",
-    )
+    flip: Switch = option("yes", "Horizontal flips.")
+    turns: Switch = option("no", "Random rotation by 90 degrees.")
+    jitter: float = option(0.2, "Change of brightness and contrast.", SHARE)
+    pos_weight: str = option("1", "Loss weight of foreground, or auto.")
+    foreground: tuple[str, ...] = option((), "Foreground values: 15, 128-255.", shown="1 or bright")
     classes: tuple[str, ...] = option(
-        (),
-        "Names of the masks' classes, as NAME or NAME=VALUE, or a file of them; auto: all values.",
-        shown="foreground and background",
+        (), "Mask classes: NAME=VALUE, a file, or auto.", shown="none"
     )
-    void: tuple[str, ...] = option(
-        (),
-        "Values of the masks' pixels that are left out of loss and scores, such as 255.",
-        shown="none",
-    )
-    threshold: float = option(0.5, "Probability from which a pixel is in the predicted mask.", PART)
-    evaluation_batch_size: int = option(8, "Whole pictures of a batch in tests.", COUNT)
-    pretrained: str | None = again(
-        "pretrained",
-        help="Begin with an encoder from a file, torchvision:NAME or hf:ORG/NAME, or with a run.",
-    )
+    void: tuple[str, ...] = option((), "Mask values to ignore, such as 255.", shown="none")
+    threshold: float = option(0.5, "Minimum foreground probability.", PART)
+    evaluation_batch_size: int = option(8, "Batch size of tests, in whole images.", COUNT)
+    pretrained: str | None = again("pretrained", help="File, run, torchvision: or hf:NAME.")
 
     def __post_init__(self) -> None:
-        # Not super(), which fails here: see PictureOptions.
+        # super() fails here: see PictureOptions.
         PictureOptions.__post_init__(self)
         encoders = ", ".join(ENCODERS)
         other = (self.encoder or "").startswith(SMP_PREFIX)
@@ -152,15 +125,15 @@ class SegmentOptions(PictureOptions):
         known = model_named(self.pretrained) in (None, *ENCODERS)
         names = f"torchvision: and one of {encoders}"
         expect(known, "pretrained", self.pretrained, names)
-        # The decoder ends with half as many channels.
+        # The decoder's last layer has half as many channels.
         even = self.width is None or self.width % 2 == 0
         expect(even, "width", self.width, "an even number")
         known = self.pos_weight == "auto" or _is_positive(self.pos_weight)
         weights = "auto, or a number above 0 and at most a million"
         expect(known, "pos_weight", self.pos_weight, weights)
-        # Made only because it refuses what it cannot read: now, and not after the data are read.
+        # Evaluated only for its errors: now, rather than after the data are read.
         if self.classes not in ((), AUTO):
-            # The file of them is read once, and the run keeps what was in it.
+            # The file of class names is read once; the run stores its content.
             object.__setattr__(self, "classes", list_classes(self.classes))
         one = "masks of one foreground; --class-weights auto weighs --classes"
         expect(not self.classes or self.pos_weight == "1", "pos_weight", self.pos_weight, one)
@@ -171,7 +144,7 @@ class SegmentOptions(PictureOptions):
 
     @property
     def mask_rule(self) -> MaskRule:
-        """Which values of a mask are foreground, background, a class, and void."""
+        """Rule that maps mask values to foreground, background, classes and void."""
         return MaskRule(self.foreground, self.void, self.classes)
 
 
@@ -183,10 +156,10 @@ def _is_positive(text: str) -> bool:
 
 
 def check_early(options: SegmentOptions) -> None:
-    """Refuse what is bound to fail, before the data are read, which may take long.
+    """Reject options that cannot work, before the data are read, which may take long.
 
     Raises:
-        LaunchError: Pillow is missing.
+        LaunchError: Pillow is not installed.
         CheckpointError, DataError: the pretrained weights are missing or damaged.
         ValueError: an option does not suit the model.
     """
@@ -194,7 +167,7 @@ def check_early(options: SegmentOptions) -> None:
     finetune.require_pretrained(options.pretrained, JOB)
     encoder = _encoder(options, MaskModel.before(options))
     if options.freeze or options.freeze_until or encoder.startswith(SMP_PREFIX):
-        # Only for the names of its parts, so the smallest that there is.
+        # Built only for its part names, so with the smallest width.
         fresh = build_unet(encoder, width=2)
         finetune.freeze(fresh, options, head_name(fresh))
 
@@ -205,11 +178,11 @@ def _encoder(options: SegmentOptions, before: MaskModel | None) -> str:
 
 
 def prepare(options: SegmentOptions, scanning: Scanning | None = None) -> MaskedPictures:
-    """Read the data, and refuse those that cannot be used.
+    """Read the data, and reject data that cannot be used.
 
     Args:
-        options: of the run.
-        scanning: how to look through files.
+        options: options of the run.
+        scanning: how to scan the files.
 
     Raises:
         DataError: the data are missing, damaged or unsuitable.
@@ -227,17 +200,17 @@ def prepare(options: SegmentOptions, scanning: Scanning | None = None) -> Masked
 
 
 def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
-    """Fill in the options that were left open, now that the data are known.
+    """Fill in options without a value, once the data are known.
 
     Raises:
         DataError: an option does not suit the data.
     """
-    # For what it refuses; the number itself is needed only on the devices.
+    # Called only for its errors; the devices compute the number themselves.
     _pos_weight(options.pos_weight, data)
     fine = options.pretrained is not None
     before = MaskModel.before(options)
-    # As large as the shortest side allows, and a multiple of every encoder's stride, so that crops
-    # are hardly ever padded.
+    # As large as the shortest side allows, rounded down to a multiple of every encoder's stride so
+    # that crops rarely need padding.
     crop = min(LARGEST_CROP, max(32, data.shortest // 32 * 32))
     encoder = _encoder(options, before)
     width = options.width or (before.width if before else USUAL_WIDTH)
@@ -253,37 +226,37 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
 
 
 class MaskModel(KeptModel, frozen=True, kw_only=True):
-    """What must be known of a model to draw masks with it."""
+    """Description of a segmentation model, for later use."""
 
     job = JOB
     fact = "mask_model"
-    # Two inputs of one name would have masks of one name, and are refused.
+    # Two inputs with the same name would get the same mask file, and are rejected.
     unique = False
-    # By this alone: other names could make a library fetch something.
+    # The pattern matters: other names could make a library download something.
     encoder: Annotated[str, msgspec.Meta(pattern=r"\A(smp:)?[\w.-]+\Z")]
-    # Anybody may have written the file: billions of channels would take all memory.
+    # The file may come from another user: billions of channels would exhaust memory.
     width: Annotated[int, msgspec.Meta(ge=2, le=MOST_WIDTH)]
     threshold: float
     classes: tuple[MaskClass, ...] = ()
-    """Of the pixels; none if they are foreground or background."""
+    """Classes of the pixels; empty for foreground and background."""
 
     def build(self) -> Any:
-        """Build the model with fresh weights."""
+        """Build the model with freshly initialized weights."""
         return build_unet(self.encoder, width=self.width, out_channels=len(self.classes) or 1)
 
 
 def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
-    """Build the model, the data sets and the scores of a run; called on every device.
+    """Build the model, the datasets and the scores of a run. Called on every device.
 
     Args:
-        options: settled ones.
-        data: what `prepare` returned.
+        options: options with all values filled in.
+        data: result of `prepare`.
 
     Raises:
         CheckpointError: the pretrained weights do not fit.
         ValueError: an option does not suit the model.
     """
-    # Every device draws the first weights by itself, and all must draw the same.
+    # Every device draws the initial weights itself, and all must draw the same ones.
     torch.manual_seed(options.seed)
     kind = _mask_model(options, data)
     model = kind.build()
@@ -295,7 +268,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         elif run:
             finetune.load_finite(model, finetune.best_checkpoint(run))
         else:
-            # The file of a classifier has a last layer more.
+            # A classifier's file also contains a last layer, which the encoder lacks.
             file, key = find_weights(options.pretrained), options.pretrained_key
             finetune.load_body(model.encoder, file, "", key=key)
     weight = torch.tensor(_pos_weight(options.pos_weight, data))
@@ -360,7 +333,7 @@ def _pos_weight(chosen: str, data: MaskedPictures) -> float:
     if data.foreground in (0, data.pixels):
         which = "every" if data.foreground else "no"
         raise DataError(
-            f"--pos-weight auto: expected masks with two kinds of pixels to train with, {which} "
+            f"--pos-weight auto: expected training masks with both kinds of pixels, but {which} "
             f"pixel is foreground"
         )
     return (data.pixels - data.foreground) / data.foreground
@@ -375,7 +348,7 @@ _PADDED = (
 
 
 class _Weight(msgspec.Struct):
-    """What is needed of a run's ``run.json``."""
+    """The entries of ``run.json`` that evaluation needs."""
 
     pos_weight: float = 1.0
 
@@ -385,7 +358,7 @@ def _weight_of(run: Path) -> float:
 
 
 def _predict(use: Use) -> Predicted:
-    """Masks, which are written, and the share of each that is foreground."""
+    """Write predicted masks, and return the share of foreground in each."""
     kind, model = MaskModel.built(use.run)
     padded, names = Padded(model.stride), [mask_name(each.name) for each in use.inputs]
     output = use.options.output or Path()
@@ -394,7 +367,7 @@ def _predict(use: Use) -> Predicted:
     data = kind.inputs_of(use, range(len(use.inputs)))
     collate = partial(_numbered, padded=padded)
     found = use.measured(model, draw, data, collate, batch_size=EVALUATION_BATCH_SIZE)
-    # Of two values, the share of the foreground.
+    # Foreground masks report only the second share.
     columns = [f"share {each.name}" for each in kind.classes] or ["share"]
     shares = found["share"][:, 0 if kind.classes else 1 :].tolist()
     return [
@@ -404,13 +377,13 @@ def _predict(use: Use) -> Predicted:
 
 
 def _numbered(samples: list[tuple[torch.Tensor, int]], padded: Padded) -> dict[str, torch.Tensor]:
-    """Make a shard of pictures, each with its number in the place of a mask."""
+    """Make a shard of images, with the image's number in place of its mask."""
     return padded([(image, torch.full((1, 1), float(number))) for image, number in samples])
 
 
 def _labeled(run: Path, data: Path, facts: RunFacts, options: EvaluateOptions) -> Labeled:
-    """Read pictures and masks."""
-    del options  # masks are in no table
+    """Read images and masks."""
+    del options  # tables contain no masks
     require("reading pictures", "images", "PIL")
     require_folder(data, "a folder with images and masks")
     bad: list[BadFile] = []
@@ -427,7 +400,7 @@ def _labeled(run: Path, data: Path, facts: RunFacts, options: EvaluateOptions) -
 def _mask_rule(run: Path) -> MaskRule:
     options = read_config(run / CONFIG, JOB)
     kind = MaskModel.of_run(run)
-    # Not those of the options: the masks that classes came from may be elsewhere by now.
+    # Not the classes of the options: the masks that they came from may have moved.
     classes = tuple(f"{each.name}={'|'.join(each.values)}" for each in kind.classes)
     with kept_facts(run):
         foreground, void = (
@@ -437,7 +410,7 @@ def _mask_rule(run: Path) -> MaskRule:
 
 
 def _score(use: Use) -> Predicted:
-    """Compare the masks of all pictures with those that they should have; on every device."""
+    """Compare predicted masks with the given ones. Runs on every device."""
     kind, model = MaskModel.built(use.run)
     _, measure = loss_and_measure(torch.tensor(_weight_of(use.run)), kind.threshold, model.stride)
     pairs = [Pair(each.path, each.mask) for each in use.inputs if each.mask is not None]
@@ -478,7 +451,7 @@ def _load(run: Path) -> LoadedModel:
 
 SEGMENT = Job(
     name=JOB,
-    help="Pictures with a mask each, by a U-Net.",
+    help="Image segmentation with a U-Net.",
     example="cracks",
     options=SegmentOptions,
     check_early=check_early,

@@ -1,8 +1,8 @@
-"""The pictures of the segment job: the loss of their masks, the scores, and the examples.
+"""Images and masks of the segment job: loss, scores and examples.
 
-Crops are for training, whole pictures for tests. `PicturePairs` reads them, `Padded` makes shards,
-`overlaps` counts what a mask has in common with the one that it should be, and `mask_scores` sums
-that up.
+Training uses crops, tests use whole images. `PicturePairs` reads both, `Padded` makes shards,
+`overlaps` counts the pixels that a predicted and a given mask share, and `mask_scores` turns the
+counts into scores.
 """
 
 from __future__ import annotations
@@ -57,37 +57,38 @@ __all__ = [
 
 
 SHOWN = 12
-"""How many examples of each kind a report shows; each is three pictures."""
+"""Number of examples of each kind in a report; each is three images."""
 LARGEST_SHOWN = 512
-"""The longer side of a prediction in a report, in pixels at most."""
+"""Maximum length of the longer side of a prediction in a report, in pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Augment:
-    """Cuts the same square out of a picture and its mask, and changes both alike.
+    """Crops the same square from an image and its mask, and transforms both the same way.
 
-    A side that is shorter than the square is taken whole.
+    If a side is shorter than the square, all of it is used.
     """
 
     side: int
-    """Of the square."""
+    """Side length of the square, in pixels."""
     flip: bool
-    """Whether every second one is mirrored."""
+    """Whether to flip horizontally with a probability of one half."""
     turns: bool
-    """Whether they are turned by quarters."""
+    """Whether to rotate by a random multiple of 90 degrees."""
     jitter: float
-    """The largest share by which brightness and contrast change."""
+    """Maximum relative change of brightness and contrast."""
 
     def __call__(self, image: Image, mask: Image) -> tuple[Image, Image]:
         from PIL import Image
 
-        # All that is drawn comes from PyTorch's generator, seeded for each sample: the order of the
-        # draws is part of the result.
+        # All draws use PyTorch's generator, which is seeded for each sample. Their order is part of
+        # the result.
         left = below(max(1, image.width - self.side + 1))
         top = below(max(1, image.height - self.side + 1))
         right, bottom = min(left + self.side, image.width), min(top + self.side, image.height)
         image, mask = (each.crop((left, top, right, bottom)) for each in (image, mask))
-        # By quarters only: these move pixels, while other angles would blend the values of a mask.
+        # Only multiples of 90 degrees, which move pixels; other angles would interpolate mask
+        # values.
         turned = Image.Transpose
         ways = []
         if self.flip and below(2):
@@ -96,28 +97,29 @@ class Augment:
             ways.append([turned.ROTATE_90, turned.ROTATE_180, turned.ROTATE_270][quarters - 1])
         for way in ways:
             image, mask = image.transpose(way), mask.transpose(way)
-        # Colors change in the picture alone; a mask has none to change.
+        # The colors change in the image only; a mask has none.
         return _jittered(image, self.jitter), mask
 
 
 @dataclass(eq=False)
 class PicturePairs(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Pictures and their masks, as tensors."""
+    """Images and their masks, as tensors."""
 
     pairs: Sequence[Pair]
     normalize: Normalize
     rule: MaskRule = field(default_factory=MaskRule)
-    """Which values of a mask are foreground and void."""
+    """Mask values that are foreground or void."""
     white: int | None = None
-    """The brightest value of pictures with more than 8 bits a pixel."""
+    """Brightest value of images with more than 8 bits per pixel."""
     augment: Augment | None = None
-    """How they are changed, anew at every reading."""
+    """Augmentation, drawn at every access."""
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(3, h, w) and (h, w) float32: 1 for foreground, or class numbers; `VOID` for void."""
+        """Return (3, h, w) and (h, w) float32: 1 for foreground, or class numbers; `VOID` for
+        void."""
         pair = self.pairs[index]
         image = open_picture(pair.image, white=self.white).convert("RGB")
         mask = read_mask(pair.mask, self.rule)
@@ -128,17 +130,17 @@ class PicturePairs(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """Makes a shard of pictures of any size, padded on the right and below to a common size."""
+    """Makes a shard of images of any size, padded on the right and below to a common size."""
 
     stride: int
-    """The common height and width are multiples of it, and twice it at least: otherwise a single
-    picture could leave batch norm with a single value in a channel."""
+    """Height and width become multiples of this number, and at least twice it: otherwise a single
+    image could leave batch norm with a single value per channel."""
 
     def __call__(self, samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Return ``images`` (n, 3, h, w), ``masks`` (n, h, w) float32, ``sizes`` (n, 2) int64."""
         sizes = torch.tensor([image.shape[1:] for image, _ in samples])
         height, width = padded_size(sizes.amax(dim=0).tolist(), self.stride)
-        # Zeros: in normalized pictures, that is the mean color.
+        # Zero is the mean color of normalized images.
         images = torch.zeros(len(samples), samples[0][0].shape[0], height, width)
         masks = torch.zeros(len(samples), height, width)
         for row, (image, mask) in enumerate(samples):
@@ -148,7 +150,7 @@ class Padded:
 
 
 def padded_size(size: Sequence[int], stride: int) -> tuple[int, int]:
-    """Round height and width up to multiples of the stride, and to twice it at least.
+    """Round height and width up to multiples of the stride, and to at least twice the stride.
 
     >>> padded_size([33, 20], 32)
     (64, 64)
@@ -158,11 +160,11 @@ def padded_size(size: Sequence[int], stride: int) -> tuple[int, int]:
 
 
 def inside(sizes: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """(n, height, width) bool: True inside the picture, False in its padding.
+    """Return (n, height, width) bool: True inside the image, False in its padding.
 
     Args:
-        sizes: (n, 2) int64, height and width of each picture.
-        height, width: of the padded pictures.
+        sizes: (n, 2) int64, height and width of each image.
+        height, width: size of the padded images.
 
     >>> inside(torch.tensor([[1, 2]]), 2, 3).int()
     tensor([[[1, 1, 0],
@@ -174,49 +176,49 @@ def inside(sizes: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def counted_pixels(batch: Any) -> torch.Tensor:
-    """(n, h, w) bool: True inside the picture, where its mask is not void.
+    """Return (n, h, w) bool: True inside the image, except where its mask is void.
 
     Args:
-        batch: what `Padded` returned.
+        batch: result of `Padded`.
     """
     masks: torch.Tensor = batch["masks"]
     return inside(batch["sizes"], *masks.shape[1:]) & (masks != VOID)
 
 
 def whole_logits(model: nn.Module, batch: Any, stride: int) -> torch.Tensor:
-    """Compute the logits of whole pictures, so that none depends on the others of its shard.
+    """Compute the logits of whole images so that no image depends on the others of its shard.
 
-    Each picture keeps only as much padding as it would have alone. More of it, up to the size of a
-    larger picture, would change the borders, and with them what a deep network predicts all over
-    the picture. Pictures of one padded size go through the model together.
+    Each image keeps only as much padding as it would have alone. More padding, up to the size of a
+    larger image, would change the borders, and therefore the predictions of a deep network all over
+    the image. Images with the same padded size are computed together.
 
     Args:
-        model: in evaluation mode.
-        batch: what `Padded` returned.
-        stride: height and width that the model takes are multiples of it.
+        model: model in evaluation mode.
+        batch: result of `Padded`.
+        stride: the model requires heights and widths that are multiples of it.
 
     Returns:
-        (n, c, h, w) float32, 0 outside of each picture's own padding.
+        (n, c, h, w) float32, 0 outside each image's own padding.
     """
     images = batch["images"]
     alike: dict[tuple[int, int], list[int]] = {}
     for row, size in enumerate(batch["sizes"].tolist()):
         alike.setdefault(padded_size(size, stride), []).append(row)
-    # Outside of its own padding a picture's logits are never read, but they must be numbers: the
-    # loss multiplies them by 0, and 0 times NaN is NaN.
+    # Logits outside an image's own padding are never used, but they must be finite: the loss
+    # multiplies them by 0, and 0 times NaN is NaN.
     logits: torch.Tensor | None = None
     for (height, width), rows in alike.items():
         values = model(images[rows, :, :height, :width])
         if logits is None:
             logits = images.new_zeros(len(images), values.shape[1], *images.shape[2:])
-        # Under autocast the model returns a smaller type than the images have.
+        # Under autocast, the model returns a smaller dtype than the images have.
         logits[rows, :, :height, :width] = values.to(logits.dtype)
     assert logits is not None
     return logits
 
 
 def _jittered(image: Image, most: float) -> Image:
-    """Change brightness and contrast by a random share of up to ``most``."""
+    """Change brightness and contrast by a random factor of up to ``most``."""
     if not most:
         return image
     from PIL import ImageEnhance
@@ -226,11 +228,12 @@ def _jittered(image: Image, most: float) -> Image:
 
 
 def mask_scores(found: Measured, classes: Sequence[MaskClass] = ()) -> dict[str, float]:
-    """The scores of a test set, from what was measured of its pictures.
+    """Compute test scores from the measurements of all images.
 
     Args:
-        found: values of the pictures.
-        classes: of the masks; then IoU and Dice are the means of the classes that occur.
+        found: measurements of the images.
+        classes: classes of the masks; with them, IoU and Dice are means over the classes that
+            occur.
     """
     sums = {name: each.sum(dim=0) for name, each in found.items()}
     overlap, both = sums["overlap"], sums["predicted"] + sums["given"]
@@ -245,29 +248,29 @@ def mask_scores(found: Measured, classes: Sequence[MaskClass] = ()) -> dict[str,
 
 
 def class_names(classes: Sequence[MaskClass]) -> list[str]:
-    """Names of the classes; of plain masks, of the two kinds of their pixels."""
+    """Return the class names; for foreground masks, the names of both kinds of pixels."""
     return [each.name for each in classes] or ["background", "foreground"]
 
 
 def mask_baseline(
     train: Sequence[int], test: Sequence[int], classes: Sequence[MaskClass], weight: float = 1.0
 ) -> Baseline:
-    """The scores of answering alike for every pixel: the most frequent class, or foreground.
+    """Compute the scores of a constant prediction: the most frequent class, or foreground.
 
-    The loss is that of predicting the classes' shares of the training set as their probabilities.
+    Its loss is that of predicting the class frequencies of the training set as probabilities.
 
     Args:
         train: number of training pixels of each class, or of background and foreground.
-        test: number of test pixels of each.
-        classes: of the masks; none for foreground.
-        weight: of foreground pixels in the loss.
+        test: number of test pixels of each class.
+        classes: classes of the masks; empty for foreground masks.
+        weight: loss weight of foreground pixels.
 
     >>> baseline = mask_baseline([80, 20], [60, 40], ())
     >>> print(baseline, baseline.scores["iou"])
     'foreground' for every pixel 0.4
     """
     given, shares = (torch.tensor(each, dtype=torch.float64) for each in (test, train))
-    # Background is not scored, so that answering it everywhere would have an IoU of 0.
+    # Background is not scored: predicting it everywhere would have an IoU of 0.
     most = int(shares.argmax()) if classes else 1
     losses = -torch.xlogy(given, shares / shares.sum())
     losses[1] *= 1.0 if classes else weight
@@ -280,13 +283,14 @@ def mask_baseline(
 
 
 def class_weights_of(counts: Sequence[int]) -> torch.Tensor:
-    """What the loss of each class is multiplied by: as many times as it has fewer pixels."""
+    """Return loss weights that are inversely proportional to the pixel counts of the classes."""
     pixels = torch.tensor(counts, dtype=torch.float64)
     return (pixels.sum() / (len(counts) * pixels.clamp(min=1))).to(torch.float32)
 
 
 def class_ious(found: Measured, classes: Sequence[MaskClass]) -> list[dict[str, Any]]:
-    """The IoU of each class over a test set, None if it is nowhere, and its share of the pixels."""
+    """Return the test IoU of each class, None if it never occurs, and its fraction of the
+    pixels."""
     sums = {name: each.sum(dim=0) for name, each in found.items()}
     iou = sums["overlap"] / (sums["predicted"] + sums["given"] - sums["overlap"])
     shares = sums["given"] / sums["counted"]
@@ -297,21 +301,22 @@ def class_ious(found: Measured, classes: Sequence[MaskClass]) -> list[dict[str, 
 
 
 def mask_scores_of_each(found: Measured) -> tuple[torch.Tensor, torch.Tensor]:
-    """The IoU and the Dice score of each picture, (n,) float64 both; means of its classes."""
+    """Return IoU and Dice of each image, (n,) float64 each; means over its classes."""
     overlap, both = found["overlap"], found["predicted"] + found["given"]
     scores = [overlap / (both - overlap), 2 * overlap / both]
     scores = [each if each.dim() == 1 else each.nanmean(dim=1) for each in scores]
-    # Where neither mask has a pixel, it is 0 / 0, and they agree.
+    # If neither mask has a pixel, the score is 0 / 0, and the masks agree.
     iou, dice = (each.nan_to_num(nan=1.0) for each in scores)
     return iou, dice
 
 
 def predicted_numbers(logits: torch.Tensor, threshold: float) -> torch.Tensor:
-    """The class of each pixel, (n, h, w) int64; of one logit, 1 for foreground and 0 for the rest.
+    """Return each pixel's class, (n, h, w) int64; for a single logit, 1 for foreground, otherwise
+    0.
 
     Args:
         logits: (n, c, h, w) float32.
-        threshold: probability from which a pixel is foreground.
+        threshold: minimum probability of foreground pixels.
     """
     if logits.shape[1] == 1:
         return (logits.squeeze(1).sigmoid() >= threshold).to(torch.int64)
@@ -319,16 +324,16 @@ def predicted_numbers(logits: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def overlaps(logits: torch.Tensor, batch: Any, threshold: float) -> dict[str, torch.Tensor]:
-    """Count each picture's pixels: in both masks, in the predicted and the given one, and in all.
+    """Count each image's pixels: in both masks, in the predicted mask, in the given mask, in total.
 
     Args:
         logits: (n, c, h, w) float32.
-        batch: what `Padded` returned.
-        threshold: probability from which a pixel is in the predicted mask.
+        batch: result of `Padded`.
+        threshold: minimum probability of predicted foreground pixels.
 
     Returns:
         ``overlap``, ``predicted``, ``given`` and ``counted``, (n,) float64 each, without void
-        pixels; of several classes, (n, c) but for ``counted``.
+        pixels; with several classes, (n, c) except for ``counted``.
     """
     counted = counted_pixels(batch)
     predicted, classes = predicted_numbers(logits, threshold), logits.shape[1]
@@ -337,7 +342,7 @@ def overlaps(logits: torch.Tensor, batch: Any, threshold: float) -> dict[str, to
         here = (predicted == number) & counted
         given = (batch["masks"] == number) & counted
         for name, pixels in (("overlap", here & given), ("predicted", here), ("given", given)):
-            # float64 holds every count exactly, and so do sums of them, in any order.
+            # float64 represents every count exactly, and so do its sums, in any order.
             found[name].append(pixels.sum(dim=(1, 2), dtype=torch.float64))
     sums = {name: torch.stack(each, dim=1) for name, each in found.items()}
     if classes == 1:
@@ -348,25 +353,25 @@ def overlaps(logits: torch.Tensor, batch: Any, threshold: float) -> dict[str, to
 def loss_and_measure(
     weight: torch.Tensor, threshold: float, stride: int, by_class: torch.Tensor | None = None
 ) -> tuple[Callable[[nn.Module, Any], onefold.Mean], Measure]:
-    """Make the loss of a run, and what its scores are made of, over the pixels that count.
+    """Make the loss of a run and the measure for its scores, both over all pixels but void ones.
 
     Args:
-        weight: () float32, the weight of foreground pixels in the loss.
-        threshold: probability from which a pixel is predicted to be foreground.
-        stride: sides of pictures are padded to a multiple of it.
-        by_class: (classes,) float32, the weight of each class in the loss, but not in the scores.
+        weight: () float32, loss weight of foreground pixels.
+        threshold: minimum probability of predicted foreground pixels.
+        stride: images are padded to multiples of it.
+        by_class: (classes,) float32, weight of each class in the loss, but not in the scores.
     """
 
     def losses_of(logits: torch.Tensor, batch: Any) -> torch.Tensor:
-        """The loss of each pixel, (n, h, w); 0 in the padding and in void parts of masks."""
-        # Void is -1, which is no target of this loss: it becomes 0 here, and is not counted.
+        """Return the loss of each pixel, (n, h, w); 0 in the padding and in void pixels."""
+        # Void is -1, which is not a valid target: clamp it to 0 here, and do not count it.
         masks = batch["masks"].clamp(min=0)
         if logits.shape[1] == 1:
             losses = F.binary_cross_entropy_with_logits(
                 logits.squeeze(1), masks, pos_weight=weight.to(logits.device), reduction="none"
             )
         else:
-            # By rows: PyTorch's loss of pictures adds up in any order on a GPU.
+            # Flattened to rows: PyTorch's loss for images sums in nondeterministic order on GPUs.
             rows = logits.permute(0, 2, 3, 1).flatten(0, 2)
             targets = masks.to(torch.int64)
             losses = F.cross_entropy(rows, targets.flatten(), reduction="none").view_as(masks)
@@ -378,7 +383,7 @@ def loss_and_measure(
             numbers = batch["masks"].clamp(min=0).to(torch.int64)
             weights = by_class.to(losses.device)[numbers] * weights
             losses = losses * weights
-        # No mean of the shard: shards differ in pixels, and onefold divides by those of the batch.
+        # Not the shard's mean: shards differ in pixels, and onefold divides by the batch's pixels.
         return onefold.Mean(losses.sum(), weights.sum())
 
     def measure(model: nn.Module, batch: Any) -> Measured:
@@ -399,17 +404,17 @@ def mask_examples(
     threshold: float,
     classes: Sequence[MaskClass],
 ) -> dict[str, Any]:
-    """Show masks and predictions from all over the test set, and the worst; on every device."""
+    """Show masks and predictions of samples and of the worst images. Runs on every device."""
     from PIL import Image
 
     found = predict(measure, test_set)
     iou, dice = mask_scores_of_each(found)
     samples = spread(len(test_set), SHOWN)
-    # Stable: the pictures below are predicted by all devices together, which must choose alike.
+    # A stable sort: all devices together predict the images below, so they must choose the same.
     worst = iou.argsort(stable=True)[: len(samples)].tolist()
     shown = sorted({*samples, *worst})
     draw = partial(_draw, threshold=threshold, stride=stride)
-    # Predicted once more, and only those: the masks of a whole test set would take all memory.
+    # Predict only these again, because the masks of a whole test set would exhaust memory.
     drawn = predict(draw, Subset(test_set, shown))["mask"]
 
     def entry_of(number: int) -> dict[str, Any]:
@@ -440,19 +445,19 @@ def mask_examples(
 def _draw(
     model: nn.Module, batch: Any, *, threshold: float, stride: int
 ) -> dict[str, torch.Tensor]:
-    """Predict masks at the size of a report, each in the corner of a square of one size.
+    """Predict masks in report size, each in the corner of a square of fixed size.
 
     Args:
-        model: in evaluation mode.
-        batch: what `Padded` returned.
-        threshold: probability from which a pixel is in the mask.
-        stride: of the model.
+        model: model in evaluation mode.
+        batch: result of `Padded`.
+        threshold: minimum probability of foreground pixels.
+        stride: stride of the model.
 
     Returns:
-        ``mask`` (n, side, side) uint8, of which the `_shown_size` of each picture is used: 255 for
-        foreground, or numbers of classes.
+        ``mask`` (n, side, side) uint8, of which each image uses its `_shown_size`: 255 for
+        foreground, or class numbers.
     """
-    # `Trainer.predict` wants values of one shape for all samples.
+    # `Trainer.predict` requires values of the same shape for all samples.
     logits = whole_logits(model, batch, stride)
     masks = predicted_numbers(logits, threshold).unsqueeze(1).to(torch.float32)
     canvas = torch.zeros(len(masks), LARGEST_SHOWN, LARGEST_SHOWN, dtype=torch.uint8)
@@ -460,7 +465,7 @@ def _draw(
         h, w = _shown_size(height, width)
         whole = masks[row, :, :height, :width]
         if logits.shape[1] == 1:
-            # The largest of the pixels and not their mean, or thin lines would vanish.
+            # The maximum of the pixels, not their mean, so that thin lines do not vanish.
             mask = F.adaptive_max_pool2d(whole, (h, w)) * 255
         else:
             mask = F.interpolate(whole.unsqueeze(0), (h, w), mode="nearest-exact")[0]
@@ -469,7 +474,7 @@ def _draw(
 
 
 def _shown_size(height: int, width: int) -> tuple[int, int]:
-    """Height and width of a picture's mask in a report."""
+    """Return height and width of an image's mask in a report."""
     scale = min(1.0, LARGEST_SHOWN / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))
 
@@ -481,17 +486,18 @@ def mask_writer(
     threshold: float,
     classes: Sequence[MaskClass],
 ) -> Measure:
-    """Make what predicts masks and writes them where they are computed.
+    """Make a measure that predicts masks and writes each on the device that computes it.
 
     Args:
-        output: the folder of the masks.
-        names: paths of the masks below it; in place of a mask, a sample has the number of its name.
-        stride: of the model.
-        threshold: probability from which a pixel is in the mask.
-        classes: of the masks.
+        output: folder of the masks.
+        names: paths of the masks in it; samples contain the number of their name in place of a
+            mask.
+        stride: stride of the model.
+        threshold: minimum probability of foreground pixels.
+        classes: classes of the masks.
 
     Returns:
-        A measure: ``share`` (n, classes or 2) float64, the share of the pixels of each class.
+        A measure: ``share`` (n, classes or 2) float64, each class's fraction of the pixels.
     """
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
@@ -502,7 +508,7 @@ def mask_writer(
     def draw(model: nn.Module, batch: Any) -> Measured:
         masks = predicted_numbers(whole_logits(model, batch, stride), threshold)
         shares = []
-        # The mask's first pixel; float32 holds numbers exactly up to 16,777,216 pictures.
+        # The mask's first pixel; float32 represents numbers up to 16,777,216 exactly.
         numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()
         for mask, number, size in zip(masks, numbers, batch["sizes"].tolist(), strict=True):
             pixels = mask[: size[0], : size[1]].cpu()
@@ -511,7 +517,7 @@ def mask_writer(
                 drawn = colored_mask(levels, classes, values=True)
             else:
                 drawn = Image.fromarray(levels * np.uint8(255))
-            # Whole or not at all, so that nothing half-written lies there after a stop.
+            # Written atomically, so that a stop leaves no partial file.
             with aside_of(output / names[number], below=output) as file:
                 drawn.save(file, format="PNG", pnginfo=note)
             counts = torch.bincount(pixels.flatten(), minlength=max(2, len(classes)))

@@ -1,7 +1,7 @@
-"""Models that predict a class of a sample, several, or a number: losses, scores and runs.
+"""Models that predict one class per sample, several classes, or a number: losses and scores.
 
-`label_task` makes the `Task` of a job, and `target_examples` what a report shows. `rows_of`
-predicts with a run, and `sum_up_targets` scores it.
+`label_task` builds the `Task` of a job, and `target_examples` the examples of its report. `rows_of`
+makes predictions with a run, and `sum_up_targets` scores them.
 """
 
 from __future__ import annotations
@@ -55,95 +55,84 @@ __all__ = [
 ]
 
 SHOWN = 24
-"""How many examples of each kind a report shows."""
+"""Number of examples of each kind in a report."""
 
 BestBy = Literal[
     "accuracy", "balanced-accuracy", "macro-f1", "loss", "micro-f1", "mean-average-precision",
     "rmse", "mae", "r2",
 ]  # fmt: skip
-"""Of all tasks."""
+"""Names of the scores, over all tasks."""
 ClassWeights = Literal["none", "auto"]
 Answer = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor]]
-"""Returns the logits for a shard, (n, classes) float32, and its labels, (n,) int64."""
+"""Returns the logits of a shard, (n, classes) float32, and its labels, (n,) int64."""
 _THRESHOLD = 0.5
-"""Probability from which a sample has a class, where it may have several."""
+"""Probability from which a class is predicted, for multi-label tasks."""
 _SCORES: dict[TaskName, tuple[BestBy, ...]] = {
     "single-label": ("accuracy", "balanced-accuracy", "macro-f1", "loss"),
     "multi-label": ("micro-f1", "macro-f1", "mean-average-precision", "loss"),
     "regression": ("rmse", "mae", "r2", "loss"),
 }
-"""By which scores the best epoch may be chosen; the first is the usual one."""
+"""Scores that can select the best epoch; the first is the default."""
 _Array = np.ndarray[Any, Any]
 
 
 class LabelModel(Protocol):
-    """A model that predicts labels, or numbers: facts that a run keeps of it."""
+    """A model that predicts labels or numbers, as described in its run."""
 
     @property
     def target(self) -> Target:
-        """What its outputs stand for."""
+        """Meaning of the outputs."""
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, in the order of the outputs; none for a number."""
+        """Class names in the order of the outputs; empty for regression."""
 
 
 def target_of(task: TaskName, train_labels: Sequence[Any]) -> Target:
-    """Settle what a model's outputs stand for.
+    """Determine the meaning of a model's outputs.
 
     >>> target_of("regression", [1.0, 3.0])
     Target(task='regression', mean=2.0, std=1.0)
     """
     if task != "regression":
         return Target(task)
-    # Added up exactly: the two end up in every output.
+    # fsum rounds only once: both numbers enter every output.
     mean = math.fsum(train_labels) / len(train_labels)
     variance = math.fsum((label - mean) ** 2 for label in train_labels) / len(train_labels)
     return Target(task, mean, math.sqrt(variance) or 1.0)
 
 
 def targets(labels: Sequence[Any]) -> Any:
-    """Make the labels of a data set, as `numbered` returned them, ready for a loss.
+    """Convert the labels of a dataset, as returned by `numbered`, for a loss.
 
     Returns:
-        Numbers of classes as they are; all others as (n,) or (n, classes) float32.
+        Class numbers unchanged; all other labels as (n,) or (n, classes) float32.
     """
     return labels if isinstance(labels[0], int) else torch.tensor(labels, dtype=torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelOptions:
-    """The options of all jobs whose samples have labels; besides those of `TrainOptions`."""
+    """Options of jobs with labeled samples, in addition to `TrainOptions`."""
 
-    best_by: BestBy | None = again(
-        "best_by",
-        shown="the task's first; balanced-accuracy with --class-weights auto or --balanced",
-    )
+    best_by: BestBy | None = again("best_by", shown="by task")
     task: TaskName = option(
-        "single-label", "What to predict: one class of each sample, several of them, or a number."
+        "single-label", "single-label (default), multi-label, regression.", shown=""
     )
-    label_column: tuple[str, ...] = option(
-        (), "Column of the labels in a table.", shown="the one of a usual name"
-    )
-    label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.", SHARE)
-    class_weights: ClassWeights = option(
-        "none", "Weigh classes in the loss; auto: the more, the fewer samples they have."
-    )
-    balanced: bool = option(
-        False, "Draw samples of all classes equally often, with replacement, for training."
-    )
-    labels_as_is: bool = option(
-        False, "Accept every label as a class, even if they look like numbers, lists or typos."
-    )
+    label_column: tuple[str, ...] = option((), "Table column of labels.", shown="a usual name")
+    label_smoothing: float = option(0.0, "Label smoothing.", SHARE)
+    class_weights: ClassWeights = option("none", "Class weights.")
+    balanced: bool = option(False, "Sample classes equally often in training.")
+    labels_as_is: bool = option(False, "Accept all labels as class names.")
 
     def __post_init__(self) -> None:
-        # Or it would be made up for frequent classes twice.
+        # Both options together would compensate for class frequency twice.
         once = not (self.balanced and self.class_weights == "auto")
-        expect(once, "balanced", "", "it without --class-weights auto: either of them is enough")
+        expect(once, "balanced", "", "it without --class-weights auto, because either is enough")
         known, scores = self.best_by is None, _SCORES[self.task]
         expected = f"with --task {self.task}: {', '.join(scores)}"
         expect(known or self.best_by in scores, "best_by", self.best_by, expected)
-        # An option that would do nothing is more likely a mistake than intended.
+        # An option without effect is more likely a mistake than intended.
         unused = {"class_weights": "none", "balanced": False}
         unused |= dict.fromkeys(("label_smoothing", "mixup", "cutmix"), 0.0)
         for name, nothing in unused.items():
@@ -152,8 +141,8 @@ class LabelOptions:
 
 
 def best_by_of(options: LabelOptions) -> BestBy:
-    """By which score the best epoch is chosen."""
-    # Who makes up for frequent classes wants the others recognized as well.
+    """Return the score that selects the best epoch."""
+    # A user who compensates for class frequency wants rare classes recognized, too.
     balanced = options.balanced or options.class_weights == "auto"
     return options.best_by or ("balanced-accuracy" if balanced else _SCORES[options.task][0])
 
@@ -169,17 +158,17 @@ def label_task(
     facts: dict[str, Any],
     **parts: Any,
 ) -> Task:
-    """Build the `Task` of a job whose samples have labels.
+    """Build the `Task` of a job with labeled samples.
 
     Args:
-        noun: what a sample is, for the purpose of the run.
-        kind: what the model predicts.
-        answer: of the model: outputs (n, classes or 1) float32, and labels as of `targets`.
-        options: of the run.
-        labels: of the training and of the test samples, as `numbered` returned them.
-        show: returns what a report shows of a test sample besides its labels, by its number.
-        facts: what ``run.json`` records of the model.
-        parts: the other fields of the task.
+        noun: type of the samples, for the purpose of the run.
+        kind: description of the model.
+        answer: returns outputs (n, classes or 1) float32 and labels in the form of `targets`.
+        options: options of the run.
+        labels: labels of the training and test samples, as returned by `numbered`.
+        show: returns the report's entries of a test sample, given its number, without its labels.
+        facts: entries of ``run.json`` about the model.
+        parts: other fields of the task.
     """
     target, classes = kind.target, kind.classes
     train, truth = labels[0], np.array(labels[1])
@@ -187,7 +176,7 @@ def label_task(
     if target.task != "regression":
         counts = _class_counts(train, len(classes)), _class_counts(truth, len(classes))
     if counts is not None and target.task == "single-label":
-        # As many times as a class has fewer samples: the mean over all samples is 1.
+        # Inversely proportional to the class frequency: the mean weight over all samples is 1.
         samples = torch.tensor(counts[0]).clamp(min=1).to(torch.float32)
         weights = len(train) / (len(classes) * samples)
         weight = weights if options.class_weights == "auto" else None
@@ -197,7 +186,7 @@ def label_task(
         (outputs, given), smoothing = answer(model, batch), options.label_smoothing
         if weight is None:
             return _losses(outputs, given, target, smoothing)
-        # By the weights of the whole batch, as PyTorch divides them.
+        # Divides by the weights of the whole batch, as PyTorch does.
         own = weight.to(outputs.device)
         return onefold.losses.cross_entropy(outputs, given, own, label_smoothing=smoothing)
 
@@ -223,7 +212,7 @@ def label_task(
 
 
 def _class_counts(labels: Any, classes: int) -> list[int]:
-    """Number of samples of each class."""
+    """Count the samples of each class."""
     array = np.array(labels)
     counts = array.sum(axis=0) if array.ndim > 1 else np.bincount(array, minlength=classes)
     return [int(count) for count in counts]
@@ -232,7 +221,7 @@ def _class_counts(labels: Any, classes: int) -> list[int]:
 def _losses(
     outputs: torch.Tensor, labels: torch.Tensor, target: Target, smoothing: float = 0.0
 ) -> torch.Tensor:
-    """The loss of each sample, (n,) float32."""
+    """Return the loss of each sample, (n,) float32."""
     if target.task == "regression":
         return (outputs.squeeze(1) - (labels - target.mean) / target.std) ** 2
     if target.task == "single-label":
@@ -243,15 +232,15 @@ def _losses(
 def baseline_of(
     target: Target, counts: Any, samples: int, truth: _Array, classes: Sequence[str]
 ) -> Baseline | None:
-    """The scores on a test set of answering alike for every sample.
+    """Compute the test scores of a constant prediction.
 
     Args:
-        target: what is predicted.
-        counts: number of training samples of each class, and of test samples; None if they are not
-            known, as in runs of earlier versions.
+        target: target of the predictions.
+        counts: number of training samples of each class, and of test samples; None if unknown, as
+            in runs of earlier versions.
         samples: number of training samples.
         truth: labels of the test samples.
-        classes: names of the classes.
+        classes: class names.
     """
     if target.task == "regression":
         return number_baseline(truth, target)
@@ -263,18 +252,18 @@ def baseline_of(
 
 
 def number_baseline(truth: _Array, target: Target) -> Baseline:
-    """The baseline of predicted numbers: the mean of those that were trained on."""
+    """Return the regression baseline: always predict the mean of the training targets."""
     least = number_scores(truth, np.full(len(truth), target.mean))
     errors = ((truth - target.mean) / target.std) ** 2
     return Baseline(f"{target.mean:.4g}", {"loss": float(errors.mean()), **least})
 
 
 def target_measure(answer: Answer, target: Target, *, brief: bool = False) -> Measure:
-    """Make the measure of all that a model says of a sample.
+    """Make the measure of a model's predictions.
 
-    It has the ``loss`` (n,) float32, and the probability of each class, ``confidence`` (n, classes)
-    float32, or the number, ``value`` (n,) float64. If it is ``brief`` and a sample has one class,
-    it has the most probable one, ``predicted`` (n,) int32, instead of the probabilities.
+    It returns the ``loss`` (n,) float32, and the probability of each class, ``confidence`` (n,
+    classes) float32, or the number, ``value`` (n,) float64. If ``brief`` is set, single-label
+    models return the most probable class, ``predicted`` (n,) int32, instead of the probabilities.
     """
     single = target.task == "single-label"
 
@@ -292,7 +281,7 @@ def target_measure(answer: Answer, target: Target, *, brief: bool = False) -> Me
 
 
 def purpose_of(target: Target) -> str:
-    """The task in words, for a report.
+    """Return the task in words, for a report.
 
     >>> [purpose_of(Target(task)) for task in ("single-label", "multi-label", "regression")]
     ['classification', 'multi-label classification', 'regression']
@@ -302,20 +291,19 @@ def purpose_of(target: Target) -> str:
 
 
 def _target_rows(found: Measured, kind: LabelModel, top: int) -> list[dict[str, Any]]:
-    """What was measured of each sample, as the columns of a prediction.
+    """Convert measurements to the columns of a prediction.
 
     Args:
-        found: as of `target_measure`.
-        kind: what the model predicts.
-        top: how many classes are reported where a sample has one: the most probable ones.
+        found: measurements of `target_measure`.
+        kind: description of the model.
+        top: number of most probable classes to report, for single-label models.
     """
     target, classes = kind.target, kind.classes
     if target.task == "regression":
         return [{"value": value} for value in found["value"].tolist()]
     said = found["confidence"]
     if target.task == "single-label":
-        # topk may return equal ones in any order, and in another one on a GPU; a stable sort does
-        # not.
+        # topk may return ties in any order, which may differ on a GPU; a stable sort does not.
         order = said.argsort(dim=1, descending=True, stable=True)[:, :top]
         return [
             {"classes": [{"class": classes[n], "confidence": p} for n, p in zip(*row, strict=True)]}
@@ -324,7 +312,7 @@ def _target_rows(found: Measured, kind: LabelModel, top: int) -> list[dict[str, 
     return [
         {
             "labels": "|".join(n for n, p in zip(classes, sure, strict=True) if p >= _THRESHOLD),
-            # Of all classes, so that everybody may choose a threshold of his own.
+            # Confidences of all classes, so that users can choose their own threshold.
             **{f"confidence {n}": round(p, 6) for n, p in zip(classes, sure, strict=True)},
         }
         for sure in said.tolist()
@@ -332,14 +320,14 @@ def _target_rows(found: Measured, kind: LabelModel, top: int) -> list[dict[str, 
 
 
 def class_scores(found: Measured, truth: _Array, classes: int) -> ClassScores:
-    """Compare the most probable class of each sample with its true one."""
-    # NumPy's takes the first of equal ones.
+    """Compare the most probable class of each sample with its true class."""
+    # NumPy's argmax returns the first of several ties.
     said = found["predicted"] if "predicted" in found else found["confidence"].numpy().argmax(1)
     return ClassScores.of(truth, np.asarray(said), classes)
 
 
 def scores_of(found: Measured, truth: _Array, target: Target, classes: int) -> dict[str, float]:
-    """The scores of a test set, from what was measured of its samples and their true labels."""
+    """Compute test scores from the measurements of all samples and their true labels."""
     if target.task == "regression":
         scores = number_scores(truth, found["value"].numpy())
     elif target.task == "multi-label":
@@ -350,13 +338,13 @@ def scores_of(found: Measured, truth: _Array, target: Target, classes: int) -> d
 
 
 def number_scores(truth: _Array, predicted: _Array) -> dict[str, float]:
-    """The scores of predicted numbers: root mean squared and mean absolute error, and R2.
+    """Compute the regression scores: root mean squared error, mean absolute error and R2.
 
     >>> number_scores(np.array([1.0, 3.0]), np.array([1.0, 2.0]))["r2"]
     0.5
     """
     errors = np.asarray(predicted, dtype=np.float64) - truth
-    # Where all numbers are the same nothing can be explained.
+    # Without variance, R2 is undefined.
     spread = float(((truth - truth.mean()) ** 2).sum())
     return {
         "rmse": float(np.sqrt((errors**2).mean())),
@@ -366,14 +354,14 @@ def number_scores(truth: _Array, predicted: _Array) -> dict[str, float]:
 
 
 def label_scores(truth: _Array, confidence: _Array) -> dict[str, float]:
-    """The scores of several classes: F1 of all decisions and by class, and average precision.
+    """Compute the multi-label scores: micro and macro F1, and mean average precision.
 
-    They have the values of scikit-learn's functions of the same names, but means leave out classes
-    that no sample has.
+    The values match scikit-learn's functions of the same names, except that means leave out classes
+    without samples.
 
     Args:
-        truth: (n, classes), 1 for each class of a sample, and 0.
-        confidence: (n, classes), the probability of each.
+        truth: (n, classes), 1 for each class of a sample, otherwise 0.
+        confidence: (n, classes), probability of each class.
     """
     table = _by_class(truth, confidence)
     right, both = table["right"].sum(), (table["support"] + table["predicted"]).sum()
@@ -387,15 +375,15 @@ def label_scores(truth: _Array, confidence: _Array) -> dict[str, float]:
 def label_baseline(
     counts: Sequence[int], samples: int, truth: _Array, classes: Sequence[str]
 ) -> Baseline:
-    """The scores of answering the classes that half of the training samples have, for each sample.
+    """Compute the scores of always predicting the classes that at least half of the samples have.
 
-    Its confidence in each class is the share of the training samples that have it.
+    The confidence in each class is its share of the training samples.
 
     Args:
         counts: number of training samples that have each class.
         samples: number of training samples.
-        truth: (n, classes), 1 for each class of a test sample, and 0.
-        classes: their names.
+        truth: (n, classes), 1 for each class of a test sample, otherwise 0.
+        classes: class names.
 
     >>> baseline = label_baseline([3, 2], 4, np.array([[1.0, 0.0], [1.0, 1.0]]), ["cat", "dog"])
     >>> baseline.answer, round(baseline.scores["micro-f1"], 2)
@@ -411,7 +399,7 @@ def label_baseline(
 
 
 def label_table(truth: _Array, confidence: _Array, classes: Sequence[str]) -> list[dict[str, Any]]:
-    """The scores of each class; None for one that it does not have."""
+    """Return the scores of each class; None for undefined scores."""
     table = _by_class(truth, confidence)
     names = ("precision", "recall", "f1", "average-precision")
     return [
@@ -445,7 +433,7 @@ def _by_class(truth: _Array, confidence: _Array) -> dict[str, _Array]:
 
 
 def _average_precision(given: _Array, confidence: _Array) -> float:
-    """The mean precision at the thresholds where one more is found; ties count together."""
+    """Compute the mean precision over all thresholds that raise recall; ties count together."""
     if not given.any():
         return math.nan
     order = np.argsort(-confidence, kind="stable")
@@ -463,26 +451,26 @@ def _mean(values: _Array) -> float:
 def choose_examples(
     truth: torch.Tensor, predicted: torch.Tensor, confidence: torch.Tensor
 ) -> tuple[list[int], list[int]]:
-    """Choose samples from all over the test set, and the worst mistakes, by their numbers.
+    """Choose samples evenly from the test set, and the worst mistakes, by their numbers.
 
     Args:
-        truth: (n,) int64, the true classes.
-        predicted: (n,) int64, the predicted classes.
-        confidence: (n,) float32, the probability of the predicted class.
+        truth: (n,) int64, true classes.
+        predicted: (n,) int64, predicted classes.
+        confidence: (n,) float32, probability of the predicted class.
 
     >>> truth, predicted = torch.tensor([0, 1, 1]), torch.tensor([0, 0, 0])
     >>> choose_examples(truth, predicted, torch.tensor([0.9, 0.6, 0.8]))
     ([0, 1, 2], [2, 1])
     """
     wrong = (truth != predicted).nonzero().flatten()
-    # Stable, so that equally confident mistakes come in the same order on every device.
+    # A stable sort puts equally confident mistakes in the same order on every device.
     order = confidence[wrong].argsort(descending=True, stable=True)
     return spread(len(truth)), wrong[order][:SHOWN].tolist()
 
 
 def spread(samples: int, most: int = SHOWN) -> list[int]:
-    """Choose the numbers of samples from all over a test set."""
-    # Evenly: a test set is mostly in the order of its classes.
+    """Choose sample numbers evenly from a test set."""
+    # Evenly, because a test set is usually sorted by class.
     count = min(most, samples)
     return [number * samples // count for number in range(count)]
 
@@ -494,19 +482,19 @@ def target_examples(
     data: Any,
     show: Callable[[int], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Collect what a report shows of a trained model: samples, mistakes, and its confusions.
+    """Collect a report's examples of a trained model: samples, mistakes and confusion matrix.
 
     Args:
-        predict: reads and predicts a data set.
-        answer: of the model.
-        kind: what the model predicts.
-        data: the data set to test with; its ``labels`` are as of `targets`.
-        show: returns what is shown of a sample besides its labels, by the sample's number.
+        predict: predicts a dataset.
+        answer: returns outputs and labels of a shard.
+        kind: description of the model.
+        data: test set, with ``labels`` in the form of `targets`.
+        show: returns the entries of a sample in addition to its labels, given its number.
     """
     target, classes = kind.target, kind.classes
     found = predict(target_measure(answer, target), data)
     truth = np.asarray(data.labels)
-    # Stable, so that equal losses come in the same order on every device.
+    # A stable sort puts equal losses in the same order on every device.
     worst = found["loss"].argsort(descending=True, stable=True)[:SHOWN].tolist()
     samples, of_all = spread(len(truth)), {}
     if target.task == "single-label":
@@ -548,7 +536,7 @@ def rows_of(
     data: Any,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> Predicted:
-    """Report the number of each sample, or its classes: all that it has, or the surest."""
+    """Predict the number of each sample, its classes, or its most probable class."""
     found = use.measured(model, target_measure(answer, kind.target), data, collate)
     rows = _target_rows(found, kind, use.options.top)
     labeled = any(each.label != "" for each in use.inputs)
@@ -559,7 +547,7 @@ def rows_of(
 
 
 def labels_of(use: Use, kind: LabelModel) -> Any:
-    """The number of each input's class; 0 where it is not known, so that its loss is void."""
+    """Return the class number of each input; 0 if unknown, in which case its loss is unused."""
     classes = kind.classes
     if kind.target.task != "single-label":
         nothing = torch.zeros(len(use.inputs), len(classes))
@@ -571,7 +559,7 @@ def labels_of(use: Use, kind: LabelModel) -> Any:
 
 
 def sum_up_targets(found: Measured, labels: list[Label], facts: RunFacts) -> dict[str, Any]:
-    """Score one class for each sample, several, or a number; and the baseline if there is one."""
+    """Score the predictions, and compute the baseline if there is one."""
     target, classes = facts.target, facts.classes
     truth = np.array(numbered(labels, classes))
     summed: dict[str, Any] = {"scores": scores_of(found, truth, target, len(classes))}
@@ -586,7 +574,7 @@ def sum_up_targets(found: Measured, labels: list[Label], facts: RunFacts) -> dic
 
 
 def compared(summed: dict[str, Any], baseline: Baseline | None, facts: RunFacts) -> dict[str, Any]:
-    """Add the baseline, and whether the score of the run is no better."""
+    """Add the baseline, and a warning if the run's score is no better."""
     name = facts.score.partition(" ")[2]
     if baseline is None or name not in summed["scores"]:
         return {**summed, "baseline": baseline}
@@ -597,10 +585,10 @@ def compared(summed: dict[str, Any], baseline: Baseline | None, facts: RunFacts)
 def lines_to_score(
     run: Path, kind: Literal["image", "text"], data: Path, facts: RunFacts, options: EvaluateOptions
 ) -> tuple[Path, list[Line], list[BadFile]]:
-    """Read a table, or the file to test with in a folder; divide labels as in training.
+    """Read a table, or the test file of a folder, and split labels as in training.
 
     Returns:
-        The path of the file, the samples of classes that the run knows, and the bad lines.
+        Path of the file, samples of known classes, and the bad lines.
     """
     columns = columns_of(run, kind, options)
     columns = columns._replace(label=options.label_column or columns.label)

@@ -1,7 +1,7 @@
-"""Texts with labels: the options, the data, the model, and how its runs are used.
+"""The text job, for labeled texts: options, data, model, and the use of its runs.
 
-A run keeps its tokenizer and the description of its model as files, so that it can be used without
-the folder of the pretrained model that it may have started from.
+A run stores its tokenizer and the configuration of its model, so that it can be used without the
+folder of the pretrained model that it may have started from.
 """
 
 from __future__ import annotations
@@ -62,67 +62,51 @@ CONFIG_FILE = "model_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 SHOWN_CHARACTERS = 400
 PADDED = 32
-"""Compiled models have texts of a multiple of so many tokens."""
+"""Compiled models pad texts to a multiple of this number of tokens."""
 _MOST_FILE_BYTES = 1 << 28
-"""The largest file of a run's model that is read."""
+"""Maximum size of a model file that is read, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions(LabelOptions, TrainOptions):
     """Options of ``onefold train text``."""
 
-    lr: float | None = again("lr", shown="0.0005, or 0.00003 with --pretrained")
-    epochs: int | None = again("epochs", shown="10, or 3 with --pretrained")
+    lr: float | None = again("lr", shown="0.0005")
+    epochs: int | None = again("epochs", shown="10; pretrained: 3")
     clip_norm: float | None = again("clip_norm", 1.0, shown=None)
-    dev: str | None = option(
-        None, "File to score on.", shown="dev in the folder, or a share of the texts"
-    )
-    text_column: str | None = option(
-        None,
-        "Column of the texts in a table, or several: title,body.",
-        shown="the one of a usual name",
-    )
-    model: str = option(
-        TINY, "tiny, made from the options below, or a folder with a pretrained model."
-    )
-    pretrained: str | None = option(
-        None, "Begin with hf:ORG/NAME, or a folder of a pretrained model.", shown="none"
-    )
-    # 256 bytes and 5 special tokens.
-    vocabulary: int = option(
-        4000, "Tokens that the tokenizer learns from the training texts.", within(261, 10**7)
-    )
-    width: int = option(128, "Size of the tiny model's embeddings.", within(1, 1 << 16))
+    dev: str | None = option(None, "Test file.", shown="dev, or a fraction of the texts")
+    text_column: str | None = option(None, "Text column(s): title,body.", shown="a usual name")
+    model: str = option(TINY, "tiny, or the folder of a model.")
+    pretrained: str | None = option(None, "hf:ORG/NAME, or a model folder.", shown="none")
+    # At least 256 bytes and 5 special tokens.
+    vocabulary: int = option(4000, "Vocabulary size of the tokenizer.", within(261, 10**7))
+    width: int = option(128, "Embedding size of the tiny model.", within(1, 1 << 16))
     layers: int = option(2, "Layers of the tiny model.", within(1, 1000))
-    heads: int = option(4, "Attention heads in each layer of the tiny model.", within(1, 1 << 16))
+    heads: int = option(4, "Attention heads per layer (tiny model).", within(1, 1 << 16))
     dropout: float = option(0.2, "Dropout of the tiny model.", SHARE)
-    # Two special tokens stand around a text.
-    max_length: int = option(
-        128, "Tokens of a text at most; what is beyond is cut off.", within(3, 1 << 20)
-    )
-    token_dropout: float = option(
-        0.15, "Share of tokens hidden in training, anew at every reading.", SHARE
-    )
+    # Every text has two special tokens.
+    max_length: int = option(128, "Maximum length of a text, in tokens.", within(3, 1 << 20))
+    token_dropout: float = option(0.15, "Fraction of tokens to mask in training.", SHARE)
 
     def __post_init__(self) -> None:
-        # Not super(), which fails here: see ClassifyOptions.
+        # super() fails here: see PictureOptions.
         TrainOptions.__post_init__(self)
         once = self.pretrained is None or self.model == TINY
-        expect(once, "pretrained", self.pretrained, "it without --model, which says the same")
+        expect(once, "pretrained", self.pretrained, "it without --model, which does the same")
         LabelOptions.__post_init__(self)
         expect(self.width % self.heads == 0, "width", self.width, f"a multiple of {self.heads}")
 
 
 def _begins_with(options: TextOptions) -> str | None:
-    """The pretrained model that a run begins with; None from scratch."""
+    """Return the pretrained model to start from; None for training from scratch."""
     return options.pretrained or (None if options.model == TINY else options.model)
 
 
 def check_early(options: TextOptions) -> None:
-    """Refuse what is bound to fail, before the data are read.
+    """Reject options that cannot work, before the data are read.
 
     Raises:
-        LaunchError: a library is missing.
+        LaunchError: a library is not installed.
         CheckpointError: the folder of the pretrained model does not exist.
     """
     require("the text job", "text", "tokenizers", "transformers")
@@ -130,17 +114,17 @@ def check_early(options: TextOptions) -> None:
     if begins_with and not find_weights(begins_with, whole=True).is_dir():
         name, first = ("pretrained", "hf:ORG/NAME") if options.pretrained else ("model", TINY)
         raise CheckpointError(
-            f"--{name} {begins_with}: expected {first}, or a folder with a pretrained model; there "
-            f"is no such folder"
+            f"--{name} {begins_with}: expected {first}, or a folder with a pretrained model, but "
+            f"there is no such folder"
         )
 
 
 def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplits:
-    """Read the data, and refuse those that cannot be used.
+    """Read the data, and reject data that cannot be used.
 
     Args:
-        options: of the run.
-        scanning: not used, as texts are read in no time.
+        options: options of the run.
+        scanning: not used, because reading texts takes no time.
 
     Raises:
         DataError: the data are missing, damaged or unsuitable.
@@ -150,7 +134,7 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
     samples = read_listed(
         path, options.dev, columns, options.task, labels_as_is=options.labels_as_is
     )
-    # Before bad lines are reported: labels of another kind may be the reason for most of them.
+    # Checked before bad lines are reported: labels of the wrong kind may explain most of them.
     labels = [line.label for line in samples.train]
     where, as_is = readable(samples.paths[0]), options.labels_as_is
     notes = check_task(labels, options.task, where, labels_as_is=as_is)
@@ -159,7 +143,7 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
         refuse(splits.left_out, splits.train)
     tested = {name for line in splits.dev for name in parts_of(line.label)}
     notes += untested(splits.classes, tested, readable(splits.paths[1]))
-    # A text that is trained on and scored on would make the score too good.
+    # A text in both sets would make the score too good.
     both = [
         [Sample(f"line {x.line_number} of {file}", x.label, x.text) for x in lines]
         for file, lines in zip(splits.paths, (splits.train, splits.dev), strict=True)
@@ -169,7 +153,7 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
 
 
 def settle(options: TextOptions, data: TextSplits) -> TextOptions:
-    """Fill in the options that were left open, now that the data are known."""
+    """Fill in options without a value, once the data are known."""
     fine = _begins_with(options) is not None
     return replace(
         options,
@@ -180,10 +164,10 @@ def settle(options: TextOptions, data: TextSplits) -> TextOptions:
 
 
 class TextModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be known of a model to use it on texts; kept in the run's folder."""
+    """Description of a text classifier; stored in the run's folder."""
 
     tokenizer: str
-    """The tokenizer as JSON."""
+    """Tokenizer in JSON."""
     max_length: int
     pad_id: int
     classes: tuple[str, ...]
@@ -191,11 +175,11 @@ class TextModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_run(cls, run: Path) -> TextModel:
-        """Read it from the folder of a run.
+        """Read the description from the folder of a run.
 
         Raises:
-            DataError: the folder is not that of a run of this job, or a file in it is damaged.
-            LaunchError: a library is missing.
+            DataError: the folder does not contain a run of this job, or a file in it is damaged.
+            LaunchError: a library is not installed.
         """
         require("the text job", "text", "tokenizers", "transformers")
         facts = read_run(run, JOB)
@@ -204,16 +188,16 @@ class TextModel(msgspec.Struct, frozen=True, kw_only=True):
             shared = {name: facts[name] for name in ("target", "classes")}
             kept = {**facts["text_model"], **shared, "tokenizer": tokenizer}
             made = msgspec.convert(kept, cls)
-            # Tried here, or a damaged tokenizer would only be met on the devices.
+            # Tried here, or a damaged tokenizer would only fail on the devices.
             made.encode(["text"])
             return made
 
     def build(self, run: Path) -> nn.Module:
-        """Build the run's model with fresh weights.
+        """Build the run's model with freshly initialized weights.
 
         Raises:
-            CheckpointError: its description is damaged.
-            DataError: its description is not that of the model that ``run.json`` tells of.
+            CheckpointError: the configuration is damaged.
+            DataError: the configuration does not match ``run.json``.
         """
         try:
             model = text_models.build_from_config(_read_file(run / CONFIG_FILE))
@@ -225,34 +209,34 @@ class TextModel(msgspec.Struct, frozen=True, kw_only=True):
             or not 0 <= self.pad_id < config.vocab_size
         ):
             raise DataError(
-                f"{run}: expected {CONFIG_FILE} and run.json to be of one model, got "
+                f"{run}: {CONFIG_FILE} and run.json describe different models: "
                 f"{config.num_labels} classes of {config.vocab_size} tokens, and "
                 f"{len(self.classes)} with padding by token {self.pad_id}"
             )
         return model
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """Token ids of each text, (t,) int64."""
+        """Return the token ids of each text, (t,) int64."""
         return text_models.encode_texts(texts, self.tokenizer, max_length=self.max_length)
 
     @property
     def collate(self) -> Any:
-        """The function that makes a shard of texts."""
+        """Function that makes a shard of texts."""
         return partial(text_models.pad_shard, pad_id=self.pad_id)
 
 
 def make_task(options: TextOptions, data: TextSplits) -> Task:
-    """Build the model, the data sets and the scores of a run; called on every device.
+    """Build the model, the datasets and the scores of a run. Called on every device.
 
     Args:
-        options: settled ones.
-        data: what `prepare` returned.
+        options: options with all values filled in.
+        data: result of `prepare`.
 
     Raises:
         CheckpointError: the pretrained model cannot be used.
-        LaunchError, ValueError: a library is missing, or an option does not suit the model.
+        LaunchError, ValueError: a library is not installed, or an option does not suit the model.
     """
-    # Every device draws the first weights by itself, and all must draw the same.
+    # Every device draws the initial weights itself, and all must draw the same ones.
     torch.manual_seed(options.seed)
     model, kind = _build(options, data)
     train_labels, dev_labels = (
@@ -271,7 +255,7 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     long = sum(len(ids) == kind.max_length for ids in (*train_set.ids, *dev_ids))
     cut = (
         f"{counted(long, 'text')} of {len(train_set) + len(dev_set):,} fill {kind.max_length} "
-        f"tokens: what is beyond is cut off; --max-length takes more"
+        f"tokens and may be truncated: increase --max-length to keep more"
     )
     config: Any = model.config
     return label_task(
@@ -285,11 +269,11 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
         train_set=train_set,
         test_set=dev_set,
         collate=kind.collate,
-        # Each length is compiled by itself, so there must be few of them.
+        # Each padded length is compiled separately, so there must be few of them.
         train_collate=partial(kind.collate, multiple=PADDED, longest=kind.max_length)
         if options.compile
         else None,
-        # Texts of near length share a batch, so that little of a shard is padding.
+        # Grouping texts by length keeps padding small.
         lengths=train_set.lengths.tolist(),
         show=lambda _, number: _shown(data.dev[number]),
         facts={
@@ -297,7 +281,7 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
             "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},
         },
         notes=[cut] if long else [],
-        # use_diff=False writes defaults as well: those of a later transformers may be others.
+        # use_diff=False also writes defaults, which may differ in a later version of transformers.
         files={TOKENIZER_FILE: kind.tokenizer, CONFIG_FILE: config.to_json_string(use_diff=False)},
     )
 
@@ -307,16 +291,16 @@ def _read_file(path: Path) -> str:
 
 
 def answer(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of every text of a shard, (n, classes) float32, and its labels."""
+    """Return the logits of a shard's texts, (n, classes) float32, and its labels."""
     output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     return output.logits, batch["labels"]
 
 
 def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel]:
-    """Build the model, from a folder or from scratch, and its tokenizer."""
+    """Build the model, pretrained or from scratch, and its tokenizer."""
     begins_with = _begins_with(options)
     if begins_with is None:
-        # Each device trains its own; they come out alike, see the note on tokenizers.
+        # Each device trains its own, with identical results: see the note in text_models.
         texts = [line.text for line in data.train]
         tokenizer = text_models.train_tokenizer(texts, options.vocabulary)
         model = text_models.build_classifier(
@@ -343,17 +327,17 @@ def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel
 
 
 def _shown(line: Line) -> dict[str, Any]:
-    """What a report shows of a text."""
+    """Return a report's entries of a text."""
     return {"name": f"line {line.line_number}", "text": line.text[:SHOWN_CHARACTERS]}
 
 
 def _read(run: Path, paths: Sequence[Path], columns: Columns) -> tuple[list[Input], list[BadFile]]:
-    """Read one text from each line, and the label behind its tab, if it has one.
+    """Read one text per line, and the label after its tab if there is one.
 
     Args:
-        run: not used, as all runs read texts in one way.
-        paths: of the files; a table has a text in each row.
-        columns: where they are in a table.
+        run: not used, because all runs read texts the same way.
+        paths: paths of the files; a table has one text per row.
+        columns: columns of a table.
     """
     inputs: list[Input] = []
     bad: list[BadFile] = []
@@ -364,14 +348,14 @@ def _read(run: Path, paths: Sequence[Path], columns: Columns) -> tuple[list[Inpu
             bad += wrong_rows
             continue
         if not path.is_file():
-            came = "a folder" if path.is_dir() else "nothing there"
-            raise DataError(f"{path}: expected a file with one text a line, got {came}")
+            came = "a folder" if path.is_dir() else "nothing"
+            raise DataError(f"{path}: expected a file with one text per line, got {came}")
         for number, content in enumerate(read_lines(path), start=1):
             try:
                 line, *labels = decoded(content).split("\t")
                 if not line.strip():
-                    raise ValueError("expected a text, got none")
-                # More columns are something else.
+                    raise ValueError("expected a text, but the line has none")
+                # With more columns, the second one is not a label.
                 label = labels[0].strip() if len(labels) == 1 else ""
                 inputs.append(Input(path, str(path), line, number, label))
             except ValueError as wrong:
@@ -389,7 +373,7 @@ def _predict(use: Use) -> Predicted:
 
 
 def _labeled(run: Path, data: Path, facts: RunFacts, options: EvaluateOptions) -> Labeled:
-    """Read the texts of a file, or of the one to test with in a folder."""
+    """Read the texts of a file, or of the test file in a folder."""
     path, lines, bad = lines_to_score(run, "text", data, facts, options)
     inputs = [Input(path, str(path), x.text, x.line_number, x.label) for x in lines]
     return Labeled(path, inputs, bad)
@@ -408,21 +392,21 @@ def _load(run: Path) -> LoadedModel:
 
 
 class TextLogits(nn.Module):
-    """A model of transformers that returns nothing but its logits."""
+    """Wrapper of a transformers model that returns only its logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return logits (n, classes) float32 of ids and masks, (n, t) int64 each."""
+        """Return logits (n, classes) float32 for ids and masks, (n, t) int64 each."""
         logits: torch.Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
         return logits
 
 
 TEXT = Job(
     name=JOB,
-    help="Texts with labels, from TSV files and other tables.",
+    help="Text classification, from TSV files and other tables.",
     example="reviews",
     options=TextOptions,
     check_early=check_early,

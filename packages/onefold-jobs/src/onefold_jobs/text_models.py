@@ -1,23 +1,23 @@
-"""Models of texts and their tokenizers: small ones from scratch, and those that transformers saved.
+"""Text models and their tokenizers: small ones from scratch, or ones saved by transformers.
 
 `EncodedTexts` and `pad_shard` make samples and shards of token ids. The packages ``tokenizers`` and
-``transformers`` (extra ``[text]``) are imported only where they are used: those two need neither.
+``transformers`` (extra ``[text]``) are imported only on use, and these two do not need them.
 
-Note: what a folder of somebody else's may do
----------------------------------------------
-transformers can be told by a folder to run code: by Python files that ``config.json`` names, by
-kernels that are fetched from a hub and named in the same file, by pickled weights, by adapters. Of
-all this nothing is wanted here. ``trust_remote_code=False`` is written out everywhere, as the
-default asks the user, who is not there; names of kernels are refused; and weights are read by our
-own reader and handed over as tensors. What remains are descriptions, and models of the library.
+Note: untrusted model folders
+-----------------------------
+A folder can make transformers run code: Python files named in ``config.json``, kernels from a hub
+named in the same file, pickled weights, adapters. onefold allows none of this.
+``trust_remote_code=False`` is passed everywhere, because the default asks the user, who is not
+there; names of kernels are rejected; and onefold reads the weights itself and passes them as
+tensors. What remains are configurations, and models of the library.
 
 Note: the same tokenizer everywhere
 -----------------------------------
-Every device may train the tokenizer by itself. Counting runs on several threads and goes through
-hash tables in no particular order, but only whole numbers are added up, the base alphabet is all
-256 bytes in a fixed order, and of pairs with equal counts the one with the lower ids is merged
-first. What would depend on the order of a hash table are the ids of pieces with a prefix or suffix
-of their own ("##ing"): none are used here. The order of the texts does not matter either.
+Every device may train the tokenizer itself. Counting uses several threads and hash tables without a
+defined order, but it only adds integers, the base alphabet is all 256 bytes in a fixed order, and
+of pairs with equal counts the one with the lower ids is merged first. Only ids of pieces with their
+own prefix or suffix ("##ing") would depend on the order of a hash table, and there are none here.
+The order of the texts does not matter either.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ _WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""Names of files of weights, in the order in which they are looked for."""
+"""File names of weights, in order of preference."""
 _CODE = ("attn_implementation", "experts_implementation")
-"""Endings of the names in a configuration that choose an implementation."""
+"""Suffixes of the configuration keys that choose an implementation."""
 _INDEX = ".index.json"
 _MOST_CONFIG_BYTES = 1 << 24
 _MOST_TOKENIZER_BYTES = 1 << 28
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt")
 
-# In the order of RoBERTa's own vocabulary: its configuration has these numbers as defaults.
+# In the order of RoBERTa's own vocabulary, because its configuration has these ids as defaults.
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-"""The special tokens of a trained tokenizer; their ids are their places here."""
+"""Special tokens of a trained tokenizer; their ids are their positions here."""
 START_ID, PAD_ID, END_ID, _, MASK_ID = range(len(SPECIAL_TOKENS))
 
 
@@ -85,16 +85,16 @@ def build_classifier(
     max_length: int,
     dropout: float,
 ) -> nn.Module:
-    """Build a RoBERTa that classifies, its weights drawn from PyTorch's global generator.
+    """Build a RoBERTa classifier with weights drawn from PyTorch's global generator.
 
     Args:
-        vocabulary_size: one more than the largest token id.
-        num_classes: logits of a text.
-        width: size of the embeddings, a multiple of ``heads``.
+        vocabulary_size: largest token id plus 1.
+        num_classes: number of logits per text.
+        width: embedding size, a multiple of ``heads``.
         layers: number of encoder layers.
-        heads: attention heads of each layer.
-        max_length: tokens of the longest text.
-        dropout: rate everywhere, in attention too.
+        heads: attention heads per layer.
+        max_length: maximum length of a text, in tokens.
+        dropout: dropout rate, also of attention.
 
     Returns:
         ``model(input_ids=..., attention_mask=...).logits`` is (n, num_classes) float32.
@@ -111,7 +111,7 @@ def build_classifier(
         intermediate_size=4 * width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        # RoBERTa numbers positions from PAD_ID + 1, but embeds the numbers before that as well.
+        # RoBERTa numbers positions from PAD_ID + 1, but also has embeddings for the numbers below.
         max_position_embeddings=max_length + PAD_ID + 1,
         type_vocab_size=1,
         hidden_dropout_prob=dropout,
@@ -125,12 +125,12 @@ def build_classifier(
 
 
 def _problem(outputs: int) -> str:
-    """What transformers is told of the outputs; the loss is always the job's own."""
+    """Return transformers' name for the task; the loss is always the job's own."""
     return "single_label_classification" if outputs > 1 else "regression"
 
 
 def head_parts(model: nn.Module) -> tuple[str, ...]:
-    """Name the parts of a classifier that turn what its body computes into classes.
+    """Return the names of a classifier's modules that map the body's output to classes.
 
     Args:
         model: from `build_classifier`, `build_from_config` or `load_pretrained`.
@@ -140,20 +140,20 @@ def head_parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def most_tokens(model: nn.Module) -> int | None:
-    """Find the most tokens that a text may have; None if the model has no such limit.
+    """Return the maximum length of a text, in tokens; None without a limit.
 
     Args:
         model: from `build_classifier`, `build_from_config` or `load_pretrained`.
     """
     for name, part in model.named_modules():
-        # RoBERTa and its relatives number positions from behind the padding's own. They alone have
-        # one for the padding, which may be another number than that of its token.
+        # RoBERTa and related models number positions from the padding index plus 1. Only they have
+        # a padding index for positions, which may differ from the id of the padding token.
         padding: Any = getattr(part, "padding_idx", None)
         if name.rpartition(".")[2] == "position_embeddings" and padding is not None:
             weight: Any = part.weight
             return len(weight) - int(padding) - 1
     most = getattr(model.config, "max_position_embeddings", None)
-    # XLNet, to which any length will do, says -1.
+    # XLNet, which has no limit, returns -1.
     return most if isinstance(most, int) and most > 0 else None
 
 
@@ -161,10 +161,10 @@ def build_from_config(config: str) -> nn.Module:
     """Build a classifier from a ``config.json``, with weights from the global generator.
 
     Args:
-        config: what ``model.config.to_json_string(use_diff=False)`` returned.
+        config: result of ``model.config.to_json_string(use_diff=False)``.
 
     Raises:
-        CheckpointError: the text describes no model, or one that needs code from elsewhere.
+        CheckpointError: the text does not describe a model, or one that needs remote code.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -177,46 +177,46 @@ def build_from_config(config: str) -> nn.Module:
                 described, trust_remote_code=False
             )
     except Exception as failure:
-        # The values are read by another library, where any error may come of a wrong one.
+        # transformers reads the values, and may raise anything for a wrong one.
         raise CheckpointError(
-            f"expected the description of a model that transformers can build, got "
+            f"expected the configuration of a model that transformers can build, got "
             f"{type(failure).__name__}: {failure}"
         ) from failure
     return model
 
 
 def _refuse_kernels(value: object, name: str = "") -> None:
-    """Refuse a description by which code would be fetched: an implementation named OWNER/NAME.
+    """Reject a configuration that would download code: an implementation named OWNER/NAME.
 
     Raises:
-        ValueError: the description names such an implementation.
+        ValueError: the configuration names such an implementation.
     """
     if isinstance(value, dict):
         for key, part in value.items():
-            # The name above counts as well: an implementation may be a dict, by part of the model.
+            # The parent key counts as well: an implementation may be a dict by part of the model.
             _refuse_kernels(part, name if name.endswith(_CODE) else str(key))
     elif isinstance(value, list):
         for part in value:
             _refuse_kernels(part, name)
     elif isinstance(value, str) and name.endswith(_CODE) and "/" in value:
-        raise ValueError(f"{name} {value!r} names code that would be fetched and run")
+        raise ValueError(f"{name} {value!r} names code that would be downloaded and run")
 
 
 def load_pretrained(directory: str | PathLike[str], num_classes: int) -> tuple[nn.Module, str]:
-    """Load a pretrained model from a folder on this machine, with a head for classes.
+    """Load a pretrained model from a local folder, with a classification head.
 
     Args:
-        directory: holds ``config.json``, the weights (``model.safetensors`` or
+        directory: contains ``config.json``, the weights (``model.safetensors`` or
             ``pytorch_model.bin``) and the tokenizer (``tokenizer.json``, or the older files).
-        num_classes: logits of a text. A head that is not in the folder, or is for another number
-            of classes, is drawn from PyTorch's global generator.
+        num_classes: number of logits per text. A head that is missing, or has another number of
+            classes, is drawn from PyTorch's global generator.
 
     Returns:
-        The model in float32 and training mode, and its tokenizer as JSON for `encode_texts`. The
-        model's ``config`` has the length of the longest text.
+        The model in float32 and training mode, and its tokenizer in JSON for `encode_texts`. The
+        model's ``config`` contains the maximum length of a text.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or model and tokenizer do not fit.
+        CheckpointError: a file is missing or damaged, or model and tokenizer do not match.
     """
     directory = Path(directory)
     _check_files(directory)
@@ -225,7 +225,7 @@ def load_pretrained(directory: str | PathLike[str], num_classes: int) -> tuple[n
             model, report = _load_model(directory, num_classes)
             tokenizer, tokens = _load_tokenizer(directory)
     except Exception as failure:
-        # The files are read by another library, where any error may come of a damaged one.
+        # transformers reads the files, and may raise anything for a damaged one.
         raise CheckpointError(
             f"{directory}: expected a model and a tokenizer that transformers can load, got "
             f"{type(failure).__name__}: {failure}"
@@ -233,7 +233,7 @@ def load_pretrained(directory: str | PathLike[str], num_classes: int) -> tuple[n
     check_finite(model, directory)
     _check_weights(directory, model, report)
     _check_vocabulary(directory, model, tokens)
-    # The library returns it in evaluation mode, in which there is no dropout.
+    # The library returns the model in evaluation mode, without dropout.
     return model.train(), tokenizer
 
 
@@ -242,12 +242,12 @@ def _check_files(directory: Path) -> None:
         if not any((directory / name).is_file() for name in names):
             raise CheckpointError(
                 f"{directory}: expected {' or '.join(names)}, found none; name a folder that "
-                f"save_pretrained has written for both the model and the tokenizer"
+                f"save_pretrained wrote for both the model and the tokenizer"
             )
 
 
 def _load_model(directory: Path, num_classes: int) -> tuple[Any, dict[str, Any]]:
-    """Load the model; return it, and the names of weights that were missing or did not fit."""
+    """Load the model; also return the names of weights that were missing or did not fit."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
     _refuse_kernels(read_json(directory / "config.json", _MOST_CONFIG_BYTES))
@@ -258,9 +258,9 @@ def _load_model(directory: Path, num_classes: int) -> tuple[Any, dict[str, Any]]
         local_files_only=True,
         trust_remote_code=False,
     )
-    # With the weights as tensors: from a folder, the library would also read pickles and adapters.
-    # In float32 whatever the file has, or the type would depend on the release; and a head for
-    # another number of classes is made anew instead of refused.
+    # Weights are passed as tensors, because from a folder the library would also read pickles and
+    # adapters. float32 is explicit, because the default depends on the release. A head for another
+    # number of classes is initialized instead of rejected.
     model, report = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].from_pretrained(
         None,
         config=config,
@@ -275,29 +275,29 @@ def _load_model(directory: Path, num_classes: int) -> tuple[Any, dict[str, Any]]
 
 
 def _read_state(directory: Path) -> dict[str, torch.Tensor]:
-    """Read the weights of a folder, from one file or several, without running any code in them."""
+    """Read the weights of a folder, from one or several files, without running code in them."""
     name = next(name for name in _WEIGHTS if (directory / name).is_file())
     parts = [name]
     if name.endswith(_INDEX):
-        # Sorted: which of two files wins, if both hold a name, must not depend on a hash table.
+        # Sorted: which file wins if two contain a name must not depend on a hash table.
         parts = sorted(set(read_json(directory / name, _MOST_CONFIG_BYTES)["weight_map"].values()))
     state: dict[str, torch.Tensor] = {}
     for part in parts:
-        # The index may be anybody's: it must not lead out of the folder.
+        # The index may come from another user: it must not lead out of the folder.
         if Path(part).name != part:
-            raise ValueError(f"{name} names {part!r}, which is no file beside it")
+            raise ValueError(f"{name} names {part!r}, which is not a file next to it")
         content = state_under(read_weights(directory / part), None, directory / part)
         state |= {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}
     return state
 
 
 def _load_tokenizer(directory: Path) -> tuple[str, int]:
-    """Load the tokenizer, from older files if need be; return it as JSON, and its token count."""
+    """Load the tokenizer, also from older files; return it as JSON, and its number of tokens."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
     whole = directory / "tokenizer.json"
-    # Read by ourselves where possible: AutoTokenizer follows further files of the folder.
+    # Read tokenizer.json directly, because AutoTokenizer reads further files of the folder.
     if whole.is_file():
         tokenizer = Tokenizer.from_str(read_whole(whole, _MOST_TOKENIZER_BYTES).decode())
     else:
@@ -308,25 +308,25 @@ def _load_tokenizer(directory: Path) -> tuple[str, int]:
 
 
 def _check_weights(directory: Path, model: Any, told: dict[str, Any]) -> None:
-    """Refuse a folder that lacks weights of the encoder: only the head may be new."""
-    # And the pooler, which models that were trained to fill in words do not have.
+    """Reject a folder that lacks weights of the encoder: only the head may be new."""
+    # The pooler may be new, too: masked language models lack it.
     body = f"{model.base_model_prefix}."
     missing = [str(name) for name in told["missing_keys"]]
     missing += [str(name) for name, *_ in told["mismatched_keys"]]
     lacking = sorted(n for n in missing if n.startswith(body) and ".pooler." not in n)
     if lacking:
         raise CheckpointError(
-            f"{directory}: expected weights for all of the encoder that config.json describes, got "
-            f"none that fit for {len(lacking)} of them, the first {lacking[0]}; see whether both "
-            f"files are of the same model"
+            f"{directory}: expected weights for the whole encoder that config.json describes, but "
+            f"{len(lacking)} are missing or do not fit, such as {lacking[0]}; check that both "
+            f"files belong to the same model"
         )
 
 
 def _check_vocabulary(directory: Path, model: Any, tokens: int) -> None:
     if tokens > model.config.vocab_size:
         raise CheckpointError(
-            f"{directory}: expected a tokenizer of at most {model.config.vocab_size} tokens, as "
-            f"many as the model embeds, got {tokens}; see whether both are of the same model"
+            f"{directory}: the tokenizer has {tokens} tokens, but the model embeds only "
+            f"{model.config.vocab_size}; check that both belong to the same model"
         )
 
 
@@ -334,11 +334,11 @@ def _check_vocabulary(directory: Path, model: Any, tokens: int) -> None:
 def _quiet() -> Iterator[None]:
     """Silence transformers' progress bars, its table of new weights, and its deprecation warnings.
 
-    Otherwise every device would show them.
+    Otherwise, every device would show them.
     """
     from transformers.utils import logging
 
-    # Settings of the whole process, so they are put back: the user may have chosen them.
+    # Settings of the whole process: restore them, because the user may have set them.
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -353,17 +353,17 @@ def _quiet() -> Iterator[None]:
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary_size: int) -> str:
-    """Train a byte-level BPE tokenizer, which has a token for every byte and so for every text.
+    """Train a byte-level BPE tokenizer, which has a token for every byte and so covers every text.
 
-    The same texts give the same tokenizer, on any number of threads and in any process.
+    The same texts give the same tokenizer for any number of threads and in any process.
 
     Args:
-        texts: of the training set.
-        vocabulary_size: tokens at most, with the 5 of `SPECIAL_TOKENS` and the 256 bytes, so 261 or
-            more; fewer if the texts give fewer.
+        texts: training texts.
+        vocabulary_size: maximum number of tokens, including the 5 of `SPECIAL_TOKENS` and the 256
+            bytes, so at least 261; the texts may yield fewer.
 
     Returns:
-        The tokenizer as JSON, for `encode_texts`.
+        The tokenizer in JSON, for `encode_texts`.
 
     Source: Sennrich et al., Neural Machine Translation of Rare Words with Subword Units, 2016;
     over bytes: Radford et al., Language Models are Unsupervised Multitask Learners, 2019.
@@ -379,7 +379,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary_size: int) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
         special_tokens=list(SPECIAL_TOKENS),
-        # Sorted, as the library gives it in no particular order, and ids follow this one.
+        # Sorted, because the library returns it in no defined order, and the ids follow the order.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -391,55 +391,55 @@ def train_tokenizer(texts: Sequence[str], vocabulary_size: int) -> str:
 def encode_texts(
     texts: Sequence[str], tokenizer: str, *, max_length: int
 ) -> list[torch.Tensor]:  # (t,) int64, t at most max_length
-    """Turn texts into token ids, each between the tokenizer's special tokens, as <s> and </s>.
+    """Convert texts to token ids between the tokenizer's special tokens, such as <s> and </s>.
 
     Args:
-        texts: plain texts: "</s>" in one of them is four characters, and no special token.
+        texts: plain texts: "</s>" in a text is four characters, not a special token.
         tokenizer: JSON, from `train_tokenizer` or `load_pretrained`.
-        max_length: tokens at most, with the special ones; what is beyond is cut off.
+        max_length: maximum number of tokens, including special ones; longer texts are truncated.
 
     Raises:
-        ValueError: there is no room for a token of the text, or the tokenizer is damaged.
+        ValueError: ``max_length`` leaves no room for the text, or the tokenizer is damaged.
     """
     from tokenizers import Tokenizer
 
     try:
         encoder = Tokenizer.from_str(tokenizer)
-    # The library raises no class of its own.
+    # The library has no exception class of its own.
     except Exception as error:
         raise ValueError(f"expected a tokenizer as JSON: {error}") from error
     least = encoder.num_special_tokens_to_add(is_pair=False) + 1
     if max_length < least:
-        raise ValueError(f"expected max_length of {least} or more, got {max_length}")
+        raise ValueError(f"max_length must be at least {least}, got {max_length}")
     encoder.encode_special_tokens = True
-    # Saved tokenizers may pad and cut as they were used last, and both are settled elsewhere.
+    # Saved tokenizers may pad and truncate as in their last use; both are configured elsewhere.
     encoder.no_padding()
     encoder.enable_truncation(max_length)
-    # One by one: encode_batch starts threads, and some releases warn of forks after that, such as
-    # those of a loader's workers.
+    # Encode one at a time: encode_batch starts threads, and some releases then warn about forks,
+    # such as those of a loader's workers.
     return [torch.tensor(encoder.encode(text).ids, dtype=torch.int64) for text in texts]
 
 
 def token_roles(tokenizer: str) -> tuple[int, set[int]]:
-    """Find the token that stands for a hidden one, and the special tokens, never hidden.
+    """Find the token that replaces dropped tokens, and the special tokens, which are never dropped.
 
     Args:
         tokenizer: JSON, from `train_tokenizer` or `load_pretrained`.
 
     Returns:
-        The id of the mask (of the unknown token where there is no mask), and all special ids.
+        The mask's id (the unknown token's if there is no mask), and all special ids.
     """
     content = json.loads(tokenizer)
     special = {token["content"]: int(token["id"]) for token in content["added_tokens"]}
     names = ("<mask>", "[MASK]", "<unk>", "[UNK]")
-    # A tokenizer without a mask hides tokens behind the unknown one, whose meaning is as open.
+    # Without a mask, use the unknown token, whose meaning is as open.
     mask = next((special[name] for name in names if name in special), MASK_ID)
     return mask, set(special.values())
 
 
 @dataclass(eq=False)
 class EncodedTexts(Dataset[tuple[torch.Tensor, int]]):
-    """Texts as token ids, with labels; an item is ``(ids, label)``, ids (t,) int64.
+    """Texts as token ids, with labels; an item is ``(ids, label)`` with ids (t,) int64.
 
     Example:
         >>> texts = EncodedTexts([torch.tensor([0, 65, 66, 2]), torch.tensor([0, 67, 2])], [1, 0])
@@ -448,20 +448,20 @@ class EncodedTexts(Dataset[tuple[torch.Tensor, int]]):
     """
 
     ids: Sequence[torch.Tensor]
-    """Of each text, (t,) int64, from `encode_texts`."""
+    """Token ids of each text, (t,) int64, from `encode_texts`."""
     labels: Any
-    """Of each text: the number of its class, counted from 0, or a tensor."""
+    """Label of each text: its class number from 0, or a tensor."""
     token_dropout: float = 0.0
-    """Share of the tokens that become ``mask_id``, at least 0 and below 1, drawn anew at every
-    reading from PyTorch's global generator; for training."""
+    """Fraction of tokens to replace by ``mask_id``, at least 0 and below 1, drawn at every
+    access from PyTorch's global generator; for training."""
     mask_id: int = MASK_ID
-    """Stands for a token that was dropped."""
+    """Token that replaces dropped tokens."""
     special_ids: Collection[int] = range(len(SPECIAL_TOKENS))
     """Tokens that are never dropped."""
 
     @property
     def lengths(self) -> torch.Tensor:  # (n,) int64
-        """Number of tokens of each text."""
+        """Length of each text, in tokens."""
         return torch.tensor([len(ids) for ids in self.ids], dtype=torch.int64)
 
     def __len__(self) -> int:
@@ -470,7 +470,7 @@ class EncodedTexts(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         ids = self.ids[index]
         if self.token_dropout:
-            # For special tokens as well, so that the draws depend on the length alone.
+            # Also drawn for special tokens, so that the number of draws depends only on the length.
             drawn = torch.rand(len(ids)) < self.token_dropout
             special = torch.isin(ids, torch.tensor(sorted(self.special_ids), dtype=torch.int64))
             ids = ids.masked_fill(drawn & ~special, self.mask_id)
@@ -484,17 +484,17 @@ def pad_shard(
     multiple: int = 1,
     longest: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Make a shard of texts, padded to the length of its longest, or to one of a few lengths.
+    """Make a shard of texts, padded to its longest text or to a few fixed lengths.
 
     Args:
         samples: one or more items of `EncodedTexts`.
-        pad_id: token id of the padding.
-        multiple: pad to a multiple of so many tokens, but not beyond ``longest``.
-        longest: the most tokens that a text may have.
+        pad_id: id of the padding token.
+        multiple: pad to a multiple of this number of tokens, but not beyond ``longest``.
+        longest: maximum length of a text, in tokens.
 
     Returns:
-        ``input_ids`` (n, t) int64, ``attention_mask`` (n, t) int64, 1 where there is text, and
-        ``labels`` (n,) int64, or (n,) or (n, classes) float32 as the samples have them.
+        ``input_ids`` (n, t) int64, ``attention_mask`` (n, t) int64, 1 for text and 0 for padding,
+        and ``labels`` (n,) int64, or (n,) or (n, classes) float32 like the samples.
 
     Example:
         >>> shard = pad_shard([(torch.tensor([0, 65, 66, 2]), 1), (torch.tensor([0, 67, 2]), 0)])
@@ -506,7 +506,7 @@ def pad_shard(
     """
     texts = [ids for ids, _ in samples]
     lengths = torch.tensor([len(ids) for ids in texts])
-    # The mask is made of lengths, not of ids: some models pad with a token that texts have, too.
+    # The mask is based on lengths, not ids: some models pad with a token that texts contain, too.
     padded = pad_sequence(texts, batch_first=True, padding_value=pad_id)
     length = padded.shape[1]
     more = max(0, min(-(-length // multiple) * multiple, longest) - length)

@@ -1,19 +1,19 @@
-"""Trains a task: the epochs, evaluations, checkpoints and records that all jobs have in common.
+"""The training loop of all jobs: epochs, evaluations, checkpoints and records.
 
-It uses nothing but the public interface, so it is also an example of how to use that.
+It uses only the public interface, so it is also an example of that interface.
 
-`read_saved` reads what a run keeps in its checkpoints besides the model: how far it is, and its
-best epoch. A checkpoint that is sound by its digests may still be another script's, put in the
-run's folder.
+`read_saved` reads the state that a run stores in its checkpoints in addition to the model: its
+progress and its best epoch. A checkpoint with valid digests may still belong to another script that
+was put in the run's folder.
 
-Note: what an end at any point leaves
--------------------------------------
-Only the checkpoints decide where a run resumes; ``run.record`` and ``run.json`` follow them. A
-checkpoint counts the entries of the record that it has seen, and those that came after it count no
-more once the run has resumed. The scores and times of an epoch are in the record before the
-checkpoint that ends the epoch, so none can be missing. ``run.json`` names the best checkpoint only
-once that is on the disk; what it named before may be gone by then, and
-`onefold_jobs.finetune.best_checkpoint` then looks for the best that is there.
+Note: consistency after a crash
+-------------------------------
+Only the checkpoints determine where a run resumes; ``run.record`` and ``run.json`` follow them. A
+checkpoint counts the entries of the record that precede it, and later entries become invalid once
+the run resumes. The scores and times of an epoch are recorded before the checkpoint that ends the
+epoch, so they cannot be missing. ``run.json`` names the best checkpoint only after that checkpoint
+is on disk. The checkpoint that it named before may be deleted by then, in which case
+`onefold_jobs.finetune.best_checkpoint` searches for the best existing one.
 """
 
 from __future__ import annotations
@@ -44,71 +44,71 @@ from onefold_jobs.progress import Meter, TimeLimit, TrainingBar, epoch_line
 from onefold_jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
 from onefold_jobs.scores import Baseline, Measure, Measured, Predict, count_line, rule_of, spell
 
-__all__ = ["Task", "begin_training"]
+__all__ = ["FEW_STEPS", "Task", "begin_training"]
 
 
 _log = logging.getLogger("onefold")
 STOPPED_CODE = 75
-"""The exit code of a run that was asked to stop and has saved itself (EX_TEMPFAIL)."""
+"""Exit code of a run that saved itself after a request to stop (EX_TEMPFAIL)."""
 _LINES = 20
-"""How often an epoch's numbers become events, besides those of the epoch as a whole."""
-_FEW_STEPS = 100
-"""With fewer steps in all, hardly anything is learned."""
+"""Number of times per epoch that training metrics are logged, in addition to its end."""
+FEW_STEPS = 100
+"""Number of steps below which a model learns hardly anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a job makes of its options and data: everything that `begin_training` needs."""
+    """The result of a job's `make_task`: everything that `begin_training` needs."""
 
     model: nn.Module
     head: str | tuple[str, ...]
-    """Names of the parts that make up the model's last layer."""
+    """Names of the modules that make up the model's last layer."""
     loss: Callable[[nn.Module, Any], Any]
-    """As `onefold.Trainer` takes it."""
+    """Loss, as in `onefold.Trainer`."""
     measure: Measure
-    """What is computed of each test sample, as ``Trainer.predict`` takes it."""
+    """Computes the values of each test sample, as in ``Trainer.predict``."""
     score: Callable[[Measured], dict[str, float]]
-    """What that amounts to over the test set: the scores by name, ``loss`` among them."""
+    """Computes the scores of a test set from these values, by name; includes ``loss``."""
     baseline: Baseline | None = None
-    """The scores of a model that has learned nothing."""
+    """Scores of a constant prediction."""
     class_counts: tuple[Sequence[int], Sequence[int]] | None = None
-    """Number of training and of test samples of each class."""
+    """Number of training and test samples of each class."""
     class_weights: Sequence[float] | None = None
-    """What the loss of each class is multiplied by; None if all count alike."""
+    """Loss weight of each class; None for equal weights."""
     sample_weights: Sequence[float] | None = None
-    """How often each training sample is drawn, relative to the others; None draws each once."""
+    """Relative frequency of each training sample; None reads each one once per epoch."""
     train_set: Any
     test_set: Any
     collate: Callable[[list[Any]], Any] | None = None
     train_collate: Callable[[list[Any]], Any] | None = None
-    """What makes a shard to train with, if that is not ``collate``."""
+    """Makes a training shard, if it differs from ``collate``."""
     lengths: Sequence[int] | None = None
-    """The training samples' lengths, if those of similar length are to share a batch."""
+    """Lengths of the training samples, if samples of similar length should share a batch."""
     least_shard: int = 1
-    """How many samples each shard needs, such as 2 for batch norm; a last batch that is too short
-    for that is left out."""
+    """Minimum number of samples of a shard, such as 2 for batch norm. A last batch that is too
+    short is dropped."""
     evaluation_batch_size: int = 256
     examples: Callable[[Predict, RunFolder], dict[str, Any]]
-    """What the report shows of the trained model; called on every device."""
+    """Makes the report's examples of the trained model. Called on every device."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What ``run.json`` records besides: classes, the model's name."""
+    """Additional entries of ``run.json``, such as classes and the model's name."""
     notes: Sequence[str] = ()
-    """What the user should know of the samples, besides the notes of the data."""
+    """Messages for the user about the samples, in addition to the data's own notes."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Files without which the model cannot be used later: content by name."""
+    """Files that later use of the model requires: content by name."""
 
 
 def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) -> Training:
-    """Build the trainer of a run without writing anything yet; called on every device.
+    """Build the trainer of a run without writing anything yet. Called on every device.
 
     Args:
-        options: settled ones.
-        job: whose run it is.
-        task: what to train.
-        data: what the task was made of.
+        options: options with all values filled in.
+        job: name of the job.
+        task: task to train.
+        data: data of the task.
 
     Raises:
-        ValueError: the options do not suit the task, or the devices.
+        ValueError: the options do not suit the task or the devices.
     """
     epochs, steps = options.epochs or 1, _steps_of_epoch(options, task)
     facts = {
@@ -137,7 +137,7 @@ def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) 
         compile=options.compile,
         microbatch=options.pieces,
     )
-    # Only now is it known which process is the lead, and so who may write.
+    # The trainer determines which process is the lead, and only the lead may write.
     folder = RunFolder(options.folder, is_lead=trainer.is_lead)
     return Training(
         options, job, task, trainer, folder, optimizer, facts, data.scan, epochs=epochs, steps=steps
@@ -145,21 +145,21 @@ def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) 
 
 
 def _steps_of_epoch(options: TrainOptions, task: Task) -> int:
-    """Number of batches in a pass over the training set, without a last one that is too short.
+    """Return the number of batches per epoch, without a last one that is too short.
 
     Raises:
-        ValueError: not even a full batch has enough samples for each shard.
+        ValueError: even a full batch has too few samples for its shards.
     """
     samples, size = len(task.train_set), options.batch_size
-    # An empty shard is skipped. One with a single sample is not, and batch norm fails on it, or
-    # learns nothing: where a shard needs two samples, every shard of a batch must have them.
+    # An empty shard is skipped, but a shard with one sample is not, and batch norm fails on it or
+    # learns nothing. If a shard needs two samples, all shards of a batch must have them.
     least = task.least_shard * options.shards if task.least_shard > 1 else 1
     most = min(size, samples)
     if most < least:
         raise ValueError(
-            f"a batch has {most} samples at most (--batch-size {size}, {samples} samples to train "
-            f"with): this model needs {task.least_shard} or more in each of its {options.shards} "
-            f"shards; give fewer --shards or a larger batch"
+            f"a batch has at most {most} samples (--batch-size {size}, {samples} training "
+            f"samples), but this model needs {task.least_shard} or more in each of its "
+            f"{options.shards} shards. Use fewer --shards or a larger batch"
         )
     return samples // size + int(samples % size >= least)
 
@@ -173,24 +173,24 @@ class Best(TypedDict):
     epoch: _Count
     score: str
     value: float
-    # Nothing but a checkpoint of the run: it is loaded for the examples.
+    # Must be a checkpoint of the run, because it is loaded for the examples.
     checkpoint: SavedName
 
 
 class Peak(TypedDict):
-    """What ``--patience`` remembers. Only whole epochs count, or a run that ended by ``--max-time``
-    and resumed would run out of it at another time than one that never stopped."""
+    """State of ``--patience``. Only whole epochs count; otherwise a run that ended by
+    ``--max-time`` and resumed would stop at a different epoch than an uninterrupted run."""
 
     value: float
     stale: _Count
-    """Epochs since the score was better than ever before."""
+    """Number of epochs since the score last improved."""
 
 
 class Saved(TypedDict):
-    """What a run keeps in its checkpoints besides the model."""
+    """State that a run stores in its checkpoints in addition to the model."""
 
     part: dict[str, float]
-    """The numbers of an epoch that was begun, as `Meter.saved` returned them."""
+    """Numbers of an unfinished epoch, from `Meter.saved`."""
     epochs_done: _Count
     best: Best | None
     peak: NotRequired[Peak]
@@ -198,7 +198,7 @@ class Saved(TypedDict):
 
 @dataclass(slots=True)
 class Training:
-    """One training, from its beginning or last checkpoint to its end. Made by `begin_training`."""
+    """A training, from its beginning or last checkpoint to its end. Created by `begin_training`."""
 
     options: TrainOptions
     job: str
@@ -207,27 +207,27 @@ class Training:
     folder: RunFolder
     optimizer: torch.optim.Optimizer
     facts: Mapping[str, Any]
-    """What ``run.json`` records of the data and the task."""
+    """Entries of ``run.json`` about the data and the task."""
     scan: str
-    """What the look through the data's files found, for a run that resumes."""
+    """Result of scanning the data files, stored for a run that resumes."""
     epochs: int
     steps: int
-    """Of an epoch."""
+    """Steps per epoch."""
     saved: Saved = field(default_factory=lambda: Saved(part={}, epochs_done=0, best=None))
     ended: Literal["patience", "max-time"] | None = None
-    """The option that has ended the training before its last epoch."""
+    """Option that ended the training before its last epoch."""
     _cut: Best | None = None
-    """The model where ``--max-time`` ended an epoch. It is not saved: a run that resumes evaluates
-    whole epochs alone, as a run that never stopped does."""
+    """The model at which ``--max-time`` cut an epoch short. It is not saved: a resumed run
+    evaluates only whole epochs, like an uninterrupted run."""
 
     def run(self) -> dict[str, Any]:
-        """Train to the end, and return what ``run.json`` then holds.
+        """Train to the end, and return the final content of ``run.json``.
 
         Raises:
             CheckpointError: the run's checkpoints cannot be loaded; nothing was trained.
-            LaunchError: the run's folder cannot be written to, or is in use; nothing was trained.
-            OSError: something could not be written later, for instance because the disk is full.
-            SystemExit: the launcher asked the run to stop, and it has been saved.
+            LaunchError: the run's folder cannot be written, or is in use; nothing was trained.
+            OSError: a later write failed, for example because the disk is full.
+            SystemExit: the launcher asked the run to stop, and the run saved itself.
         """
         self._begin()
         try:
@@ -237,9 +237,9 @@ class Training:
             self.folder.close()
 
     def _begin(self) -> None:
-        """Create the folder, or load its last checkpoint."""
-        # Loaded before the folder is touched: what cannot be loaded changes nothing. A run that was
-        # killed before its first checkpoint begins again, in its folder.
+        """Create the folder, or load the last checkpoint."""
+        # Load before writing to the folder, so that a failed load changes nothing. A run that was
+        # killed before its first checkpoint starts again in the same folder.
         if self.options.ema is not None:
             self.trainer.average(decay=self.options.ema)
         if self.options.resume:
@@ -248,8 +248,8 @@ class Training:
                 self.saved = read_saved(loaded.extra, self.folder.checkpoints)
         if self.trainer.steps > self.epochs * self.steps:
             raise LaunchError(
-                f"--epochs {self.epochs}: the run {self.options.name} has made "
-                f"{self.trainer.steps:,} steps, of {self.steps:,} in an epoch: expected more epochs"
+                f"--epochs {self.epochs}: the run {self.options.name} has already made "
+                f"{self.trainer.steps:,} steps, with {self.steps:,} per epoch. Give more --epochs"
             )
         self._agree(self._open_folder)
         self.trainer.record(self.folder.path)
@@ -265,10 +265,10 @@ class Training:
         self.folder.say(**self._facts())
 
     def _agree(self, write: Callable[[], None]) -> None:
-        """Have the lead write, and let a failure end the run in the same way on all devices.
+        """Write on the lead, and raise a failure as the same error on all devices.
 
         Raises:
-            LaunchError: another process is using the folder, or it cannot be written to.
+            LaunchError: another process uses the folder, or it cannot be written.
         """
         failure: LaunchError | None = None
         try:
@@ -277,26 +277,26 @@ class Training:
             failure = error
         except OSError as error:
             words = error.strerror or str(error)
-            failure = LaunchError(f"{self.folder.path}: the run cannot be written there: {words}")
+            failure = LaunchError(f"{self.folder.path}: cannot write the run there: {words}")
             failure.__cause__ = error
-        # On every device, failed or not: if the lead raised at once, the others would wait for it
-        # until their time is up, and then report a lost device rather than the folder.
+        # All devices gather, whether they failed or not: if the lead raised immediately, the others
+        # would wait until their timeout and then report a lost device instead of the folder.
         failed = self.trainer.gather({"failed": float(failure is not None)})
         if failure is None and any(device["failed"] for device in failed):
-            failure = LaunchError(f"{self.folder.path}: the lead device could not write there")
+            failure = LaunchError(f"{self.folder.path}: the lead could not write there")
         if failure is not None:
             self.folder.close()
             raise failure
 
     def _opening(self) -> list[str]:
-        """Lines to begin with: what is trained on what, and anything that looks wrong."""
+        """Return the first lines of output: the data, the model, and anything that looks wrong."""
         facts, trainer = self._facts(), self.trainer
         classes = f" in {counted(len(facts['classes']), 'class')}" if facts.get("classes") else ""
         side = facts.get("picture_model", {}).get("image_size")
-        pixels = f" for pictures of {side}x{side} pixels" if side else ""
+        pixels = f" for images of {side}x{side} pixels" if side else ""
         opening = (
-            f"{self.folder.path}: {facts['train_samples']:,} samples to train with, "
-            f"{facts['test_samples']:,} to test with{classes}; {facts['model']} of "
+            f"{self.folder.path}: {facts['train_samples']:,} training samples, "
+            f"{facts['test_samples']:,} test samples{classes}; {facts['model']} with "
             f"{facts['parameters']:,} parameters{pixels}; {counted(len(trainer.devices), 'device')}"
         )
         lines = [opening]
@@ -314,15 +314,15 @@ class Training:
         lines.extend(self.task.notes)
         if trainer.steps:
             epoch = self.saved["epochs_done"] + 1
-            lines.append(f"goes on after step {trainer.steps:,}, in epoch {epoch}")
+            lines.append(f"resumes after step {trainer.steps:,}, in epoch {epoch}")
         total = self.steps * self.epochs
-        if total < _FEW_STEPS and not trainer.steps:
-            more = "more --epochs or a smaller --batch-size gives more of them"
-            lines.append(f"only {total} steps in all: {more}")
+        if total < FEW_STEPS and not trainer.steps:
+            more = "use more --epochs or a smaller --batch-size"
+            lines.append(f"the run has only {total} steps: {more}")
         return lines
 
     def _train(self) -> None:
-        """Train the epochs that remain."""
+        """Train the remaining epochs."""
         task, options, trainer = self.task, self.options, self.trainer
         if task.sample_weights is None:
             order: dict[str, Any] = {"shuffle": True, "lengths": task.lengths}
@@ -333,7 +333,7 @@ class Training:
             task.train_set,
             batch_size=options.batch_size,
             **order,
-            # Only a last batch that is too short for the shards is dropped; see `_steps_of_epoch`.
+            # Drops only a last batch that is too short for the shards; see `_steps_of_epoch`.
             drop_last=self.steps * options.batch_size <= len(task.train_set),
             workers=options.workers,
             collate=task.train_collate or task.collate,
@@ -353,7 +353,7 @@ class Training:
                 bar.say(self._reason)
 
     def _has_ended(self, limit: TimeLimit) -> bool:
-        """Whether an option ends the training before the epoch that would come next."""
+        """Whether an option ends the training before the next epoch."""
         if self.ended is None and self._stale >= (self.options.patience or math.inf):
             self.ended = "patience"
         elif self.ended is None and limit.is_over():
@@ -362,21 +362,22 @@ class Training:
 
     @property
     def _reason(self) -> str:
-        """The line that says why the training ended early."""
+        """Reason why the training ended early, as a message."""
         if self.ended == "patience":
             direction, _, score = self._rule.partition(" ")
             better = f"{direction.removesuffix('est')}er {score}"
             return f"ended by --patience: {counted(self._stale, 'epoch')} without a {better}"
         where = f"after step {self.trainer.steps:,} of {self.steps * self.epochs:,}"
-        return f"ended by --max-time {self.options.max_time}, {where}; --resume goes on"
+        return f"ended by --max-time {self.options.max_time}, {where}; continue with --resume"
 
     def _averaged(self) -> AbstractContextManager[None]:
-        """A block in which the model is the one that is tested and used later."""
+        """Context in which the model has the weights that are tested and used later."""
         return nullcontext() if self.options.ema is None else self.trainer.averaged()
 
     def _finish(self) -> dict[str, Any]:
-        """Record examples of the best model and the end of the run."""
-        # Of the last model, so before the examples put the best one in its place for a while.
+        """Record examples of the best model, and the end of the run."""
+        # The fingerprint of the last model: computed before the examples load the best one
+        # temporarily.
         with self._averaged():
             fingerprint = self.trainer.fingerprint()
         examples = self._examples()
@@ -390,15 +391,16 @@ class Training:
         }
         self.folder.say(**end)
         shown = {name: examples.get(name) for name in ("confusion", "labels", "ious")}
-        return {**self._facts(), **end, **shown, "is_lead": self.trainer.is_lead}
+        made = {"steps": self.trainer.steps, "is_lead": self.trainer.is_lead}
+        return {**self._facts(), **end, **shown, **made}
 
     def _examples(self) -> dict[str, Any]:
-        """Predictions of the best model for the test set; the trainer is left as it was.
+        """Make the examples from the best model; leaves the trainer unchanged.
 
-        If the best checkpoint cannot be read, the last model's are taken instead.
+        If the best checkpoint cannot be read, the last model is used instead.
         """
         epoch, best = self.saved["epochs_done"] - (not self.saved["part"]), self._best
-        # Before the best one is loaded, and with it its number of steps.
+        # Read before the best checkpoint is loaded, which also changes the number of steps.
         last = self._checkpoint
         is_last = best is None or best["checkpoint"] == last
         if best is not None and not is_last:
@@ -406,7 +408,7 @@ class Training:
                 self.trainer.load(self.folder.path / best["checkpoint"])
                 epoch = best["epoch"]
             except CheckpointError:
-                # Raised alike on all devices, with nothing changed: none of them is left behind.
+                # All devices raise this error, with nothing changed, so none is left behind.
                 is_last = True
         predict = partial(self.trainer.predict, **self._reading)
         with self._averaged():
@@ -414,38 +416,38 @@ class Training:
         if not is_last:
             try:
                 self.trainer.load(self.folder.path / last)
-            # Raised alike on all devices. Nothing that follows needs the model, and a training that
-            # is over must not end in an error; but it could not be resumed from here.
+            # Raised on all devices. Nothing below needs the model, and a finished training should
+            # not end in an error, but the run could not be resumed from this checkpoint.
             except CheckpointError as error:
                 if self.trainer.is_lead:
-                    _log.warning("the last checkpoint cannot be loaded any more: %s", error)
+                    _log.warning("cannot reload the last checkpoint: %s", error)
         return {"kind": self.job, **examples, "epoch": epoch}
 
     def _train_epoch(
         self, epoch: int, batches: Any, meter: Meter, bar: TrainingBar, limit: TimeLimit
     ) -> None:
-        """Train to the end of an epoch, or until the time is over, and evaluate."""
+        """Train to the end of an epoch or of the time limit, and evaluate."""
         every = max(1, len(batches) // _LINES)
         for batch in batches:
-            # Read first: the step ends by moving the schedule on to the next rate.
+            # Read before the step, which ends by advancing the schedule.
             rate = self.optimizer.param_groups[0]["lr"]
             step = self.trainer.step(batch)
             meter.add(step, rate)
             bar.advance(step, mean_loss=meter.mean_loss)
             if step.number % every == 0:
                 self.folder.add_events("train", step.number, meter.take_line())
-            # The devices agreed on this in the step, so that all of them save now, or none does.
+            # The devices agreed on this in the step, so either all of them save now or none does.
             stop = self.trainer.asked_to_stop
             if stop or step.number % self.options.save_every == 0:
                 extra = {**self.saved, "part": meter.saved()}
-                # In the background while training continues; before leaving, it must be on disk.
+                # Written in the background while training continues, but on disk before a stop.
                 self.trainer.save(self.folder.checkpoints, keep=KEPT, wait=stop, extra=extra)
             if stop:
                 raise SystemExit(STOPPED_CODE)
-            # After the last step of an epoch comes its evaluation first.
+            # After the last step of an epoch, its evaluation comes first.
             if step.number % self.steps and limit.is_over():
                 self.ended = "max-time"
-                # Inside of the loop: a pass that has been left is over for a run that resumes.
+                # Inside the loop: a run that resumes treats a pass that was left as finished.
                 with self._averaged():
                     self._evaluate(epoch, meter, bar, done=False)
                 return
@@ -453,26 +455,26 @@ class Training:
             self._evaluate(epoch, meter, bar, done=True)
 
     def _evaluate(self, epoch: int, meter: Meter, bar: TrainingBar, *, done: bool) -> None:
-        """Evaluate and save, at the end of an epoch or, if that is not done, in its midst."""
-        # Taken before the evaluation, during which the clock runs on.
+        """Evaluate and save, at the end of an epoch or, unless ``done``, within it."""
+        # Before the evaluation, whose time is measured separately.
         training, task, start_s = meter.whole(), self.task, time.perf_counter()
         part = {} if done else meter.saved()
-        # The same rows on any number of devices, and so the same scores.
+        # The rows do not depend on the number of devices, so neither do the scores.
         scores = task.score(self.trainer.predict(task.measure, task.test_set, **self._reading))
         training["evaluate_s"] = time.perf_counter() - start_s
-        # The record keeps what this returns: the report has the numbers of the epoch from it.
+        # gather also records its result: the report takes the numbers of the epoch from it.
         own = {"epoch": epoch, "scores": scores, **training, **meter.phases}
         devices = self.trainer.gather(own)
-        # The checkpoint below holds the best so far; for the order of the rest, see the note.
+        # The checkpoint below stores the best epoch; for the order of the rest, see the note.
         self._note_best(epoch, scores, done=done)
         self.folder.add_events("epoch", self.trainer.steps, training)
         self.folder.add_events("test", self.trainer.steps, scores)
         line = {**devices[0], "devices": devices}
         bar.say(epoch_line(line, self.epochs))
-        # If the pass is over, a run that resumes from here starts with the next epoch: it must find
-        # this one counted, and nothing of it in its meter.
+        # After a whole pass, a run that resumes from here starts with the next epoch: this epoch
+        # must be counted, and the meter must be empty.
         self.saved["part"], self.saved["epochs_done"] = part, epoch + done
-        # Scores of a part would have the best whole epoch deleted.
+        # The scores of a partial epoch could get the best whole epoch deleted.
         rule: dict[str, Any] = {"scores": scores, "best": self._rule} if done else {}
         self.trainer.save(self.folder.checkpoints, keep=KEPT, extra={**self.saved}, **rule)
         self.folder.say(best=self._best)
@@ -487,10 +489,10 @@ class Training:
         self.saved["best"] = self._better(found)
 
     def _better(self, found: Best) -> Best:
-        """The best whole epoch, or a model that is better."""
+        """Return the best whole epoch, or ``found`` if it is better."""
         best, sign = self.saved["best"], self._sign
-        # A tie stays with the earlier epoch, as it does where old checkpoints are deleted; the
-        # other way round, run.json would name one that is gone. A score that is NaN beats nothing.
+        # A tie keeps the earlier epoch, like the deletion of old checkpoints does; otherwise
+        # run.json would name a deleted one. A score of NaN beats nothing.
         if best is None or math.isnan(best["value"]):
             return found
         return found if sign * found["value"] > sign * best["value"] else best
@@ -501,12 +503,12 @@ class Training:
 
     @property
     def _sign(self) -> int:
-        """1 if the highest score is the best, and -1 if the lowest is."""
+        """1 if the highest score is the best, -1 if the lowest is."""
         return 1 if self._rule.startswith("highest") else -1
 
     def _note_peak(self, value: float, sign: int) -> None:
         peak = self.saved.get("peak", Peak(value=math.nan, stale=0))
-        # A tie is no progress: a model of one answer would never run out of patience.
+        # A tie is not progress: a model with constant predictions would never run out of patience.
         if sign * value > sign * peak["value"] or math.isnan(peak["value"]) > math.isnan(value):
             self.saved["peak"] = Peak(value=value, stale=0)
         else:
@@ -514,12 +516,12 @@ class Training:
 
     @property
     def _stale(self) -> int:
-        """Epochs since the score was better than ever before."""
+        """Number of epochs since the score last improved."""
         return self.saved["peak"]["stale"] if "peak" in self.saved else 0
 
     @property
     def _reading(self) -> dict[str, Any]:
-        """How test samples are read."""
+        """Arguments for reading test samples."""
         return {
             "batch_size": self.task.evaluation_batch_size,
             "workers": self.options.workers,
@@ -528,12 +530,12 @@ class Training:
 
     @property
     def _rule(self) -> str:
-        """Which checkpoint is the best, as ``Trainer.save`` takes it."""
+        """Rule for the best checkpoint, as in ``Trainer.save``."""
         return rule_of(str(self.options.best_by))
 
     @property
     def _checkpoint(self) -> str:
-        """Path of the checkpoint of the last step, below the run's folder."""
+        """Path of the last step's checkpoint, relative to the run's folder."""
         return f"{CHECKPOINTS}/step-{self.trainer.steps:08d}"
 
     def _facts(self) -> dict[str, Any]:
@@ -551,7 +553,7 @@ class Training:
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "score": self._rule,
             "best": self._best,
-            # Of an earlier end, if the run had finished and now resumes with more epochs.
+            # Clears an earlier end, if a finished run resumes with more epochs.
             "finished": None,
             "fingerprint": None,
             "ended": None,
@@ -567,20 +569,20 @@ def read_saved(extra: object, checkpoints: Path) -> Saved:
     """Read the ``extra`` of a run's checkpoint.
 
     Args:
-        extra: what ``Trainer.load`` returned of it.
-        checkpoints: the folder of the run's checkpoints, for the error.
+        extra: ``extra`` of the checkpoint that ``Trainer.load`` loaded.
+        checkpoints: folder of the run's checkpoints, for the error.
 
     Raises:
-        CheckpointError: it was not saved by ``onefold train``.
+        CheckpointError: ``onefold train`` did not save the checkpoint.
     """
     try:
         return msgspec.convert(extra, Saved)
     except ValueError as error:
         raise CheckpointError(
-            f"{checkpoints}: expected checkpoints of onefold train, the newest was saved by "
-            f"something else ({error}): remove it, or begin a new run with another --name"
+            f"{checkpoints}: the newest checkpoint was not saved by onefold train "
+            f"({error}). Remove it, or start a new run with another --name"
         ) from error
 
 
 KEPT = 2
-"""How many of the newest checkpoints stay, besides the best: two, in case one is damaged."""
+"""Number of recent checkpoints to keep in addition to the best: two, in case one is damaged."""

@@ -1,3 +1,3 @@
-"""The commands of the jobs, made from their options."""
+"""The commands of the jobs, built from their options."""
 
 __all__: list[str] = []

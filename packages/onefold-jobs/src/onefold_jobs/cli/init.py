@@ -1,7 +1,7 @@
-"""``onefold init``: writes the shortest training script for somebody's data.
+"""``onefold init``: writes a short training script for the user's data.
 
-`look` says what the data are. A script is a beginning that belongs to its user: it uses PyTorch and
-the public names of onefold alone, and whatever is in it can be changed.
+`look` inspects the data. The script is a starting point that the user owns: it depends only on
+PyTorch and the public names of onefold, and all of it can be changed.
 """
 
 from __future__ import annotations
@@ -28,73 +28,73 @@ from onefold_jobs.data.tables import open_table
 __all__ = ["write_script"]
 
 _MOST_ROWS = 1000
-"""Rows of a table that are looked at."""
+"""Maximum number of table rows to inspect."""
 _TABLES = {".parquet": "read_parquet", ".xlsx": "read_excel", ".feather": "read_feather"}
-"""What pandas reads tables of other kinds with."""
+"""pandas functions that read other kinds of tables."""
 _MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "None", "?")
-"""What stands for no value in a table."""
+"""Cells that stand for a missing value."""
 _INPUTS = ("x", "X", "images", "inputs", "data", "features")
 _TARGET_ARRAYS = ("y", "Y", "labels", "targets", "target", "label")
 _FEW = 20
-"""Up to so many different whole numbers, or texts, are taken for classes."""
+"""Up to this number of different integers, or strings, are treated as classes."""
 _MOST_HEADER_BYTES = 16384
-"""Of an array in an NPZ file; NumPy writes a hundred."""
+"""Maximum size of an array's header in an NPZ file; NumPy writes about a hundred bytes."""
 _LEAST_SIDE = 8
-"""Smaller arrays of two dimensions are taken for no pictures."""
+"""Two-dimensional arrays with a shorter side are not treated as images."""
 _CHANNELS = (1, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What somebody's data are."""
+    """Description of the user's data."""
 
     kind: str
     """``none``, ``pictures``, ``table`` or ``arrays``."""
     path: str = ""
     test: str = ""
-    """Of pictures, the folder to test with; empty where a share of them is drawn for that."""
+    """Test folder of images; empty if a fraction of the images is held out."""
     suffixes: tuple[str, ...] = ()
-    """Of pictures, the endings of their names."""
+    """File suffixes of images."""
     classes: bool = True
-    """Whether the targets are classes, or else numbers."""
+    """Whether the targets are classes instead of numbers."""
     target: str = ""
-    """Of a table, the name of the column that is predicted."""
+    """Name of a table's target column."""
     delimiter: str = ","
     has_sep: bool = False
-    """Of a table, whether a line such as ``sep=;`` is before the names of the columns."""
+    """Whether a table has a line such as ``sep=;`` before its header."""
     left_out: tuple[str, ...] = ()
-    """Of a table, the names of columns that nothing is predicted from, as they have texts."""
+    """Names of a table's columns that are not inputs, because they contain free text."""
     choices: tuple[str, ...] = ()
-    """Of a table, the names of columns with few different texts."""
+    """Names of a table's columns with few different strings."""
     form: str | None = None
-    """Of arrays that are pictures, what makes (n, channels, height, width) of them, in Python."""
+    """Python expression that turns image arrays into (n, channels, height, width)."""
     arrays: tuple[str, str] = ("x", "y")
     """Names of the arrays of inputs and targets."""
 
 
 def write_script(data: Path | None, output: Path) -> None:
-    """Write a script for data.
+    """Write a training script for data.
 
     Args:
-        data: a folder of class folders with pictures, a CSV, TSV or NPZ file, or None.
-        output: the file to write, which must be new.
+        data: a folder of class folders with images, a CSV, TSV or NPZ file, or None.
+        output: the file to write, which must not exist.
 
     Raises:
-        DataError: there are no such data, or none that a script can be written for.
-        FileExistsError: the file exists.
+        DataError: the data do not exist, or are of an unsupported kind.
+        FileExistsError: the output file exists.
     """
     text = _script(look(data))
     try:
         write_whole(output, text.encode(), new=True)
     except FileExistsError:
-        raise FileExistsError(f"--output {output}: expected a new file, this one exists") from None
+        raise FileExistsError(f"--output {output}: the file exists already") from None
 
 
 def look(path: Path | None) -> Data:
-    """Find out what data are.
+    """Inspect data.
 
     Raises:
-        DataError: there are no such data, or none that a script can be written for.
+        DataError: the data do not exist, or are of an unsupported kind.
     """
     if path is None:
         return Data("none")
@@ -104,7 +104,7 @@ def look(path: Path | None) -> Data:
         return _arrays(path)
     if path.suffix.lower() in (".csv", ".tsv"):
         return _table(path)
-    came = "" if path.exists() else " is missing"
+    came = "" if path.exists() else " does not exist"
     advice = ""
     if path.suffix.lower() in _TABLES:
         advice = (
@@ -112,7 +112,7 @@ def look(path: Path | None) -> Data:
             f".to_csv({path.stem + '.csv'!r}, index=False)"
         )
     raise DataError(
-        f"{path}{came}: expected a folder of class folders with pictures, or a CSV, TSV or NPZ "
+        f"{path}{came}: expected a folder of class folders with images, or a CSV, TSV or NPZ "
         f"file{advice}"
     )
 
@@ -123,33 +123,33 @@ def _folder(path: Path) -> Data:
     for note in folders.notes:
         tell(note)
     inside = folders.train
-    # Pictures with masks are refused there.
+    # This rejects images with masks.
     files = class_files(inside, {}, []) if visible_folders(inside) else []
     with_pictures = sorted({str(label) for _, label in files})
     if len(with_pictures) < 2:
         raise DataError(
-            f"{inside}: expected two or more class folders with pictures, found "
-            f"{listed(with_pictures) or 'none'}. Texts with a label "
-            f"are a job: onefold train text --data {in_shell(path)}"
+            f"{inside}: expected two or more class folders with images, found "
+            f"{listed(with_pictures) or 'none'}. For texts with labels, "
+            f"use the job: onefold train text --data {in_shell(path)}"
         )
     test = ""
     if folders.test:
         test = str(folders.test) if visible_folders(folders.test) else ""
         if not test:
-            tell(f"{folders.test}: not used, as it has no folder for each class")
+            tell(f"{folders.test}: not used, because it has no class folders")
     _refuse_deep(path, {label: file for file, label in reversed(files)}.values())
     suffixes = tuple(sorted({file.suffix.lower() for file, _ in files}))
     return Data("pictures", str(inside), test=test, suffixes=suffixes)
 
 
 def _refuse_deep(path: Path, files: Iterable[Path]) -> None:
-    """Refuse pictures of more than 8 bits a pixel: Pillow makes all above 255 white."""
+    """Reject images with more than 8 bits per pixel: Pillow turns all values above 255 white."""
     require("reading pictures", "images", "PIL")
     for file in files:
         if load_picture(file).mode.startswith(("I", "F")):
             raise DataError(
-                f"{file}: expected pictures of 8 bits a pixel, this one has more: no script is "
-                f"needed, as onefold train classify --data {in_shell(path)} reads them"
+                f"{file}: the image has more than 8 bits per pixel, which a short script cannot "
+                f"read: use onefold train classify --data {in_shell(path)}"
             )
 
 
@@ -161,19 +161,19 @@ def _arrays(path: Path) -> Data:
             targets = next((name for name in _TARGET_ARRAYS if name in names), None)
             kind = _head(arrays, targets)[1] if targets else ""
             form = _form(*_head(arrays, inputs)) if inputs else None
-    # Of a zip file and a header by anybody, whatever their parsers raise.
+    # Parsers may raise anything for an untrusted zip file and header.
     except Exception as error:
-        raise DataError(f"{path}: expected a NumPy file of arrays x and y: {error}") from error
+        raise DataError(f"{path}: expected a NumPy file with arrays x and y: {error}") from error
     if inputs is None or targets is None:
         raise DataError(
-            f"{path}: expected arrays x and y, it has {listed(sorted(names))}. Name the inputs x "
-            f"and the targets y: numpy.savez({str(path)!r}, x=..., y=...)"
+            f"{path}: expected arrays x and y, but it contains {listed(sorted(names))}. Name the "
+            f"inputs x and the targets y: numpy.savez({str(path)!r}, x=..., y=...)"
         )
     return Data("arrays", str(path), classes=kind in "iub", arrays=(inputs, targets), form=form)
 
 
 def _head(arrays: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], str]:
-    """The shape of an array, and the kind of its numbers; what follows its header is not read."""
+    """Return an array's shape and the kind of its dtype, reading only its header."""
     from numpy.lib import format
 
     with arrays.open(f"{name}.npy") as array:
@@ -181,12 +181,13 @@ def _head(arrays: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], str]:
     read = {1: format.read_array_header_1_0, 2: format.read_array_header_2_0}
     shape, _, dtype = read[format.read_magic(head)[0]](head)
     if dtype.hasobject:
-        raise ValueError(f"{name} holds Python objects, which may be code")
+        raise ValueError(f"{name} contains Python objects, which may be code")
     return shape, dtype.kind
 
 
 def _form(shape: tuple[int, ...], kind: str) -> str | None:
-    """What makes pictures (n, channels, height, width) of an array; None if it has none."""
+    """Return the expression that turns an array into images (n, channels, h, w); None if it
+    cannot."""
     last = shape[1:]
     if len(last) not in (2, 3) or (len(last) == 2 and min(last) < _LEAST_SIDE):
         return None
@@ -205,16 +206,16 @@ def _table(path: Path) -> Data:
         rows.append(cells)
     if len(names) < 2 or not rows or all(map(_is_number, names)):
         raise DataError(
-            f"{path}: expected a first row with two or more column names, and rows of data, got "
+            f"{path}: expected a header with two or more column names, and rows of data, got "
             f"{listed(names) or 'nothing'}"
         )
     for name in names:
-        # As Windows writes paths, too.
+        # Also accept Windows paths.
         paths = (path.parent / row[name].replace("\\", "/") for row in rows)
         if any(is_picture(each) and each.is_file() for each in paths):
             raise DataError(
-                f"{path}: the column {name} names pictures: no script is needed, use onefold train "
-                f"classify --data {in_shell(path)} --image-column {in_shell(name)}, and "
+                f"{path}: the column {name} contains image paths: instead of a script, use onefold "
+                f"train classify --data {in_shell(path)} --image-column {in_shell(name)}, and "
                 f"--label-column for the target"
             )
     texts = {
@@ -222,14 +223,14 @@ def _table(path: Path) -> Data:
         for name in names[:-1]
         if not all(_is_number(row[name], delimiter) for row in rows)
     }
-    # A text of its own in each row, such as a name, says nothing of other rows.
+    # A string that is unique to each row, such as a name, carries no information about others.
     choices = tuple(name for name, count in texts.items() if 1 < count <= min(_FEW, len(rows) // 2))
     left_out = tuple(name for name in texts if name not in choices)
     if len(left_out) == len(names) - 1:
         raise DataError(
-            f"{path}: expected numbers in one or more columns before the last, which is predicted; "
-            f"not so {listed(left_out)}. Texts with a label are a job: onefold train text --data "
-            f"{in_shell(path)}; so are pictures: onefold train classify --help"
+            f"{path}: expected numbers in at least one column before the last, which is the "
+            f"target, but {listed(left_out)} contain text. For texts with labels, use onefold "
+            f"train text --data {in_shell(path)}; for images, see onefold train classify --help"
         )
     targets = [row[names[-1]] for row in rows if row[names[-1]].strip()]
     whole = all(target.strip().lstrip("-").isdecimal() for target in targets)
@@ -249,7 +250,7 @@ def _table(path: Path) -> Data:
 
 
 def _is_number(text: str, delimiter: str = ",") -> bool:
-    """Whether a value of a table is a number or missing; the comma may stand for a point."""
+    """Whether a cell is a number or missing; a decimal comma is accepted, too."""
     try:
         float("nan" if text.strip() in _MISSING else _with_point(text, delimiter))
     except ValueError:
@@ -262,7 +263,7 @@ def _with_point(text: str, delimiter: str) -> str:
 
 
 def _script(data: Data) -> str:
-    """The text of a script for data."""
+    """Return the script for data."""
     environment = Environment(
         loader=PackageLoader(__package__),
         undefined=StrictUndefined,
@@ -279,6 +280,6 @@ def _script(data: Data) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text as Python has it, in double quotes where that is possible."""
+    """Return a Python literal of a string, in double quotes if possible."""
     quoted = repr(text)
     return f'"{text}"' if quoted == f"'{text}'" and '"' not in text else quoted

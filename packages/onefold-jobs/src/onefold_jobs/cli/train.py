@@ -1,12 +1,13 @@
-"""``onefold train``, one command for each job, and ``onefold predict``: made from their options.
+"""``onefold train`` with one command per job, ``predict`` and ``evaluate``: built from their
+options.
 
-Note: commands that nobody wrote
---------------------------------
-typer makes a command's options from the signature and the annotations of a function. Those are
-built here from the fields of the options, so that an option, its help and its default stand
-once, in the dataclass. Every parameter has the default None, which means that the option was not
-given: only so can the command line take precedence over a config file, and can a resumed run be
-compared with what was asked for. The defaults that the help shows are texts.
+Note: generated commands
+------------------------
+typer derives a command's options from the signature and the annotations of a function. This module
+builds both from the fields of the options, so that an option, its help and its default are defined
+once, in the dataclass. Every parameter defaults to None, which means that the option was not given:
+otherwise the command line could not take precedence over a config file, and a resumed run could not
+be compared with the given options. The defaults in the help are only text.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ from onefold_jobs.predict import (
 )
 from onefold_jobs.run import read_options, run_job
 from onefold_jobs.scores import Baseline, ClassScores, class_tables, no_better, spell
+from onefold_jobs.training import FEW_STEPS
 
 __all__ = ["GROUPS", "job_commands"]
 
-_WORDS = {"True": "yes", "False": "no"}
+_WORDS = {"True": "yes", "False": ""}
 GROUPS = {
     "Data": (
         *("config", "data", "dev", "holdout", "task", "text_column", "image_column"),
@@ -78,9 +80,10 @@ GROUPS = {
     "Run": ("name", "resume", "runs", "save_every", "log"),
     "Results": ("output", "format", "json", "top", "weights"),
 }
-"""The options of the jobs under the headings of their help, most used first."""
+"""The options of the jobs by their heading in the help, most used first."""
 _HEADINGS = {name: heading for heading, names in GROUPS.items() for name in names}
-_WIDEST = 50
+_WIDEST = 45
+"""Maximum length of the choices that a help text lists."""
 """More characters of choices stand in the text of an option."""
 _NAMES = {"output": ("--output", "-o")}
 _METAVARS: dict[Any, str] = {
@@ -105,26 +108,38 @@ Config = Annotated[
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")]
 LabeledData = Annotated[
     Path,
-    typer.Argument(
-        metavar="DATA", help="Data as in training, whose test set is used; or a test set alone."
-    ),
+    typer.Argument(metavar="DATA", help="Data as in training (test set is used), or a test set."),
 ]
 Paths = Annotated[
     list[Path],
     typer.Argument(
-        metavar="PATH...", help="Pictures, their folders or tables; files of one text a line."
+        metavar="PATH...", help="Images, folders or tables; files with one text per line."
     ),
 ]
 
 
 class JobCommand(Command):
-    """A command with the options of a job."""
+    """A command with the options of a job, and one line of help for each."""
 
     other_names = OTHER_NAMES
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, each group under its heading."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        heading = "Arguments"
+        for parameter in self.get_params(ctx):
+            # --help, which comes last and has no heading, joins the group before it.
+            heading = getattr(parameter, "rich_help_panel", None) or heading
+            if (record := parameter.get_help_record(ctx)) is not None:
+                # Every flag also has --no-FLAG, which is left out to save a line.
+                groups.setdefault(heading, []).append((record[0].partition(" / ")[0], record[1]))
+        for each, records in groups.items():
+            with formatter.section(each):
+                formatter.write_dl(records)
+
 
 def job_commands() -> dict[str, Any]:
-    """Make the commands that have the options of the jobs, by name."""
+    """Build the commands that have the jobs' options, by name."""
     jobs = typer.Typer(
         cls=Commands,
         help="Train a ready-made job on your data.",
@@ -134,7 +149,6 @@ def job_commands() -> dict[str, Any]:
     for job in JOBS:
         examples = [
             (f"onefold train {job.name} --data {job.example} --name a", "writes runs/a"),
-            (f"onefold train {job.name} --name a --resume", "after a stop"),
         ]
         made = declare(
             jobs, job.name, group="Jobs", text=job.help, examples=examples, cls=JobCommand
@@ -149,12 +163,12 @@ def job_commands() -> dict[str, Any]:
 
 def _declare_predict(app: typer.Typer) -> None:
     examples = [
-        ("onefold predict runs/a new_photos", "CSV on the screen"),
-        ("onefold predict runs/a new.png --top 3 --json", "the best three"),
+        ("onefold predict runs/a new_photos", "prints CSV"),
+        ("onefold predict runs/a new.png --top 3 --json", "top three classes"),
     ]
 
     def predict(run_folder: RunFolder, paths: Paths, **chosen: Any) -> None:
-        """Predict the classes, labels or masks of new files: as CSV, JSON or PNG."""
+        """Predict the classes, labels or masks of new files, as CSV, JSON or PNG."""
         options = PredictOptions(**_given(chosen))
         both = options.json and options.format == "csv"
         expect(not both, "json", "", "it without --format csv")
@@ -165,31 +179,35 @@ def _declare_predict(app: typer.Typer) -> None:
         if written is not None:
             tell(f"{len(prediction.rows)} predictions: {written}")
 
-    declare(app, "predict", group="", examples=examples)(_with_options(predict, PredictOptions))
+    declare(app, "predict", group="", examples=examples, cls=JobCommand)(
+        _with_options(predict, PredictOptions)
+    )
 
 
 def _declare_evaluate(app: typer.Typer) -> None:
     examples = [
-        ("onefold evaluate runs/a photos", "its test set"),
+        ("onefold evaluate runs/a photos", "scores its test set"),
         ("onefold evaluate runs/a photos --json", "for a program"),
-        ("onefold evaluate runs/a photos --output all.csv", "every sample"),
+        ("onefold evaluate runs/a photos --output all.csv", "scores each sample"),
     ]
 
     def evaluate(run_folder: RunFolder, data: LabeledData, **chosen: Any) -> None:
-        """Score a trained run on labeled data: overall, by class, and sample by sample."""
+        """Score a trained run on labeled data: overall, by class, and by sample."""
         options = EvaluateOptions(**_given(chosen))
         found = evaluate_run(run_folder, data, options)
         for each in found.prediction.left_out:
             tell(f"left out: {each}")
         if options.output is not None:
-            # --json is about the scores.
+            # --json applies to the scores.
             write_prediction(found.prediction, dataclasses.replace(options, json=False), sys.stdout)
         if options.json:
             print_json(found.as_dict())
         else:
             _tell_scores(found)
 
-    declare(app, "evaluate", group="", examples=examples)(_with_options(evaluate, EvaluateOptions))
+    declare(app, "evaluate", group="", examples=examples, cls=JobCommand)(
+        _with_options(evaluate, EvaluateOptions)
+    )
 
 
 def _tell_scores(found: Evaluation) -> None:
@@ -201,7 +219,7 @@ def _tell_scores(found: Evaluation) -> None:
         least = f" (baseline {spell(name, baseline[name])})" if name in baseline else ""
         console.print(f"{name}: {spell(name, value)}{least}")
     if found.baseline:
-        console.print(f"The baseline answers {found.baseline}.")
+        console.print(f"The baseline predicts {found.baseline}.")
     for part in class_tables(found.by_class, found.confusion):
         console.print(part)
     if found.warning:
@@ -221,10 +239,10 @@ def _command(job: Job) -> Callable[..., None]:
 
 
 def _given(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given; lists split at commas, by which they may be given as well."""
+    """Return the given options; lists are also split at commas."""
     given = {}
     for name, value in chosen.items():
-        # typer gives an empty list for a list that was not given. 0 and False were given.
+        # For a list that was not given, typer passes an empty list. 0 and False are given values.
         if isinstance(value, list) and value:
             given[name] = tuple(filter(None, map(str.strip, ",".join(value).split(","))))
         elif value not in (None, []):
@@ -233,11 +251,11 @@ def _given(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_options(command: Callable[..., None], options: type[Any]) -> Callable[..., None]:
-    """Give a command a parameter for each option, as typer reads them, in place of ``**chosen``."""
+    """Replace a command's ``**chosen`` by a typer parameter for each option."""
     *own, _ = inspect.signature(command, eval_str=True).parameters.values()
-    # The fields hold their types as text, since their module postpones annotations.
+    # The fields contain their types as strings, because their module postpones annotations.
     hints = typing.get_type_hints(options)
-    # In the help they come in the order of their groups.
+    # The help lists options in the order of their groups.
     order = {name: place for place, name in enumerate(_HEADINGS)}
     fields = sorted(
         dataclasses.fields(options), key=lambda field: order.get(field.name, len(order))
@@ -251,20 +269,24 @@ def _with_options(command: Callable[..., None], options: type[Any]) -> Callable[
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     shown = field.metadata["shown"]
     default = _WORDS.get(str(field.default), str(field.default)) if shown is None else shown
-    # Written by ourselves, as what typer knows of as a default is None.
-    note = f" [default: {default}]" if default else ""
+    # Add the default to the help text, because typer only knows the default None.
+    note = f" [{default}]" if default else ""
     words, metavar = field.metadata["help"], _METAVARS.get(hint)
     choices = [each for part in (hint, *typing.get_args(hint)) for each in _choices(part)]
-    if len("|".join(choices)) > _WIDEST:
-        words, metavar = f"{words} One of {', '.join(choices)}.", "NAME"
+    if choices:
+        metavar = "NAME"
+    # The text of --task names its choices itself; those of --best-by are too many for one line.
+    if choices and choices[0] not in words and len(", ".join(choices)) <= _WIDEST:
+        words = f"{words.removesuffix('.')}: {', '.join(choices)}."
     described = typer.Option(
         *_NAMES.get(field.name, ()),
         help=f"{words}{note}",
         envvar=field.metadata["variable"],
+        show_envvar=False,
         metavar=metavar,
         rich_help_panel=field.metadata["heading"] or _HEADINGS.get(field.name),
     )
-    # typer has no tuples of any length; a list may be given by naming the option several times.
+    # typer does not support tuples of any length; lists may be given by repeating the option.
     asked = list[str] if typing.get_origin(hint) is tuple else hint
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(
@@ -277,13 +299,13 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def _tell(result: dict[str, Any], folder: Path) -> None:
-    """Print the result of a run: its best epoch, its fingerprint, its report."""
+    """Print the result of a run: its best epoch, fingerprint and report."""
     console = Screen(soft_wrap=True)
     best = result["best"]
     if best:
         console.print(
             f"Best: {best['score']} {spell(best['score'], best['value'])} after epoch "
-            f"{best['epoch'] + 1}, kept in {folder / best['checkpoint']}"
+            f"{best['epoch'] + 1}, saved in {folder / best['checkpoint']}"
         )
     confusion, rows = result["confusion"] or [], result["labels"] or result["ious"] or []
     if confusion:
@@ -292,13 +314,17 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
         console.print(part)
     baseline = result["baseline"] and Baseline(**result["baseline"])
     if best and baseline and (no := no_better(result["score"], best["value"], baseline)):
-        # What weighs classes is refused for several labels, for numbers and for one foreground.
+        # Class weights are rejected for multi-label tasks, for regression, and for foreground
+        # masks.
         weighed = ", --class-weights auto or --balanced" if confusion else ""
         weighed = weighed or (" or --class-weights auto" if result["ious"] else "")
         also = weighed or " or --batch-size"
         larger = " a larger --image-size," if result.get("shrunk") else ""
-        console.print(f"Warning: {no}. More --epochs,{larger} another --lr{also} may help")
+        advice = f"More --epochs,{larger} another --lr{also} may help"
+        if result["steps"] < FEW_STEPS:
+            advice = f"The run made only {counted(result['steps'], 'step')}: use more --epochs"
+        console.print(f"Warning: {no}. {advice}")
     console.print(f"Fingerprint: {result['fingerprint']}")
-    none = f"No report, without matplotlib; later: onefold report {in_shell(folder)}"
+    none = f"Report: none without matplotlib; later, run onefold report {in_shell(folder)}"
     console.print(f"Report: {result['report']}" if result["report"] else none)
     tell_next(f"onefold predict {in_shell(folder)} PATH")

@@ -1,4 +1,4 @@
-"""Readers of data sets in the layouts that people commonly have them in."""
+"""Readers of datasets in common layouts."""
 
 from onefold_jobs.data.arrays import mnist, read_idx
 

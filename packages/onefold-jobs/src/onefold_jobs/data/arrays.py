@@ -1,15 +1,14 @@
-"""Reads pictures that come as arrays: IDX files in a folder, and scikit-learn's digits.
+"""Reads images that are stored as arrays: IDX files in a folder, and scikit-learn's digits.
 
-IDX is the format of MNIST and its relatives, plain or compressed with gzip.
-Format: http://yann.lecun.com/exdb/mnist (two zero bytes, a code for the type of the numbers, the
-number of dimensions, then each dimension as a big-endian uint32, then the numbers in C order).
+IDX is the format of MNIST and related datasets, plain or compressed with gzip.
+Format: http://yann.lecun.com/exdb/mnist (two zero bytes, a code for the number type, the number of
+dimensions, then each dimension as a big-endian uint32, then the numbers in C order).
 
-Note: what a header promises
-----------------------------
-Twenty bytes may promise a tensor of any size, and a gzip file of a megabyte may unpack to a
-gigabyte. So the header is compared with the size of the file before any memory is allocated for the
-numbers; and of what a gzip file unpacks to, no more is read than the header promises and one byte,
-which tells that there is more.
+Note: untrusted headers
+-----------------------
+Twenty bytes can declare a tensor of any size, and a gzip file of a megabyte can unpack to a
+gigabyte. So the header is compared with the file size before memory is allocated for the numbers,
+and at most one byte more than the header declares is unpacked, which detects that there is more.
 """
 
 from __future__ import annotations
@@ -47,30 +46,30 @@ _File: TypeAlias = BufferedReader | gzip.GzipFile
 def read_idx_folder(
     directory: Path, names: Sequence[str] | None = None, *, labels_as_is: bool = False
 ) -> PictureClasses:
-    """Read gray pictures from four IDX files named as MNIST's are.
+    """Read grayscale images from four IDX files that are named like MNIST's.
 
     Args:
-        directory: the folder of the files, each plain or ``.gz``.
-        names: names of the classes; None names them by their numbers.
-        labels_as_is: accept every label as a class, however many there are.
+        directory: folder of the files, each plain or ``.gz``.
+        names: class names; None uses the class numbers.
+        labels_as_is: accept all labels as class names, even if there are many.
 
     Raises:
-        DataError: the labels are probably not classes, or not those of the names or of the
-            training set, or there are fewer than two.
+        DataError: the labels are probably not classes, do not match the names or the training set,
+            or there are fewer than two.
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged.
     """
     train_pixels, train_labels = read_labeled(directory, "train")
     test_pixels, test_labels = read_labeled(directory, "t10k")
-    # The largest label decides, not how many labels occur: a number that no picture has still gets
-    # its logit, so that label n stays output n.
+    # The largest label counts, not the number of distinct labels: an unused number still gets a
+    # logit, so that label n stays output n.
     count = int(train_labels.max()) + 1
     labels_path = find_file(directory, "train-labels-idx1-ubyte")
     if count < 2:
         raise DataError(f"{labels_path}: expected two classes or more, found only 0")
     if names and count > len(names):
         raise DataError(f"{labels_path}: expected labels 0 to {len(names) - 1}, got {count - 1}")
-    # The loss would only fail at the first evaluation, on a GPU with an assertion of the device.
+    # Otherwise, the loss would fail at the first evaluation, on a GPU with a device-side assertion.
     if int(test_labels.max()) >= count:
         raise DataError(
             f"{find_file(directory, 't10k-labels-idx1-ubyte')}: expected labels of the training "
@@ -86,11 +85,11 @@ def read_idx_folder(
 
 
 def read_digits(*, holdout: float, seed: int) -> PictureClasses:
-    """Read the 1,797 digits of 8x8 pixels that come with scikit-learn.
+    """Read the 1,797 digits of 8x8 pixels that scikit-learn includes.
 
     Args:
-        holdout: share of each class that becomes the test set, 0 to 1.
-        seed: seed of the generator that draws that share.
+        holdout: fraction of each class for the test set, 0 to 1.
+        seed: seed of the generator that draws the test set.
 
     Raises:
         LaunchError: scikit-learn is not installed.
@@ -99,7 +98,7 @@ def read_digits(*, holdout: float, seed: int) -> PictureClasses:
     from sklearn.datasets import load_digits
 
     source = load_digits()
-    # Its grays are 0.0 to 16.0 in float64; everything downstream expects 0 to 255.
+    # Its gray values are 0.0 to 16.0 in float64; all other code expects 0 to 255.
     pixels = torch.from_numpy(source.images * (255 / 16)).to(torch.uint8)
     labels = torch.from_numpy(source.target).to(torch.int64)
     classes = [str(label) for label in labels.tolist()]
@@ -115,13 +114,13 @@ def _of_arrays(
     where: str,
     notes: Sequence[str] = (),
 ) -> PictureClasses:
-    """Make a data set of arrays.
+    """Make a dataset from arrays.
 
     Args:
-        parts: pictures (n, h, w) uint8 and their labels (n,) int64, to train and to test with.
-        classes: names of the classes, by number.
+        parts: images (n, h, w) uint8 and their labels (n,) int64, for training and for testing.
+        classes: class names, by number.
         where: file or folder of the data, for errors.
-        notes: what to mention before training.
+        notes: messages for the user.
     """
     splits = [
         Split(ArrayPictures(pixels, title), labels.tolist())
@@ -129,7 +128,7 @@ def _of_arrays(
     ]
     samples = [list(_samples(split, classes)) for split in splits]
     pixels, sums = parts[0][0], Sums()
-    # Of the training pictures alone: what the test set looks like must not reach the model.
+    # The sums cover only training images, because the test set must not influence the model.
     sums.add(pixels.unsqueeze(-1).numpy())
     count, height, width = pixels.shape
     return PictureClasses(
@@ -156,9 +155,9 @@ GZIP_MAGIC = b"\x1f\x8b"
 NUMBER_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 _MOST_PACKED = 1100
-"""Bytes that a byte of a gzip file may unpack to: DEFLATE cannot exceed 1032, and some to spare."""
+"""Bytes that a byte of a gzip file may unpack to: DEFLATE is limited to 1032, plus a margin."""
 _MOST_UNPACKED_BYTES = 1 << 30
-"""Of one gzip file; MNIST's largest has 47 million."""
+"""Maximum unpacked size of a gzip file, in bytes; MNIST's largest has 47 million."""
 # Mean and standard deviation of the 60,000 training images of MNIST, pixels in [0, 1].
 MNIST_MEAN = 0.1307
 MNIST_STD = 0.3081
@@ -168,15 +167,15 @@ def read_idx(path: str | PathLike[str]) -> torch.Tensor:
     """Read one IDX file.
 
     Args:
-        path: the file; whether it is compressed is read from its content, not from its name.
+        path: path of the file; its content decides whether it is compressed, not its name.
 
     Returns:
-        The numbers in the shape and the type that the file declares:
+        The numbers in the shape and the dtype that the file declares:
         uint8, int8, int16, int32, float32 or float64.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is not IDX, is cut short, has bytes left over, or is damaged.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not IDX, is truncated, has trailing bytes, or is damaged.
 
     Example:
         >>> import pathlib, tempfile
@@ -187,9 +186,9 @@ def read_idx(path: str | PathLike[str]) -> torch.Tensor:
     """
     path = Path(path)
     with open_plain(path, follow=True) as file:
-        # Of the descriptor: the path may stand for another file by now.
+        # Size of the open file, because the path may refer to another file by now.
         size = os.fstat(file.fileno()).st_size
-        # By content: downloads often keep the ending .gz after a browser has unpacked them.
+        # Check the content: downloads often keep the suffix .gz after a browser has unpacked them.
         if file.peek(2)[:2] != GZIP_MAGIC:
             return _read_numbers(file, path, size_bytes=size)
         try:
@@ -205,19 +204,19 @@ def read_idx(path: str | PathLike[str]) -> torch.Tensor:
 def _read_numbers(
     file: _File, path: Path, *, size_bytes: int, packed: bool = False
 ) -> torch.Tensor:
-    """Read the header and the numbers that it promises, all of them and nothing more.
+    """Read the header and exactly the numbers that it declares.
 
     Args:
-        file: the content, unpacked as it is read.
+        file: content, unpacked on reading.
         path: path of the file, for errors.
-        size_bytes: size of the file on the disk.
+        size_bytes: size of the file on disk.
         packed: whether the file is compressed with gzip.
 
     Raises:
-        ValueError: the file holds another number of bytes than promised, or could not hold so many.
+        ValueError: the size of the content differs from the declared one, or could not reach it.
     """
     number_type, shape = _read_header(file, path)
-    # In Python's integers: in NumPy's a crafted shape could overflow to something small.
+    # Python integers, because in NumPy a crafted shape could overflow to a small number.
     length, head = prod(shape) * number_type.itemsize, 4 + 4 * len(shape)
     expected = (
         f"{path}: expected {head + length} bytes for {number_type.name} numbers of shape {shape}"
@@ -226,21 +225,21 @@ def _read_numbers(
         raise ValueError(f"{expected}, which a file of {size_bytes} bytes cannot hold")
     if packed and length > _MOST_UNPACKED_BYTES:
         raise ValueError(
-            f"{expected}, more than the {_MOST_UNPACKED_BYTES} that are taken out of a gzip file: "
+            f"{expected}, more than the limit of {_MOST_UNPACKED_BYTES} for a gzip file: "
             f"unpack it with gunzip"
         )
-    # One byte more: reading beyond the end also makes gzip compare its checksum.
+    # One byte more: reading to the end also makes gzip verify its checksum.
     content = file.read(length + 1)
     if len(content) != length:
         raise ValueError(
             f"{expected}, got {'more' if len(content) > length else head + len(content)}"
         )
-    # PyTorch has no big-endian dtypes, and needs memory that it may write to: astype copies.
+    # PyTorch has no big-endian dtypes, and requires writable memory: astype copies.
     numbers = np.frombuffer(content, number_type).astype(number_type.newbyteorder("="))
     try:
         return torch.from_numpy(numbers.reshape(shape))
-    # Of a size that fits, and still no shape: more dimensions than NumPy knows, or a 0 among
-    # lengths whose product would overflow.
+    # The size fits, but the shape is invalid: more dimensions than NumPy supports, or a 0 among
+    # dimensions whose product would overflow.
     except ValueError as error:
         raise ValueError(
             f"{path}: expected the shape of a tensor, got one of {len(shape)} dimensions: {error}"
@@ -248,9 +247,9 @@ def _read_numbers(
 
 
 def _read_header(file: _File, path: Path) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Read the header of an IDX file: the type of its numbers, big-endian, and their shape."""
+    """Read the header of an IDX file: big-endian dtype and shape."""
     head = file.read(4)
-    # Without two zero bytes there are no dimensions either.
+    # Without two leading zero bytes, read no dimensions either.
     code, dimensions = head[2:4] if head.startswith(b"\0\0") and len(head) == 4 else (0, 0)
     sizes = file.read(4 * dimensions)
     if code not in NUMBER_TYPES or not dimensions or len(sizes) < 4 * dimensions:
@@ -263,7 +262,7 @@ def _read_header(file: _File, path: Path) -> tuple[np.dtype[Any], tuple[int, ...
 
 
 def mnist(directory: str | PathLike[str], train: bool = True) -> TensorDataset:
-    """Read MNIST, or a data set in its layout, from the IDX files of a folder.
+    """Read MNIST, or a dataset with the same layout, from the IDX files in a folder.
 
     Args:
         directory: folder with ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
@@ -275,17 +274,17 @@ def mnist(directory: str | PathLike[str], train: bool = True) -> TensorDataset:
         deviation, and a label () int64. The whole set is ``dataset.tensors``.
 
     Raises:
-        FileNotFoundError: a file is missing; the message lists the names looked for.
-        ValueError: a file is damaged, or the two do not belong together.
+        FileNotFoundError: a file is missing. The message lists the expected names.
+        ValueError: a file is damaged, or the two files do not match.
     """
     images, labels = read_labeled(Path(directory), "train" if train else "t10k")
-    # In place after the one conversion: each copy of 60,000 images takes 188 MB.
+    # In place after a single conversion, because each copy of 60,000 images takes 188 MB.
     pixels = images.unsqueeze(1).to(torch.float32).div_(255)
     return TensorDataset(pixels.sub_(MNIST_MEAN).div_(MNIST_STD), labels)
 
 
 def read_labeled(directory: Path, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read images and the labels that belong to them.
+    """Read images and their labels.
 
     Args:
         directory: folder of the four files.
@@ -296,7 +295,7 @@ def read_labeled(directory: Path, prefix: str) -> tuple[torch.Tensor, torch.Tens
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged or empty, or the two do not belong together.
+        ValueError: a file is damaged or empty, or the two files do not match.
     """
     images_path = find_file(directory, f"{prefix}-images-idx3-ubyte")
     labels_path = find_file(directory, f"{prefix}-labels-idx1-ubyte")
@@ -311,12 +310,12 @@ def read_labeled(directory: Path, prefix: str) -> tuple[torch.Tensor, torch.Tens
             f"{images_path}: expected at least one image of at least one pixel, got shape "
             f"{tuple(images.shape)}"
         )
-    # cross_entropy takes class numbers as int64 only.
+    # cross_entropy requires class numbers in int64.
     return images, labels.to(torch.int64)
 
 
 def find_file(directory: Path, name: str) -> Path:
-    """Find the compressed or the plain file of that name; the compressed one takes precedence."""
+    """Find the compressed or plain file with this name; the compressed one takes precedence."""
     candidates = [directory / f"{name}.gz", directory / name]
     for candidate in candidates:
         if candidate.is_file():
@@ -326,7 +325,7 @@ def find_file(directory: Path, name: str) -> Path:
 
 
 def _read_bytes(path: Path, *, dimensions: int) -> torch.Tensor:
-    """Read an IDX file, and refuse one that is valid, but not of the kind that MNIST's are."""
+    """Read an IDX file, and reject valid ones of another kind than MNIST's."""
     numbers = read_idx(path)
     if numbers.dtype != torch.uint8 or numbers.ndim != dimensions:
         raise ValueError(

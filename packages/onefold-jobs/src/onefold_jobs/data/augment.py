@@ -1,8 +1,8 @@
-"""Turns pictures into tensors: augmented for training, cut from the middle for testing.
+"""Turns images into tensors: augmented for training, center crops for testing.
 
-Every random number comes from PyTorch's global generator, which the loader of a Trainer seeds for
-each sample: so the result depends neither on the number of workers nor on that of devices. Nothing
-here may draw from ``random`` or NumPy instead, nor keep a generator of its own.
+Every random number comes from PyTorch's global generator, which a Trainer's loader seeds for each
+sample, so the result depends neither on the number of workers nor on that of devices. Code in this
+file must not use ``random``, NumPy's generators, or a generator of its own.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ __all__ = [
 ]
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""Mean and standard deviation of ImageNet's pixels in [0, 1], which published weights expect."""
+"""Mean and standard deviation of ImageNet's pixels in [0, 1], as published weights expect."""
 
 Change = Callable[["Image"], "Image"]
 
 _TRIES = 10
-"""How often a box is drawn before the largest one in the middle is taken instead."""
+"""Number of attempts to draw a box before the largest centered one is used."""
 _ASPECTS = (3 / 4, 4 / 3)
-"""Least and greatest width over height of a random box."""
+"""Minimum and maximum aspect ratio of a random box, width over height."""
 _MARGIN = 8 / 7
-"""How much longer than the crop the shorter side of a test picture is made: 256 for 224."""
+"""Shorter side of a resized test image relative to the crop: 256 for 224."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomResizedCrop:
-    """Cut out a random box and resize it to a square (Szegedy et al., 2014, "Going deeper")."""
+    """Crop a random box and resize it to a square (Szegedy et al., 2014, "Going deeper")."""
 
     size: int
-    """Pixels of the square's side."""
+    """Side length of the square, in pixels."""
     least_area: float
-    """The smallest share of the picture that a box may have, unless the picture is too long."""
+    """Minimum area of a box as a fraction of the image, unless the image is too elongated."""
 
     def __call__(self, picture: Image) -> Image:
         return _resized(picture, self.size, self._box(*picture.size))
@@ -67,11 +67,11 @@ class RandomResizedCrop:
             # Uniform in the logarithm, or wide boxes would be more frequent than tall ones.
             aspect = math.exp(between(math.log(_ASPECTS[0]), math.log(_ASPECTS[1])))
             w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-            # A box that does not fit is drawn again, not trimmed, which would change its aspect.
+            # Draw again if the box does not fit, because trimming it would change its aspect ratio.
             if 0 < w <= width and 0 < h <= height:
                 left, top = below(width - w + 1), below(height - h + 1)
                 return (left, top, left + w, top + h)
-        # A very long picture fits hardly any box, and each sample must end in bounded time.
+        # Hardly any box fits a very long image, but each sample must take bounded time.
         w, h = min(width, round(height * _ASPECTS[1])), min(height, round(width / _ASPECTS[0]))
         left, top = (width - w) // 2, (height - h) // 2
         return (left, top, left + w, top + h)
@@ -79,22 +79,22 @@ class RandomResizedCrop:
 
 @dataclass(frozen=True, slots=True)
 class RandomShift:
-    """Fit the picture to a square and move it by up to an eighth of its side; gaps are black."""
+    """Fit the image to a square and shift it by up to an eighth of its side; gaps are black."""
 
     size: int
-    """Pixels of the square's side."""
+    """Side length of the square, in pixels."""
 
     def __call__(self, picture: Image) -> Image:
         whole = CenterCrop(self.size, margin=1.0)(picture)
         most = self.size // 8
         left, top = below(2 * most + 1) - most, below(2 * most + 1) - most
-        # A box that reaches beyond the picture is not an error: Pillow fills the rest with zeros.
+        # The box may extend beyond the image: Pillow fills the rest with zeros.
         return whole.crop((left, top, left + self.size, top + self.size))
 
 
 @dataclass(frozen=True, slots=True)
 class RandomFlip:
-    """Mirror the picture left to right, with a probability of one half."""
+    """Flip the image horizontally with a probability of one half."""
 
     def __call__(self, picture: Image) -> Image:
         from PIL import ImageOps
@@ -104,20 +104,20 @@ class RandomFlip:
 
 @dataclass(frozen=True, slots=True)
 class CenterCrop:
-    """Resize the shorter side to a multiple of the square's, and cut out the middle."""
+    """Resize the image and crop the center."""
 
     size: int
-    """Pixels of the square's side."""
+    """Side length of the square, in pixels."""
     margin: float = _MARGIN
-    """Length of the resized shorter side over that of the square's side."""
+    """Length of the resized shorter side relative to the side of the square."""
 
     def __call__(self, picture: Image) -> Image:
         (left, right), (top, bottom) = (self._edges(picture, side) for side in picture.size)
         return _resized(picture, self.size, (left, top, right, bottom))
 
     def _edges(self, picture: Image, side: int) -> tuple[float, float]:
-        """Return where the cut begins and ends along a side, in pixels of the whole picture."""
-        # The box is mapped back, so that the pixels outside the cut are never resized at all.
+        """Return the start and the end of the crop along a side, in pixels of the whole image."""
+        # Map the box back to the original, so that pixels outside the crop are never resized.
         shorter = round(self.size * self.margin)
         resized = max(shorter, round(side * shorter / min(picture.size)))
         start = (resized - self.size) // 2
@@ -126,14 +126,14 @@ class CenterCrop:
 
 @dataclass(frozen=True, slots=True)
 class Normalize:
-    """Turn pixels into numbers of mean 0 and standard deviation 1, channel by channel."""
+    """Normalize pixels to mean 0 and standard deviation 1 per channel."""
 
-    mean: tuple[float, ...]  # (c,), of pixels in [0, 1]
+    mean: tuple[float, ...]  # (c,), for pixels in [0, 1]
     std: tuple[float, ...]  # (c,)
 
     def __call__(self, picture: Image) -> torch.Tensor:
-        """Return the picture as (c, h, w) float32."""
-        # np.array copies: a view of Pillow's memory is read-only, which from_numpy warns about.
+        """Return the image as (c, h, w) float32."""
+        # np.array copies: Pillow's memory is read-only, which from_numpy warns about.
         pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
         channels = pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
         mean, std = (
@@ -145,17 +145,17 @@ class Normalize:
 
 @dataclass(eq=False)
 class LabeledPictures(Dataset[tuple[torch.Tensor, int]]):
-    """A data set of pictures and their labels, augmented anew at every reading."""
+    """A dataset of images and labels, augmented at every access."""
 
     pictures: Pictures
     labels: Any
-    """Of each picture: the number of its class, or a tensor."""
+    """Label of each image: its class number, or a tensor."""
     mode: Mode
-    """The mode that every picture is converted to."""
+    """Mode that every image is converted to."""
     changes: Sequence[Change]
-    """What is done to a picture, in this order."""
+    """Transforms of an image, in this order."""
     normalize: Normalize
-    """What turns the changed picture into a tensor."""
+    """Conversion of the transformed image to a tensor."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -169,7 +169,7 @@ class LabeledPictures(Dataset[tuple[torch.Tensor, int]]):
 
 @dataclass(frozen=True, slots=True)
 class ByKornia:
-    """Change a picture by a module of kornia, which takes tensors of three channels."""
+    """Transform an image with a kornia module, which takes tensors with three channels."""
 
     module: torch.nn.Module
 
@@ -183,11 +183,11 @@ class ByKornia:
 
 
 def by_kornia(randaugment: int, erasing: float) -> list[Change]:
-    """Changes of kornia: RandAugment (Cubuk et al., 2019), and erasing (Zhong et al., 2017).
+    """Make kornia transforms: RandAugment (Cubuk et al., 2019) and erasing (Zhong et al., 2017).
 
     Args:
-        randaugment: magnitude of two operations, 1 to 30; 0 for none.
-        erasing: probability that a box becomes black; 0 for none.
+        randaugment: magnitude of two operations, 1 to 30; 0 disables them.
+        erasing: probability of a black box; 0 disables it.
     """
     if not randaugment and not erasing:
         return []
@@ -199,22 +199,23 @@ def by_kornia(randaugment: int, erasing: float) -> list[Change]:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Make a shard in which each picture is mixed with another one, and its label as well.
+    """Make a shard in which each image and its label are mixed with another one.
 
-    mixup (Zhang et al., 2017) adds up both pictures; CutMix (Yun et al., 2019) puts a box of one
-    into the other. With both, each shard has one of them, with a probability of one half.
+    mixup (Zhang et al., 2017) blends two images; CutMix (Yun et al., 2019) pastes a box of one
+    image into the other. If both are enabled, each shard uses either with a probability of one
+    half.
     """
 
     classes: int
     mixup: float
-    """Both parameters of the beta distribution that the shares are drawn from; 0 for no mixup."""
+    """Both parameters of the beta distribution of mixing weights; 0 disables mixup."""
     cutmix: float
     """The same for CutMix."""
 
     def __call__(
         self, samples: Sequence[tuple[torch.Tensor, int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pictures (n, c, h, w) float32, and shares of classes (n, classes) float32."""
+        """Return images (n, c, h, w) float32, and class weights (n, classes) float32."""
         images, numbers = default_collate(list(samples))
         labels = torch.nn.functional.one_hot(numbers, self.classes).to(torch.float32)
         partners = torch.randperm(len(images))
@@ -231,12 +232,12 @@ class Mix:
 def _with_box(
     images: torch.Tensor, others: torch.Tensor, kept: float
 ) -> tuple[torch.Tensor, float]:
-    """Put a box of other pictures into pictures; return them, and the share that is left of each.
+    """Paste a box of other images; return the images, and the remaining fraction of each.
 
     Args:
         images: (n, c, h, w).
         others: (n, c, h, w).
-        kept: share that would be left if the box reached nowhere beyond the edge.
+        kept: fraction that would remain if the box did not extend beyond the edges.
     """
     height, width = images.shape[2:]
     half = math.sqrt(1 - kept) / 2
@@ -255,14 +256,14 @@ def between(low: float, high: float) -> float:
 
 
 def below(limit: int) -> int:
-    """Draw a whole number uniformly from 0 to ``limit - 1``."""
+    """Draw an integer uniformly from 0 to ``limit - 1``."""
     return int(torch.randint(limit, ()).item())
 
 
 def _resized(picture: Image, size: int, box: tuple[float, float, float, float]) -> Image:
-    """Resize a box of a picture to a square."""
+    """Resize a box of an image to a square."""
     from PIL import Image
 
-    # The gap lets Pillow shrink a large box by whole pixels first: far cheaper, and with 2.0 the
-    # result can hardly be told from that of one resize.
+    # reducing_gap lets Pillow shrink a large box by an integer factor first, which is far cheaper;
+    # with 2.0 the result can hardly be distinguished from a single resize.
     return picture.resize((size, size), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0)

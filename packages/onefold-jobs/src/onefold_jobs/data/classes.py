@@ -1,7 +1,7 @@
-"""Reads pictures with a label each, from class folders or tables of paths.
+"""Reads labeled images from class folders or from tables of paths.
 
-Folders are either ``train/CLASS/...`` and ``test/CLASS/...``, or class folders alone, of which a
-share is held out to test with. Pictures that come as arrays are read by `onefold_jobs.data.arrays`.
+Folders are either ``train/CLASS/...`` and ``test/CLASS/...``, or only class folders, of which a
+fraction is held out for testing. `onefold_jobs.data.arrays` reads images that are stored as arrays.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The training or the test pictures."""
+    """The training or the test images."""
 
     pictures: Pictures
     labels: Sequence[Any]
-    """Of each picture, as `numbered` returned them."""
+    """Label of each image, as returned by `numbered`."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -67,25 +67,25 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureClasses(PictureData):
-    """A data set of pictures with one label each."""
+    """A dataset of labeled images."""
 
     train: Split
     test: Split
     classes: tuple[str, ...]
-    """Names, by number."""
+    """Class names, by number."""
     mode: Mode
-    """Mode that all pictures are converted to."""
+    """Mode that all images are converted to."""
     sizes: list[tuple[int, int]]
-    """Width and height of the training pictures, in pixels."""
+    """Width and height of the training images, in pixels."""
 
 
 def digest(classes: Sequence[str], parts: Sequence[Sequence[Sample]]) -> str:
-    """Digest the classes, and the name, the class and the content of every picture."""
+    """Compute a digest of the classes, and of name, class and content of every image."""
     return digest_of(list(classes), *parts, size_bytes=16)
 
 
 class _Picture(NamedTuple):
-    """A picture of a class that can be read."""
+    """A readable image with its class."""
 
     path: Path
     label: Label
@@ -102,22 +102,21 @@ def read_classes(
     labels_as_is: bool = False,
     scanning: Scanning | None = None,
 ) -> PictureClasses:
-    """Find pictures and their labels, and read each picture once to see whether it can be.
+    """Find images and their labels, and read each image once to check it.
 
     Args:
         source: a folder with a training and a test set, as `find_folders` finds them, or with the
-            class folders themselves; or the rows of tables, with paths counted from
-            the folder of the table.
-        holdout: share of each class that becomes the test set where there is none, 0 to 1.
-        seed: seed of the generator that draws that share.
-        skip_bad: leave out files that cannot be used, rather than refuse the data set.
-        task: what is predicted; for ``regression`` the names of class folders are numbers.
-        labels_as_is: accept every label as that of a class.
-        scanning: what is known of the files already, and who watches; None for neither.
+            class folders themselves; or the rows of tables, with paths relative to the table.
+        holdout: fraction of each class for the test set, if there is none, 0 to 1.
+        seed: seed of the generator that draws the test set.
+        skip_bad: skip unusable files instead of rejecting the dataset.
+        task: type of the labels; for ``regression``, the names of class folders are numbers.
+        labels_as_is: accept all labels as class names.
+        scanning: known files and a progress callback; None for neither.
 
     Raises:
-        DataError: the folder has no such layout, something in it cannot be used, or the labels are
-            probably not those of the task.
+        DataError: the folder has no such layout, something in it cannot be used, or the labels
+            probably do not fit the task.
     """
     bad: list[BadFile] = []
     notes, columns = [], None
@@ -134,7 +133,7 @@ def read_classes(
         sources = [trained, folders.require_test()] if folders.is_split else [trained]
         names: dict[str, str] = {}
         found = [class_files(folder, names, bad, task) for folder in sources]
-    # Labels are checked before the pictures are read, which may take minutes.
+    # Check labels before reading images, which may take minutes.
     labels = [label for _, label in found[0]]
     notes = [*notes, *check_task(labels, task, readable(where), labels_as_is=labels_as_is)]
     parts = _looked_through(found, directory, scanning, bad)
@@ -145,12 +144,12 @@ def read_classes(
     test = _learned(train, test, readable(trained), bad)
     if not skip_bad:
         refuse(bad, train)
-    # Of what can be used, or a class without a readable picture would keep a logit for nothing.
-    # Sorted: the number of a class must not depend on the order in which a file system lists.
+    # Use only readable images, or a class without one would keep a useless logit. Sorted, because
+    # the number of a class must not depend on the order in which the file system lists folders.
     classes = tuple(sorted({name for picture in train for name in parts_of(picture.label)}))
     require_two([picture.label for picture in train], directory, bad)
     if not test:
-        raise DataError(f"{readable(directory)}: expected a picture to test with, found none")
+        raise DataError(f"{readable(directory)}: expected test images, found none")
     data = _of_pictures(directory, classes, train, test, bad, notes, readable(where))
     return replace(data, columns=columns, own_test=len(found) > 1)
 
@@ -201,22 +200,22 @@ def _of_pictures(
 def listed_files(
     lines: Sequence[Line], table: Path, bad: list[BadFile]
 ) -> list[tuple[Path, Label]]:
-    """Find the pictures that the rows of a table name.
+    """Find the images that the rows of a table refer to.
 
     Args:
-        lines: the rows; a path is counted from the table's folder, and a name alone, with or
-            without its ending, may be that of one picture anywhere below.
+        lines: the rows. Paths are relative to the table's folder; a bare name, with or without
+            suffix, may refer to a single image anywhere below.
         table: path of the table.
-        bad: list to which rows without a picture are added.
+        bad: list that receives rows without an image.
     """
     by_name: dict[str, list[Path]] = {}
     files = []
     for line in lines:
         path = table.parent / line.text
-        # As Windows writes paths.
+        # Windows writes paths with backslashes.
         path = path if path.is_file() else table.parent / line.text.replace("\\", "/")
         if not path.is_file() and Path(line.text).name == line.text:
-            # Looked for once, and only where a name alone is given, as in tables of competitions.
+            # Search once, and only for bare names, as in tables of competitions.
             if not by_name:
                 for each in picture_paths(table.parent, bad):
                     for name in {each.name, each.stem}:
@@ -224,14 +223,14 @@ def listed_files(
             paths = by_name.get(line.text, [path])
             if len(paths) > 1:
                 several = f"{len(paths)} have that name, such as {readable(paths[0])}"
-                reason = f"expected the path of one picture, got {shortened(line.text)}: {several}"
+                reason = f"expected the path of one image, got {shortened(line.text)}: {several}"
                 bad.append(BadFile(table, reason, line.line_number))
                 continue
             path = paths[0]
         if path.is_file():
             files.append((path, line.label))
         else:
-            reason = f"expected a picture at {readable(path)}, there is none"
+            reason = f"expected an image at {readable(path)}, got none"
             bad.append(BadFile(table, reason, line.line_number))
     return files
 
@@ -242,8 +241,8 @@ def _looked_through(
     scanning: Scanning | None,
     bad: list[BadFile],
 ) -> list[list[_Picture]]:
-    """Return the readable pictures of each set; add the files that cannot be read to ``bad``."""
-    # All sets in one scan: their progress is one count.
+    """Return the readable images of each set; add unreadable files to ``bad``."""
+    # Scan all sets together, so that the progress is one count.
     seen = iter(scan_pictures([path for part in found for path, _ in part], root, scanning))
     parts = []
     for part in found:
@@ -256,13 +255,13 @@ def _looked_through(
 def _learned(
     train: Sequence[_Picture], test: Sequence[_Picture], where: str, bad: list[BadFile]
 ) -> list[_Picture]:
-    """Return the test pictures whose classes have training pictures; add the others to ``bad``."""
+    """Return the test images whose classes have training images; add the others to ``bad``."""
     learned = {name for picture in train for name in parts_of(picture.label)}
     known = []
     for picture in test:
         others = [name for name in parts_of(picture.label) if name not in learned]
         if others:
-            reason = f"no picture of its class {others[0]!r} in {where} can be used"
+            reason = f"no usable image of its class {others[0]!r} in {where}"
             bad.append(BadFile(picture.path, reason))
         else:
             known.append(picture)
@@ -272,58 +271,57 @@ def _learned(
 def class_files(
     directory: Path, names: dict[str, str], bad: list[BadFile], task: TaskName = "single-label"
 ) -> list[tuple[Path, Label]]:
-    """Find all pictures below the class folders, and their classes, in the order of their paths.
+    """Find all images below the class folders, with their classes, in the order of their paths.
 
     Args:
-        directory: holds the class folders.
-        names: the name of the folder of each class, of both sets; those of this one are added.
-        bad: list to which what cannot be used is added.
-        task: what is predicted.
+        directory: folder that contains the class folders.
+        names: folder name of each class, of both sets; names of this set are added.
+        bad: list that receives unusable files.
+        task: type of the labels.
     """
     if task == "multi-label":
         raise DataError(
             f"{readable(directory)}: expected a table for --task multi-label, such as --data "
-            f"labels.csv with --image-column and --label-column: a picture in a class folder has "
-            f"one class"
+            f"labels.csv with --image-column and --label-column: an image in a class folder has "
+            f"only one class"
         )
     if not directory.is_dir():
-        raise DataError(f"{readable(directory)}: expected a folder with one folder for each class")
+        raise DataError(f"{readable(directory)}: expected a folder with one folder per class")
     folders = visible_folders(directory)
     if not folders:
         raise DataError(
-            f"{readable(directory)}: expected a folder for each class, found none: sort the "
-            f"pictures into folders named as their classes, or name a table of pictures and labels "
+            f"{readable(directory)}: expected one folder per class, found none: sort the images "
+            f"into folders named after their classes, or name a table of images and labels "
             f"with --data"
         )
     refuse_masks(directory, [folder.name for folder in folders])
     files: list[tuple[Path, Label]] = []
     for folder in folders:
-        # A folder that could not be read has its entry already: it need not be called empty, too.
+        # An unreadable folder is reported already, so do not also report it as empty.
         before = len(bad)
         paths = picture_paths(folder, bad)
         if not paths and len(bad) == before:
-            bad.append(BadFile(folder, "expected pictures of the class, found none"))
+            bad.append(BadFile(folder, "expected images of the class, found none"))
         try:
             label = read_label(_class_of(folder, names), task)
         except ValueError as wrong:
-            raise DataError(f"{readable(folder)}: {wrong}, as the name of a folder") from wrong
+            raise DataError(f"{readable(folder)}: {wrong} (the folder's name)") from wrong
         files += [(path, label) for path in paths]
     return files
 
 
 def _class_of(folder: Path, names: dict[str, str]) -> str:
-    """Name the class of a folder; bytes that are not UTF-8 become text such as ``\\xe9``.
+    """Return the class name of a folder; bytes that are not UTF-8 become text such as ``\\xe9``.
 
     Raises:
-        DataError: a folder of another name would stand for a class of this name.
+        DataError: another folder would have the same class name.
     """
     label = os.fsencode(folder.name).decode(errors="backslashreplace")
-    # A folder may really be called "\\xe9" in ASCII, beside one whose name is the byte E9.
+    # A folder may really be called "\\xe9" in ASCII, next to one whose name is the byte E9.
     other = names.setdefault(label, folder.name)
     if other != folder.name:
         raise DataError(
-            f"{readable(folder.parent)}: expected names of classes that can be told apart, got "
-            f"{os.fsencode(other)!r} and {os.fsencode(folder.name)!r}: give one of them another "
-            f"name"
+            f"{readable(folder.parent)}: expected distinct class names, got "
+            f"{os.fsencode(other)!r} and {os.fsencode(folder.name)!r}: rename one of them"
         )
     return label

@@ -1,7 +1,7 @@
-"""Downloads data sets of known content, once, into a folder that is kept.
+"""Downloads datasets of known content once, into a cache folder.
 
 The SHA-256 of every file is known beforehand, so it does not matter where a file comes from or who
-put it there. `pooch` downloads it, and it is moved into place once it is whole.
+put it there. `pooch` downloads the file, and a complete file is moved into place.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from onefold_jobs import require
 __all__ = ["cause_of", "fetch_dataset", "fetch_file", "is_there"]
 
 LARGEST_BYTES = 1 << 28
-"""Of one file: a server that never stops must not fill the disk before its digest is compared."""
+"""Maximum size of a file: an endless response must not fill the disk before its digest is
+checked."""
 _CHUNK_BYTES = 1 << 14
 _LONGEST_SILENCE_S = 30.0
-"""A server that sends nothing for so long is given up, and the next mirror is tried."""
+"""Timeout of a silent server; then the next mirror is tried."""
 _MNIST_FILES = (
     "train-images-idx3-ubyte.gz",
     "train-labels-idx1-ubyte.gz",
@@ -35,10 +36,10 @@ _MNIST_FILES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteSet:
-    """Files that lie under the same names at several addresses."""
+    """Files that are available under the same names at several addresses."""
 
     mirrors: tuple[str, ...]
-    """Addresses of folders, each with a slash at its end, in the order in which they are tried."""
+    """Addresses of folders, each with a trailing slash, in the order in which they are tried."""
     sums: Mapping[str, str]
     """SHA-256 of each file, by its name."""
 
@@ -61,7 +62,7 @@ SETS: Mapping[str, RemoteSet] = {
     "fashion-mnist": _like_mnist(
         (
             "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
-            # This one has no HTTPS; the digests make up for it.
+            # This one has no HTTPS; the digests compensate for that.
             "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         ),
         "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
@@ -70,67 +71,67 @@ SETS: Mapping[str, RemoteSet] = {
         "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
     ),
 }
-"""The data sets that can be fetched, by name."""
+"""The datasets that can be downloaded, by name."""
 
 
 def fetch_dataset(
     name: str, cache: Path, *, sets: Mapping[str, RemoteSet] = SETS, timeout_s: float = 600.0
 ) -> Path:
-    """Download the missing files of a data set, and return its folder.
+    """Download the missing files of a dataset, and return its folder.
 
-    Several processes may do so at the same time: each writes aside and renames a whole file.
+    Several processes may call this at the same time: each writes a temporary file and renames it.
 
     Args:
-        name: name of the data set, ``"mnist"`` or ``"fashion-mnist"``.
-        cache: holds one folder for each data set; made if it is missing.
-        sets: the data sets that are known.
-        timeout_s: the longest time for one file from one address. It is compared whenever data
-            arrive; a server that sends nothing is given up after 30 s, or earlier.
+        name: name of the dataset, ``"mnist"`` or ``"fashion-mnist"``.
+        cache: folder with one folder per dataset; created if it is missing.
+        sets: known datasets.
+        timeout_s: maximum time for one file from one address, checked whenever data arrive; a
+            silent server times out after at most 30 s.
 
     Returns:
-        ``cache/name``, where every file has the right SHA-256.
+        ``cache/name``, in which every file has the right SHA-256.
 
     Raises:
-        ValueError: no data set has that name.
-        DataError: an existing file has another SHA-256, and is left as it is; or a missing file
+        ValueError: no dataset has this name.
+        DataError: an existing file has another SHA-256, and is left unchanged; or a missing file
             could not be downloaded from any address.
-        LaunchError: a file is missing, and so is pooch.
-        OSError: the folder cannot be made, or a file in it cannot be read.
+        LaunchError: a file is missing, and pooch is not installed.
+        OSError: the folder cannot be created, or a file in it cannot be read.
     """
     if name not in sets:
-        raise ValueError(f"expected a data set of {', '.join(sets)}, got {name!r}")
+        raise ValueError(f"expected a dataset of {', '.join(sets)}, got {name!r}")
     folder, wanted = cache / name, sets[name]
     folder.mkdir(parents=True, exist_ok=True)
-    # All are checked before the first is fetched: a wrong file ends this without a download.
+    # Check all files before downloading any, so that a wrong file fails early.
     missing = [file for file in wanted.sums if not is_there(folder / file, wanted.sums[file])]
     for file in missing:
         addresses = [mirror + file for mirror in wanted.mirrors]
         try:
             fetch_file(addresses, folder / file, sha256=wanted.sums[file], timeout_s=timeout_s)
         except DataError as error:
-            raise DataError(f"{error}; needed are {', '.join(wanted.sums)}") from error
+            raise DataError(f"{error}; required files: {', '.join(wanted.sums)}") from error
     return folder
 
 
 def is_there(path: Path, sha256: str) -> bool:
-    """Return whether a file exists.
+    """Return whether a file with the expected digest exists.
 
     Args:
         path: path of the file.
-        sha256: the SHA-256 that it must have, or the first digits of it.
+        sha256: expected SHA-256, or its first digits.
 
     Raises:
-        DataError: the file exists, and has another SHA-256.
+        DataError: the file exists, but has another SHA-256.
     """
     if not path.exists():
         return False
     with open_plain(path, follow=True) as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
-    # Never replaced without a word: it may be somebody's own file under the same name.
+    # Never replaced silently, because it may be the user's own file with the same name.
     if not got.startswith(sha256):
         raise DataError(
             f"{path}: expected a file whose SHA-256 begins with {sha256}, got {got}; remove it "
-            f"and it is fetched again"
+            f"to download it again"
         )
     return True
 
@@ -143,18 +144,18 @@ def fetch_file(
     most_bytes: int | None = None,
     timeout_s: float = 3600.0,
 ) -> None:
-    """Download a file from the first address that has the right content.
+    """Download a file from the first address with the right content.
 
     Args:
-        addresses: of the file.
-        path: where it is put once it is whole; the folder is made if it is missing.
-        sha256: its SHA-256, or the first digits of it.
-        most_bytes: what it may have at most; None for `LARGEST_BYTES`.
-        timeout_s: as for `fetch_dataset`.
+        addresses: addresses of the file.
+        path: path of the complete file; its folder is created if it is missing.
+        sha256: expected SHA-256, or its first digits.
+        most_bytes: maximum size; None for `LARGEST_BYTES`.
+        timeout_s: see `fetch_dataset`.
 
     Raises:
-        DataError: no address has it; the message says where it may be put by hand.
-        LaunchError: pooch is missing.
+        DataError: no address has the file. The message names the place to put it by hand.
+        LaunchError: pooch is not installed.
     """
     download = _downloader(timeout_s)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,15 +169,14 @@ def fetch_file(
                 if not got.startswith(sha256):
                     raise ValueError(f"expected a SHA-256 that begins with {sha256}, got {got}")
                 file.flush()
-                # A rename may reach the disk before the bytes do.
+                # A rename may reach the disk before the content does.
                 os.fsync(file.fileno())
             return
         except (OSError, ValueError) as failure:  # requests raises OSErrors
             failures.append(f"  {address}: {cause_of(failure)}")
     tried = "\n".join(failures)
     raise DataError(
-        f"{path.name} could not be fetched:\n{tried}\n"
-        f"check the network, or put the file by hand at {path}"
+        f"could not download {path.name}:\n{tried}\nCheck the network, or put the file at {path}"
     )
 
 
@@ -184,7 +184,7 @@ def _downloader(timeout_s: float) -> Callable[..., None]:
     require("downloading data", "images", "pooch")
     import pooch  # type: ignore[import-untyped]
 
-    # The digest is that of the file as it is stored, not as a server may pack it.
+    # The digest is of the stored file, not of a compressed response.
     plain = {"Accept-Encoding": "identity"}
     downloader: Callable[..., None] = pooch.HTTPDownloader(
         timeout=min(timeout_s, _LONGEST_SILENCE_S), headers=plain, chunk_size=_CHUNK_BYTES
@@ -193,7 +193,7 @@ def _downloader(timeout_s: float) -> Callable[..., None]:
 
 
 class _Bounded:
-    """A file that takes neither more than it should, nor anything after the time is up."""
+    """A file with a maximum size and a deadline."""
 
     def __init__(self, file: BinaryIO, timeout_s: float, most_bytes: int) -> None:
         self._file, self._timeout_s, self._most_bytes = file, timeout_s, most_bytes
@@ -214,7 +214,7 @@ class _Bounded:
 
 
 def cause_of(error: BaseException) -> str:
-    """The answer of the network or the disk, below the words that libraries put around it.
+    """Return the original error of the network or the disk, without the wrapping of libraries.
 
     >>> cause_of(ValueError("no room"))
     'no room'

@@ -1,4 +1,4 @@
-"""Reads the user's files within bounds, reports those that cannot be used, and overwrites none."""
+"""Reads the user's files with size limits, reports unusable ones, and never overwrites any."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = [
 ]
 
 _TOLD = 5
-"""How many bad files or lines an error names; a file has all of them."""
+"""Maximum number of bad files or lines that an error names; all of them are written to a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadFile:
-    """A file, or a line of one, that cannot be used.
+    """An unusable file or line.
 
     >>> str(BadFile(Path("train.tsv"), "there is no tab", line=3))
     'train.tsv, line 3: there is no tab'
@@ -45,9 +45,9 @@ class BadFile:
     path: Path
     """Path of the file."""
     reason: str
-    """What was expected, and what was found instead."""
+    """Expected and actual content."""
     line: int | None = None
-    """Number of the line, from 1; None for the file as a whole."""
+    """Line number from 1; None for the whole file."""
 
     def __str__(self) -> str:
         place = readable(self.path)
@@ -58,24 +58,24 @@ class BadFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadData:
-    """What all data sets have, whatever their samples are."""
+    """Fields that all datasets have, whatever their samples are."""
 
     left_out: list[BadFile]
-    """Files and lines that cannot be used."""
+    """Unusable files and lines."""
     notes: list[str] = field(default_factory=list)
-    """What to mention before training."""
+    """Messages for the user before training."""
     own_test: bool = False
-    """Whether there was a test set, so that no share was held out for it."""
+    """Whether there is a separate test set, so that none was held out."""
     columns: tuple[str, str | None, tuple[str, ...]] | None = None
-    """The `onefold_jobs.data.tables.Columns` of its tables, if it has been read from some."""
+    """The `onefold_jobs.data.tables.Columns` of its tables, if it was read from tables."""
     scan: str = ""
-    """What was seen of the files, as `onefold_jobs.data.scan.read_scan` reads it."""
+    """Result of scanning the files, for `onefold_jobs.data.scan.read_scan`."""
     digest: str
-    """The same for the same samples under the same names, in the same classes and sets."""
+    """Digest that is equal for the same samples with the same names, classes and sets."""
 
 
 def readable(path: Path) -> str:
-    """Spell a path so that it can be printed, even if it is not UTF-8 or has control characters.
+    """Return a printable path, even if it is not UTF-8 or contains control characters.
 
     >>> print(readable(Path("a\\x1b[2J.png")))
     a\\x1b[2J.png
@@ -84,7 +84,7 @@ def readable(path: Path) -> str:
 
 
 def name_below(path: Path, root: Path) -> str:
-    """Name a file by its path below a folder, or by its whole path if it lies elsewhere.
+    """Return the path of a file relative to a folder, or the whole path if it is outside.
 
     >>> name_below(Path("data/a.png"), Path("data")), name_below(Path("/a.png"), Path("data"))
     ('a.png', '/a.png')
@@ -93,13 +93,13 @@ def name_below(path: Path, root: Path) -> str:
 
 
 def refuse(bad: Sequence[BadFile], others: Sized) -> None:
-    """Raise one error that names the first bad files and lines, if there are any.
+    """Raise an error that names the first bad files and lines, if there are any.
 
-    If there are more, all of them are written to a file, which the error names.
+    If there are more, all of them are written to a file that the error names.
 
     Args:
-        bad: what cannot be used.
-        others: what can be; if there is nothing, leaving out the bad ones is no way out.
+        bad: unusable files and lines.
+        others: usable samples; if there are none, skipping the bad ones is not a remedy.
 
     Raises:
         DataError: ``bad`` is not empty.
@@ -108,18 +108,18 @@ def refuse(bad: Sequence[BadFile], others: Sized) -> None:
         return
     named = "\n".join(f"  {each}" for each in _shortly(bad))
     more = f"\n  and {len(bad) - _TOLD:,} more{_written(bad)}" if len(bad) > _TOLD else ""
-    advice = "mend or remove them, or leave them out with --skip-bad"
+    advice = "fix or remove them, or skip them with --skip-bad"
     advice = advice if others else "nothing else can be used"
     raise DataError(f"{counted_bad(bad)} cannot be used:\n{named}{more}\n{advice}")
 
 
 def _shortly(bad: Sequence[BadFile]) -> list[str]:
-    """Describe the first bad files and lines; what was expected, and what to do, only once."""
+    """Describe the first bad files and lines, without repeating the expectation and the advice."""
     lines: list[str] = []
     before = ""
     for each in bad[:_TOLD]:
         expected, got, came = each.reason.partition(", got ")
-        # Behind the colon is what to do.
+        # The advice follows the colon.
         again = replace(each, reason=f"likewise{got}{came.partition(': ')[0]}")
         lines.append(str(again if expected == before else each))
         before = expected
@@ -127,7 +127,7 @@ def _shortly(bad: Sequence[BadFile]) -> list[str]:
 
 
 def counted_bad(bad: Sequence[BadFile]) -> str:
-    """Count lines and files apart.
+    """Count lines and files separately.
 
     >>> counted_bad([BadFile(Path("a.tsv"), "why", 3), BadFile(Path("b.png"), "why")])
     '1 line of 1 file, and 1 file'
@@ -140,20 +140,20 @@ def counted_bad(bad: Sequence[BadFile]) -> str:
 
 
 def _written(bad: Sequence[BadFile]) -> str:
-    """Write bad files and lines to a file; return words that name it, or nothing if it failed."""
+    """Write bad files and lines to a file; return words that name it, or nothing on failure."""
     content = "".join(f"{each}\n" for each in bad).encode()
     try:
         descriptor, path = tempfile.mkstemp(prefix="onefold-bad-", suffix=".txt")
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-    # The error itself is what counts, and it has the first of them.
+    # The error itself matters more, and it names the first of them.
     except OSError:
         return ""
     return f"; all of them are listed in {path}"
 
 
 def left_out_notes(bad: Sequence[BadFile]) -> list[str]:
-    """Name the first files and lines that are left out of a run, and count all."""
+    """Describe the first files and lines that a run skips, and count all."""
     notes = [f"left out: {each}" for each in _shortly(bad)]
     if len(bad) > _TOLD:
         notes.append(f"left out in all: {counted_bad(bad)}, which run.json lists")
@@ -161,19 +161,19 @@ def left_out_notes(bad: Sequence[BadFile]) -> list[str]:
 
 
 _HEAD_BYTES = 512
-"""How much of a file is read to recognize it as one of ours."""
+"""Number of bytes that identify a file as one of ours."""
 
 
 def read_whole(path: Path, most_bytes: int) -> bytes:
-    """Read all of a file that must not be large.
+    """Read a whole file with a size limit.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: the file is larger than ``most_bytes``.
     """
     with open_plain(path, follow=True) as file:
-        # One byte more than allowed, instead of asking for the size: a file in /proc reports 0, and
-        # any file may grow after it was asked.
+        # Read one byte more than allowed instead of asking for the size: a file in /proc reports 0,
+        # and a file may grow afterwards.
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise ValueError(f"{path}: expected a file of at most {most_bytes:,} bytes, got more")
@@ -185,8 +185,8 @@ def read_json(path: Path, most_bytes: int) -> Any:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is larger than ``most_bytes``, nested too deeply, or not JSON; the
-            message names it.
+        ValueError: the file is larger than ``most_bytes``, nested too deeply, or not JSON. The
+            message names the file.
     """
     content = read_whole(path, most_bytes)
     try:
@@ -196,40 +196,41 @@ def read_json(path: Path, most_bytes: int) -> Any:
 
 
 def require_ours(path: Path, ours: Callable[[bytes], bool], told: str) -> None:
-    """Refuse to write over anything that onefold did not make.
+    """Reject overwriting anything that onefold did not write.
 
     Args:
-        path: path of the file that is to be written.
-        ours: takes the first bytes of a file and returns whether the file may be replaced.
-        told: beginning of the error: the option that names the path, and what it takes.
+        path: path of the file to write.
+        ours: predicate that receives the first bytes of a file and decides whether it may be
+            replaced.
+        told: beginning of the error: the option that names the path, and the expected content.
 
     Raises:
-        ValueError: the path is a link, a folder, a pipe or a device, or a file that is not ours.
+        ValueError: the path is a link, a folder, a pipe, a device, or an unrelated file.
         OSError: the file cannot be read.
     """
     try:
-        # Not through a link: writing replaces the link, and the user put it there on purpose.
+        # Do not follow links: writing would replace a link that the user created on purpose.
         found = os.lstat(path)
     except FileNotFoundError:
         return
     if stat.S_ISREG(found.st_mode):
         with open_plain(path, follow=True) as file:
             head = file.read(_HEAD_BYTES)
-        # Nothing is lost with an empty file, such as mktemp leaves to reserve a name.
+        # An empty file, such as one that mktemp reserves, has no content to lose.
         if not head or ours(head):
             return
-        came = "a file with something else in it"
+        came = "an unrelated file"
     else:
-        came = "a link" if stat.S_ISLNK(found.st_mode) else "no regular file"
-    raise ValueError(f"{told}, {path} is {came}: remove it, or give another name")
+        came = "a link" if stat.S_ISLNK(found.st_mode) else "not a regular file"
+    raise ValueError(f"{told}, but {path} is {came}: remove it, or use another name")
 
 
 def digest_of(*parts: Any, size_bytes: int = 8) -> str:
-    """Digest texts, numbers, and lists of these; 8 bytes give 16 hexadecimal digits.
+    """Compute a digest of strings, numbers and lists of these; 8 bytes give 16 hex digits.
 
     >>> digest_of(["a.png", "b.png"], [0, 1])
     '0ef90b3a28133b26'
     """
-    # As JSON, whose brackets and quotes mark where each text ends: joined texts ["ab", "c"] and
-    # ["a", "bc"] would digest alike. Its default escapes also take names that are not UTF-8.
+    # JSON marks the end of each string: concatenated, ["ab", "c"] and ["a", "bc"] would have the
+    # same digest. Its default escapes also support names that are not UTF-8.
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=size_bytes).hexdigest()

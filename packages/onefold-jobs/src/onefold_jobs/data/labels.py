@@ -1,12 +1,12 @@
-"""Reads labels, and finds those that are probably not what they are taken for.
+"""Reads labels, and detects labels that probably mean something else.
 
 `read_label` reads the label of a sample: a class, several classes, or a number. `check_labels`
-finds labels that are probably not classes, before a model learns them. `check_same` finds samples
-that occur twice.
+detects labels that are probably not classes before a model learns them. `check_same` finds
+duplicate samples.
 
-To a program a label is any text. Measured numbers, lists of labels, and one label in two spellings
-all look like classes, and training on them raises no error: it ends with a model of something else
-than was asked for. The numbers below are rules of thumb, which --labels-as-is switches off.
+For a program, any string can be a label. Measured numbers, lists of labels, and two spellings of a
+label all look like classes, and training on them raises no error but produces a useless model. The
+thresholds below are heuristics, which --labels-as-is disables.
 """
 
 from __future__ import annotations
@@ -42,45 +42,46 @@ __all__ = [
 ]
 
 TaskName = Literal["single-label", "multi-label", "regression"]
-"""What is predicted of a sample: one class, any number of classes, or a number."""
+"""Target of the predictions: one class, any number of classes, or a number."""
 Label: TypeAlias = str | tuple[str, ...] | float
 """The label of a sample, by task."""
 
 _LONGEST_LABEL = 200
-"""Characters: what is longer is a text, and Python refuses to parse numbers of 4,300 digits."""
+"""Maximum characters of a label: longer ones are texts, and Python rejects numbers of 4,300
+digits."""
 
 _MANY = 20
-"""With more classes than these, labels may be refused as measured numbers, or as no classes."""
+"""Number of classes above which labels may be rejected as measured numbers, or as texts."""
 _FEW_EACH = 5
-"""Samples of a class, on average: whole numbers that have fewer are measured, not chosen."""
+"""Samples per class, on average: integers with fewer are measurements, not classes."""
 _NOTED = 10
-"""With more classes than these, whole numbers are worth a note, whatever samples they have."""
+"""Number of classes above which integer labels deserve a note, whatever their samples."""
 _SHOWN_CHARACTERS = 40
 _LISTED = 3
-"""Labels that an error gives as examples."""
+"""Number of labels that an error gives as examples."""
 _NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?")
 _FRACTION = re.compile(r"[-+]?\d+[.,]\d*[1-9]")
 _WHOLE = re.compile(r"[-+]?\d+")
 _SEPARATORS = "|;,"
-"""What may stand between the classes of a sample besides spaces, the strongest first."""
+"""Separators of a sample's classes in addition to spaces, strongest first."""
 _SEVERAL = re.compile(f"[{_SEPARATORS}]")
 _QUOTED = re.compile(r"""(['"])(.*?)\1""")
 _LIST_OF_QUOTED = re.compile(r"\[[,\s]*\]|\([,\s]*\)")
 _SWITCHES = re.compile(r"[\[(]?[01](?:[ ,;|]+[01])+[\])]?")
 _MISSING = ("nan", "NaN", "NAN", "<NA>", "NaT")
-_OTHERWISE = "; or accept each of them as a class with --labels-as-is"
+_OTHERWISE = "; or accept all labels as classes with --labels-as-is"
 
 
 def read_label(value: object, task: TaskName = "single-label") -> Label:
-    """Read a label from what a file has.
+    """Read a label from a file's value.
 
     Args:
-        value: a text, a number, or a list of texts; for ``multi-label`` a text may name several
-            classes, which `divided` makes of it once their `separator` is known.
-        task: what is to be predicted.
+        value: a string, a number, or a list of strings; for ``multi-label``, a string may contain
+            several classes, which `divided` splits once their `separator` is known.
+        task: type of the labels.
 
     Raises:
-        ValueError: the value is no label of this task.
+        ValueError: the value is not a label of this task.
 
     Example:
         >>> read_label(" good "), read_label(["toxic", "rude"], "multi-label")
@@ -88,9 +89,9 @@ def read_label(value: object, task: TaskName = "single-label") -> Label:
         >>> read_label("3.5", "regression")
         3.5
     """
-    # What pandas and NumPy have instead of a missing value.
+    # pandas and NumPy represent missing values as NaN, which differs from itself.
     text = "" if value is None or value != value else str(value).strip()
-    # As Python, pandas and NumPy write a list to CSV.
+    # Lists as Python, pandas and NumPy write them to CSV.
     as_list = isinstance(value, str) and _LIST_OF_QUOTED.fullmatch(_QUOTED.sub("", text))
     if as_list and task == "multi-label":
         value = [name for _, name in _QUOTED.findall(text) if name]
@@ -102,8 +103,7 @@ def read_label(value: object, task: TaskName = "single-label") -> Label:
             )
         names = [str(part).strip() for part in value]
     else:
-        # A number as JSON and Parquet have it is spelled as in CSV; null is a cell without
-        # anything.
+        # Numbers in JSON and Parquet are spelled as in CSV; null is an empty cell.
         if task == "regression":
             return _number(text)
         if not text and task == "single-label":
@@ -141,7 +141,7 @@ def shortened(value: object) -> str:
 
 
 def parts_of(label: Label) -> tuple[str, ...]:
-    """The classes that a label names; none if it is a number."""
+    """Return the classes of a label; none if it is a number."""
     if isinstance(label, str):
         return (label,)
     return label if isinstance(label, tuple) else ()
@@ -157,27 +157,27 @@ def spelled(label: Label) -> str:
 
 
 def classes_of(labels: Iterable[Label]) -> list[str]:
-    """List the classes of labels in order: by value if all are whole numbers, else by letter.
+    """Return the sorted classes of labels: numerically if all are integers, otherwise as strings.
 
     >>> classes_of(["10", "9"]), classes_of([("rude", "toxic"), ()]), classes_of([0.5])
     (['9', '10'], ['rude', 'toxic'], [])
     """
     names = {name for label in labels for name in parts_of(label)}
-    # By letter 10 would come before 2, and class 2 would not be output 2. Spellings such as 1 and
-    # 01 have one value, so the text settles their order.
+    # As strings, 10 would precede 2, and class 2 would not be output 2. Spellings such as 1 and 01
+    # have the same value, so the string breaks the tie.
     if all(name.removeprefix("-").isdecimal() for name in names):
         return sorted(names, key=lambda name: (int(name), name))
     return sorted(names)
 
 
 def separator(labels: Sequence[Label], *, spaces: bool = True) -> str:
-    """Find what stands between the classes of labels: the strongest sign that any of them has.
+    """Find the separator between the classes of labels: the strongest one that any label contains.
 
-    It is a space if they have nothing else, and, as for commas, the same words are combined again
-    and again; names of two words are not.
+    Without another separator it is a space, but only if, as for commas, the same words are combined
+    repeatedly, unlike in names of two words.
 
     Args:
-        labels: as `read_label` returned them.
+        labels: labels from `read_label`.
         spaces: whether it may be a space.
 
     >>> separator(["cell|cell, dead", "a, b"]), separator(["a, b", "c"]), separator(["hot dog"])
@@ -195,16 +195,16 @@ def separator(labels: Sequence[Label], *, spaces: bool = True) -> str:
 
 
 def divided(label: Label, sign: str | None) -> Label:
-    """Divide a text that names several classes, at a sign or, if it is empty, nowhere.
+    """Split a label with several classes at a separator, or nowhere if it is empty.
 
-    None leaves it, and only spaces divide what comes from a list.
+    With None, the label is returned unchanged. Only spaces split labels that come from a list.
 
     >>> divided("cell|cell, dead", "|"), divided("[1, 2]", ","), divided("(a) b (c)", "")
     (('cell', 'cell, dead'), ('1', '2'), ('(a) b (c)',))
     """
     if sign is None or (isinstance(label, tuple) and sign != " "):
         return label
-    # As Python writes a list of numbers; with other brackets inside, they belong to names.
+    # A list of numbers as Python writes it; other brackets inside belong to names.
     lists = rf"\[[^][]*\]|\([^()]*[{sign or ','}][^()]*\)"
     if isinstance(label, str) and re.fullmatch(lists, label):
         label = label[1:-1]
@@ -213,7 +213,7 @@ def divided(label: Label, sign: str | None) -> Label:
 
 
 def numbered(labels: Sequence[Label], classes: Sequence[str]) -> list[Any]:
-    """Turn labels into numbers: of the class; 1.0 or 0.0 for each class; or the number itself.
+    """Convert labels to numbers: class number; 1.0 or 0.0 per class; or the number itself.
 
     >>> numbered(["b", "a"], "ab"), numbered([("b",), ()], "ab"), numbered([2.5], "")
     ([1, 0], [[0.0, 1.0], [0.0, 0.0]], [2.5])
@@ -229,18 +229,18 @@ def numbered(labels: Sequence[Label], classes: Sequence[str]) -> list[Any]:
 
 
 def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
-    """Refuse labels that are probably not classes.
+    """Reject labels that are probably not classes.
 
     Args:
-        counts: how many samples each label has.
+        counts: number of samples of each label.
         where: file or folder of the labels, for errors.
 
     Returns:
-        What to mention before training.
+        Messages for the user.
 
     Raises:
-        DataError: two labels differ by spelling alone; one has control characters; or the labels
-            are measured numbers, lists of several labels, or texts that mostly occur once.
+        DataError: two labels differ only in spelling; one contains control characters; or the
+            labels are measured numbers, lists of several labels, or mostly unique texts.
 
     Example:
         >>> check_labels({"lob": 10, "smash": 12}, "train.tsv")
@@ -252,20 +252,20 @@ def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
     whole = all(map(_WHOLE.fullmatch, counts))
     measured = counts if whole else [label for label in counts if _FRACTION.fullmatch(label)]
     note = (
-        f"{where}: labels are numbers, such as {_some(measured)}, and taken for {len(counts)} "
+        f"{where}: labels are numbers, such as {_some(measured)}, treated as {len(counts)} "
         f"classes: --task regression predicts them as values"
     )
     notes = [note] if measured and (not whole or len(counts) > _NOTED) else []
     if len(counts) <= _MANY:
         return notes
     many = f"{where}: expected labels that name classes, got {len(counts):,} different ones"
-    # Fractions are measured however often they occur; whole numbers may well be names of classes,
-    # such as article numbers, as long as each has its samples.
+    # Fractions are measurements however often they occur; integers may be class names, such as
+    # article numbers, as long as each has enough samples.
     numbers = all(map(_NUMBER.fullmatch, counts))
     if numbers and (not whole or samples < _FEW_EACH * len(counts)):
         raise DataError(
-            f"{many} on {samples:,} samples, all of them numbers, such as {_some(counts)}: "
-            f"--task regression predicts measured values; or group them into a few named "
+            f"{many} on {samples:,} samples, all of them numbers, such as {_some(counts)}: use "
+            f"--task regression for measured values, or group them into a few named "
             f"ranges{_OTHERWISE}"
         )
     once = sum(1 for count in counts.values() if count == 1)
@@ -280,13 +280,13 @@ def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
 def check_task(
     labels: Sequence[Label], task: TaskName, where: str, *, labels_as_is: bool
 ) -> list[str]:
-    """Refuse labels that are probably not those of a task; as `check_labels` where it is classes.
+    """Reject labels that probably do not fit a task; see `check_labels` for classes.
 
     Args:
-        labels: of the training samples.
-        task: what is to be predicted.
+        labels: labels of the training samples.
+        task: type of the labels.
         where: file or folder of the labels, for errors.
-        labels_as_is: accept every label.
+        labels_as_is: accept all labels.
     """
     if labels_as_is or task == "regression":
         return []
@@ -298,67 +298,67 @@ def check_task(
 
 
 def _refuse_names(labels: Collection[str], where: str) -> None:
-    """Refuse names that a reader cannot tell apart, or that would move a screen's cursor.
+    """Reject names that a reader cannot distinguish, or that contain control characters.
 
     Raises:
-        DataError: only case, spaces or the way Unicode encodes them differ between two labels; or
-            one has control characters.
+        DataError: two labels differ only in case, spaces or Unicode encoding; or one contains
+            control characters.
     """
     seen: dict[str, str] = {}
     for label in labels:
         if label in _MISSING:
             raise DataError(
-                f"{where}: expected names of classes, got {label!r}, as pandas and NumPy write a "
-                f"missing value: remove these rows, or write the class{_OTHERWISE}"
+                f"{where}: expected class names, got {label!r}, which pandas and NumPy write for a "
+                f"missing value: remove these rows, or rename the class{_OTHERWISE}"
             )
         other = seen.setdefault(_plain(label), label)
         if other != label:
             alike = unicodedata.normalize("NFC", label) == unicodedata.normalize("NFC", other)
-            how = ", the same letters in two ways of Unicode" if alike else ""
+            how = ", the same letters in two Unicode encodings" if alike else ""
             raise DataError(
                 f"{where}: expected one spelling of every class, got {other!r} and {label!r}{how}: "
-                f"give them one name{_OTHERWISE}"
+                f"use one name{_OTHERWISE}"
             )
         if any(unicodedata.category(letter) == "Cc" for letter in label):
             raise DataError(
-                f"{where}: expected names of classes in letters, got {label!r} with a control "
-                f"character, such as a tab or an end of line: if it is no label, name the column "
-                f"that has them with --label-column; else give it another name{_OTHERWISE}"
+                f"{where}: expected printable class names, got {label!r} with a control character, "
+                f"such as a tab or a line break: if it is not a label, name the label column with "
+                f"--label-column; otherwise rename it{_OTHERWISE}"
             )
 
 
 def _plain(label: str) -> str:
-    """Reduce a label to what a reader takes in of it."""
-    # Twice: folding case can make letters that NFKC changes again, and the other way round.
+    """Reduce a label to its visible content."""
+    # Twice, because casefold can produce letters that NFKC changes, and vice versa.
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", label).casefold())
-    # Zero-width spaces, soft hyphens and marks of direction, which spreadsheets leave behind.
+    # Zero-width spaces, soft hyphens and direction marks, which spreadsheets leave behind.
     unseen = {letter for letter in folded if unicodedata.category(letter) == "Cf"}
     return " ".join(folded.translate({ord(each): None for each in unseen}).split())
 
 
 def _refuse_lists(counts: Mapping[str, int], where: str) -> None:
-    """Refuse labels that are lists of others, or lists of switches."""
-    # In much of the world a comma stands for the decimal point.
+    """Reject labels that are lists of others, or lists of 0 and 1."""
+    # In many countries, a comma is the decimal separator.
     if all(map(_NUMBER.fullmatch, counts)):
         return
     lists = [label for label in counts if _SEVERAL.search(label)]
     parts = {part.strip() for label in counts for part in _SEVERAL.split(label)}
-    # A comma alone is no list: "fish, other" may be a class. If taking the lists apart leaves fewer
-    # different words than there are labels, the same words are combined again and again.
+    # A comma alone does not make a list: "fish, other" may be a class. If splitting leaves fewer
+    # distinct words than labels, the same words are combined repeatedly.
     switches = all(map(_SWITCHES.fullmatch, counts))
     combined = len(lists) > 1 and len(parts) < len(counts)
     if not combined and len(spaced := _spaced(counts)) > 1:
         lists, combined = spaced, True
     if switches or combined:
         raise DataError(
-            f"{where}: expected one label for each sample, got lists of them, such as "
-            f"{_some(lists or list(counts))}: --task multi-label predicts several classes for a "
-            f"sample; or keep one label for each{_OTHERWISE}"
+            f"{where}: expected one label per sample, got lists of them, such as "
+            f"{_some(lists or list(counts))}: use --task multi-label to predict several classes "
+            f"per sample, or keep one label each{_OTHERWISE}"
         )
 
 
 def _spaced(labels: Collection[str]) -> list[str]:
-    """List the labels that are others with spaces between them, as ``cat dog`` of cat and dog."""
+    """Return labels that combine other labels with spaces, such as ``cat dog`` for cat and dog."""
     words = {label: label.split() for label in labels}
     return [label for label in labels if len(words[label]) > 1 and words.keys() >= {*words[label]}]
 
@@ -368,25 +368,25 @@ def _some(labels: Collection[str]) -> str:
 
 
 class Sample(NamedTuple):
-    """What is compared of a sample."""
+    """Properties of a sample that duplicates are detected by."""
 
     name: str
-    """What to call it."""
+    """Name of the sample in messages."""
     label: object
     content: str
-    """Its content, or a digest of it; empty if not known."""
+    """Content or its digest; empty if unknown."""
 
 
 def check_same(parts: Sequence[Sequence[Sample]], where: str) -> list[str]:
-    """Look for samples that occur twice, and refuse a test set of which most was trained with.
+    """Detect duplicate samples, and reject a test set that consists mostly of training samples.
 
     Args:
-        parts: the training and the test samples.
+        parts: training and test samples.
         where: file or folder of the data, for errors.
 
     Returns:
-        What to mention before training: that some test samples, but not most, are training samples;
-        that samples are the same and have different labels.
+        Messages for the user: some test samples, but not most, are training samples; identical
+        samples have different labels.
 
     Raises:
         DataError: more than half of the test samples are training samples.
@@ -395,28 +395,28 @@ def check_same(parts: Sequence[Sequence[Sample]], where: str) -> list[str]:
         >>> train = [Sample("a", "cat", "1"), Sample("b", "dog", "2")]
         >>> test = [Sample("c", "dog", "3"), Sample("d", "dog", "2"), Sample("e", "cat", "4")]
         >>> check_same([train, test], "pets")
-        ['pets: 1 of 3 test samples is in the training set as well: d is the same as b']
+        ['pets: 1 of 3 test samples is also in the training set: d is the same as b']
         >>> check_same([[*train, Sample("f", "dog", "1")], []], "pets")
         ['pets: 1 sample is the same as one with another label: f is the same as a']
     """
     train, test = parts
-    # The first of those that are the same.
+    # Keep the first of several identical samples.
     trained = {each.content: each for each in reversed(train)}
     first = {each.content: each for each in reversed([*train, *test])}
-    # Two contents that are not known are not the same.
+    # Unknown contents are not identical.
     trained.pop("", None)
     notes = []
     both = [(each, trained[each.content]) for each in test if each.content in trained]
     if both:
         verb = "is" if len(both) == 1 else "are"
-        words = f"{len(both):,} of {len(test):,} test samples {verb} in the training set as well"
+        words = f"{len(both):,} of {len(test):,} test samples {verb} also in the training set"
         if 2 * len(both) > len(test):
             raise DataError(
                 f"{where}: {words} ({_alike(both)}), so the score would say little about new data: "
-                f"expected test samples that are not in the training set"
+                f"use test samples that are not in the training set"
             )
         notes.append(f"{where}: {words}: {_alike(both)}")
-    # No error: a model can be trained all the same, and only a person can tell which is right.
+    # Not an error: a model can still be trained, and only the user knows the right label.
     torn = [(each, first[each.content]) for each in [*train, *test] if each.content]
     torn = [(each, other) for each, other in torn if each.label != other.label]
     if torn:
@@ -431,12 +431,12 @@ def _alike(pairs: Sequence[tuple[Sample, Sample]]) -> str:
 
 
 def untested(classes: Sequence[str], tested: Collection[str], where: str) -> list[str]:
-    """Mention classes that no test sample has."""
+    """Report classes without a test sample."""
     missing = [name for name in classes if name not in tested]
     if not missing:
         return []
     note = (
-        f"{where}: the test set has no sample of {len(missing)} of the {len(classes)} classes "
-        f"({listed(missing)}): the score says nothing about them"
+        f"{where}: the test set has no samples of {len(missing)} of the {len(classes)} classes "
+        f"({listed(missing)}), so the score does not cover them"
     )
     return [note]

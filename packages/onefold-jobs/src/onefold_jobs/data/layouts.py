@@ -1,7 +1,7 @@
-"""Recognizes data sets that a job would misread, by their layout, and says what to do instead.
+"""Recognizes the layout of datasets that a job would misread, and recommends what to do instead.
 
-This comes first of all, so that nobody mends a folder file by file that is of another kind. Only a
-few names and the beginnings of a few files are read.
+This check comes first, so that users do not repair a folder of the wrong kind file by file. It
+reads only a few names and the beginnings of a few files.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from onefold_jobs.data.tables import column_names, is_table, usual_column
 __all__ = ["refuse_other_layouts"]
 
 _LOOKED_AT = 5
-"""Files of a kind that are opened."""
+"""Number of files of each kind to open."""
 _BYTES = 1 << 16
-"""Read from the beginning and from the end of a file."""
+"""Bytes to read from the beginning and from the end of a file."""
 _YOLO = re.compile(r"[0-9]+(?:[ \t]+-?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?){4,}[ \t]*")
 _NO_CLASSES = frozenset({
     "image", "images", "img", "imgs", "jpeg", "jpg", "photo", "photos", "picture", "pictures",
     "png", "set", "test", "testing", "train", "training", "val", "valid", "validation",
 })  # fmt: skip
-"""Words for folders of a data set whose labels are in a table; none of them names a class."""
+"""Names of dataset folders whose labels are in a table; none of them is a class name."""
 
 
 _MASKS = ("masks", "train/masks")
@@ -38,24 +38,24 @@ _MASKS = ("masks", "train/masks")
 def refuse_other_layouts(
     directory: Path, job: str, *, texts: bool = False, masks: bool = False
 ) -> None:
-    """Refuse boxes of objects, and a table of labels beside pictures.
+    """Reject object detection datasets, and images with a table of labels in the same folder.
 
     Args:
-        directory: what ``--data`` names; of files only boxes are refused.
-        job: which job was asked for.
+        directory: argument of ``--data``; a file is only rejected if it contains bounding boxes.
+        job: name of the job.
         texts: whether its samples are texts.
-        masks: whether it takes a folder of masks.
+        masks: whether it reads a folder of masks.
 
     Raises:
-        DataError: it has such a data set; the message says what to do.
+        DataError: the dataset is of such a kind. The message says what to do.
     """
     boxes = next(_boxes(directory), None)
     if boxes:
         raise DataError(
-            f"{readable(directory)}: expected a label or a mask for each picture, got objects with "
-            f"a place each ({boxes}). onefold has no job that detects objects: cut them out into "
-            f"class folders for onefold train classify, draw them as masks for onefold train "
-            f"segment, or train a detector in a script of your own, with onefold.Trainer"
+            f"{readable(directory)}: expected a label or a mask for each image, got bounding boxes "
+            f"({boxes}). onefold has no job for object detection: crop the objects into class "
+            f"folders for onefold train classify, draw them as masks for onefold train segment, or "
+            f"write a script for a detector with onefold.Trainer"
         )
     masked = masks and any((directory / each).is_dir() for each in _MASKS)
     if not texts and directory.is_dir() and not masked:
@@ -65,22 +65,22 @@ def refuse_other_layouts(
 
 
 def _refuse_folders_of_texts(directory: Path) -> None:
-    """Refuse class folders of text files; the message has a command that makes a table of them."""
+    """Reject class folders of text files; the message contains a command that makes a table."""
     found = next(_first(directory, "train/*/*.txt", "*/*.txt"), None)
     if found is None or any(map(_lists, directory.iterdir())):
         return
     inside = found.parent.parent
     raise DataError(
         f"{readable(directory)}: expected a table of texts and labels, got class folders of text "
-        f"files ({_below(found, directory)}): write each of them as a table, such as\n"
+        f"files ({_below(found, directory)}): convert each set to a table with\n"
         f"python -c \"import json, pathlib; [print(json.dumps({{'text': p.read_text(), 'label': "
         f"p.parent.name}})) for p in sorted(pathlib.Path({readable(inside)!r}).glob('*/*.txt'))]\" "
-        f"> {inside.name}.jsonl\nand name it with --data, and the one to test with with --dev"
+        f"> {inside.name}.jsonl\nand name the training table with --data, the test table with --dev"
     )
 
 
 def _boxes(directory: Path) -> Iterator[str]:
-    """Describe the files that hold boxes."""
+    """Describe the files that contain bounding boxes."""
     for path in _first(directory, "labels/*.txt", "labels/*/*.txt", "*/labels/*.txt"):
         line = next(iter(_ends(path).splitlines()), "")
         if _YOLO.fullmatch(line):
@@ -91,7 +91,7 @@ def _boxes(directory: Path) -> Iterator[str]:
         text = _ends(path)
         if '"images"' in text and ('"bbox"' in text or '"annotations"' in text):
             yield f"{_below(path, directory)} has COCO's images and annotations"
-    # Of Pascal VOC the masks may be meant, which are in a folder of their own.
+    # In Pascal VOC, the user may mean the masks, which have their own folder.
     if not (directory / "SegmentationClass").is_dir():
         for path in _first(directory, "*.xml", "[Aa]nnotations/*.xml", "*/*.xml"):
             if "<bndbox>" in _ends(path):
@@ -108,20 +108,20 @@ def _below(path: Path, directory: Path) -> str:
 
 
 def _ends(path: Path) -> str:
-    """The beginning and the end of a file; nothing if it cannot be read."""
+    """Return the beginning and the end of a file; empty if it cannot be read."""
     try:
         with open_plain(path, follow=True) as file:
             content = file.read(_BYTES)
-            # A file of COCO has its annotations behind all of its pictures.
+            # A COCO file stores its annotations after all of its images.
             file.seek(max(len(content), path.stat().st_size - _BYTES))
             return (content + file.read(_BYTES)).decode(errors="replace")
-    # Whoever reads the file reports that.
+    # The code that reads the file reports this error.
     except OSError:
         return ""
 
 
 def _refuse_table(directory: Path, job: str) -> None:
-    """Refuse pictures without class folders, with a table beside them as in competitions or not."""
+    """Reject images without class folders, whether or not there is a table, as in competitions."""
     folders = visible_folders(directory)
     train = directory / "train"
     classes = visible_folders(train) if train.is_dir() else folders
@@ -134,27 +134,27 @@ def _refuse_table(directory: Path, job: str) -> None:
     tables = {path: column_names(path) for path in sorted(directory.iterdir()) if _lists(path)}
 
     def likely(path: Path) -> tuple[bool, bool]:
-        # Test sets of competitions have no labels; samples of what to hand in have wrong ones.
+        # Test sets of competitions have no labels, and sample submissions have wrong ones.
         handed_in = re.search("submission|test", path.stem.lower())
         return bool(usual_column(tables[path], "label")), not handed_in
 
     found = max(tables, key=likely, default=None)
-    wanted = "a folder for each class" if job == "classify" else "the folders images and masks"
+    wanted = "a folder per class" if job == "classify" else "the folders images and masks"
     if found is None:
         parts = [folder for folder in classes if any(map(is_picture, folder.iterdir()))]
         if job == "classify" and parts:
             raise DataError(
-                f"{readable(directory)}: expected {wanted}, got pictures in "
-                f"{listed([each.name for each in parts])}, which name parts of a data set: sort "
-                f"them into folders named as their classes, or name a table of pictures and labels "
-                f"with --data"
+                f"{readable(directory)}: expected {wanted}, got images in "
+                f"{listed([each.name for each in parts])}, which name parts of a dataset: sort "
+                f"them into folders named after their classes, or name a table of images and "
+                f"labels with --data"
             )
         return
     names = tables[found]
     image = usual_column(names, "image") or names[0]
     label = usual_column(names, "label") or next((x for x in names if x != image), "LABEL")
     raise DataError(
-        f"{readable(directory)}: expected {wanted}, got pictures beside the table {found.name} "
+        f"{readable(directory)}: expected {wanted}, got images next to the table {found.name} "
         f"with the columns {listed(names, 12)}: name the table and two of its columns, such as "
         f"onefold train classify --data {in_shell(readable(found))} --image-column "
         f"{in_shell(image)} --label-column {in_shell(label)}"
@@ -162,7 +162,7 @@ def _refuse_table(directory: Path, job: str) -> None:
 
 
 def _names_a_part(folder: Path) -> bool:
-    """Whether a folder is called ``train``, ``test_images``, ``train2017`` or the like."""
+    """Whether a folder has a name such as ``train``, ``test_images`` or ``train2017``."""
     words = re.findall(r"[^\W\d_]+", folder.name.lower())
     return bool(words) and _NO_CLASSES.issuperset(words)
 

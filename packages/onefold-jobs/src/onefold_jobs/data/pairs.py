@@ -1,4 +1,4 @@
-"""Reads pictures with a mask each: folders ``images`` and ``masks`` with the same names."""
+"""Reads images with masks: folders ``images`` and ``masks`` with files of the same names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["MaskedPictures", "Pair", "read_pairs", "read_pairs_to_test"]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A picture and its mask."""
+    """An image and its mask."""
 
     image: Path
     mask: Path
@@ -47,24 +47,24 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedPictures(PictureData):
-    """A data set of pictures with a mask each."""
+    """A dataset of images and masks."""
 
     train: list[Pair]
     test: list[Pair]
     foreground: int
-    """Pixels of the training masks that are foreground."""
+    """Number of foreground pixels in the training masks."""
     pixels: int
-    """Pixels of the training masks that are not void."""
+    """Number of training mask pixels that are not void."""
     void: int = 0
-    """Pixels of the training masks that count for neither side."""
+    """Number of void pixels in the training masks."""
     counts: tuple[list[int], list[int]] = ([], [])
-    """Pixels of the training and of the test masks by class, or of background and foreground."""
+    """Pixels of the training and test masks by class, or of background and foreground."""
     shortest: int
-    """The shortest side of any training picture, in pixels."""
+    """Shortest side of all training images, in pixels."""
     rule: MaskRule = field(default_factory=MaskRule)
-    """Which values of the masks are foreground or which class, and which void."""
+    """Mapping of mask values to foreground or classes, and to void."""
     classes: tuple[MaskClass, ...] = ()
-    """The classes of the pixels; none if they are foreground or background."""
+    """Classes of the pixels; empty for foreground masks."""
 
 
 def read_pairs(
@@ -76,16 +76,16 @@ def read_pairs(
     rule: MaskRule | None = None,
     scanning: Scanning | None = None,
 ) -> MaskedPictures:
-    """Find pictures and masks, and read each once to see whether it can be used.
+    """Find images and masks, and read each once to check it.
 
     Args:
-        directory: holds a training and a test set, as `find_folders` finds them, with ``images``
-            and ``masks`` each, or ``images`` and ``masks`` themselves, which may hold both sets.
-        holdout: share that becomes the test set where there is none, 0 to 1.
-        seed: seed of the generator that draws that share.
-        skip_bad: leave out files that cannot be used, rather than refuse the data set.
-        rule: which values of the masks are foreground; None lets brightness decide.
-        scanning: what is known of the files already, and who watches; None for neither.
+        directory: folder with a training and a test set, as `find_folders` finds them, each with
+            ``images`` and ``masks``; or with ``images`` and ``masks``, which may contain both sets.
+        holdout: fraction for the test set, if there is none, 0 to 1.
+        seed: seed of the generator that draws the test set.
+        skip_bad: skip unusable files instead of rejecting the dataset.
+        rule: foreground values of the masks; None lets brightness decide.
+        scanning: known files and a progress callback; None for neither.
 
     Raises:
         DataError: the folder has no such layout, or something in it cannot be used.
@@ -93,14 +93,14 @@ def read_pairs(
     rule = rule or MaskRule()
     bad: list[BadFile] = []
     train, given, folders = pairs_in(directory, bad)
-    # One class for all: pairs have no labels by which the share could be taken.
+    # One stratum for all, because pairs have no labels to stratify by.
     train, test = (
         (train, given)
         if given is not None
         else hold_out(train, ["pair"] * len(train), share=holdout, seed=seed)
     )
     looks = _look_through([*train, *test], directory, rule, scanning, bad)
-    # Divided again, for both sets were looked through at once, and some of their pairs are gone.
+    # Split again, because both sets were scanned together, and some pairs may be dropped.
     known = set(train)
     white = white_of(x.seen.look for x in looks if x.pair in known)
     looks = by_one_white(looks, white, bad)
@@ -111,13 +111,13 @@ def read_pairs(
     parts = [[look for look in looks if (look.pair in known) is first] for first in (True, False)]
     if not parts[0] or not parts[1]:
         raise DataError(
-            f"{directory}: expected pictures with masks to train and to test with, found "
+            f"{directory}: expected images with masks for training and testing, found "
             f"{len(parts[0])} and {len(parts[1])}"
         )
-    # Over no foreground at all, a Dice score is 0 / 0.
+    # Without any foreground, a Dice score is 0 / 0.
     if not any(look.mask.look.foreground for look in parts[1]):
         raise DataError(
-            f"{directory}: expected masks to score with, none of the {len(parts[1])} to test with "
+            f"{directory}: expected test masks with foreground, but none of the {len(parts[1])} "
             f"has a foreground pixel"
         )
     data = _of_looks(directory, parts[0], parts[1], bad, rule)
@@ -127,17 +127,17 @@ def read_pairs(
 def read_pairs_to_test(
     directory: Path, rule: MaskRule, bad: list[BadFile], scanning: Scanning
 ) -> tuple[Path, list[Pair]]:
-    """Find pictures and masks to score a trained model with, and read each once.
+    """Find images and masks to score a trained model on, and read each once.
 
     Args:
-        directory: as in training, or a part of it: its test set is taken, or all of it if there is
+        directory: as in training, or a part of it. Its test set is used, or all of it if there is
             no split.
-        rule: which values of the masks are foreground, as in training.
-        bad: list to which what cannot be used is added.
-        scanning: how to look through files.
+        rule: foreground values of the masks, as in training.
+        bad: list that receives unusable files.
+        scanning: how to scan the files.
 
     Returns:
-        The folder that holds ``images`` and ``masks``, and the pairs.
+        The folder that contains ``images`` and ``masks``, and the pairs.
 
     Raises:
         DataError: there are no such folders, or the masks are of two kinds.
@@ -166,7 +166,7 @@ def _of_looks(
     masks = [look.mask.look for look in train]
     void = sum(mask.void for mask in masks)
     samples = [[look.sample(directory) for look in part] for part in (train, test)]
-    # A mask is its picture's label: one picture with two masks contradicts itself.
+    # A mask is its image's label: an image with two masks contradicts itself.
     labeled = [[Sample(name, mask, image) for name, _, image, mask in part] for part in samples]
     rule, classes, notes = _with_classes(rule, [look.mask.look for look in both], masks)
     names = [name for name, _ in rule.named]
@@ -192,17 +192,17 @@ def _of_looks(
 def _with_classes(
     rule: MaskRule, looks: Sequence[MaskLook], train: Sequence[MaskLook]
 ) -> tuple[MaskRule, tuple[MaskClass, ...], list[str]]:
-    """Settle the classes of masks: their values, their colors, and what is odd about them.
+    """Determine the classes of masks: their values and colors, and messages for the user.
 
     Raises:
-        DataError: the masks have a single class.
+        DataError: the masks have only one class.
     """
     if not rule.classes:
         return rule, (), []
     colors = {value: color for look in reversed(looks) for value, color in look.colors.items()}
     found: list[str] = []
     if rule.classes == AUTO:
-        # As numbers in their order, or 10 would come before 2; colors by their text.
+        # Sorted as numbers, or 10 would precede 2; colors sort as strings.
         found = sorted({value for look in looks for value in look.counts}, key=_in_order)
         if len(found) > MOST_CLASSES:
             raise DataError(
@@ -217,12 +217,12 @@ def _with_classes(
     lacking = [name for name, _ in named if name not in seen]
     notes = [f"no training mask has a pixel of {listed(lacking)}"] if lacking else []
     if found:
-        notes.insert(0, f"--classes auto: a class for each value of the masks, {listed(found, 20)}")
+        notes.insert(0, f"--classes auto: one class per value of the masks, {listed(found, 20)}")
     return rule, colors_of(named, colors), notes
 
 
 def _class_pixels(looks: Sequence[MaskLook], names: Sequence[str]) -> list[int]:
-    """Pixels of each class in these masks; of background and foreground if there are none."""
+    """Count the pixels of each class; of background and foreground if there are no classes."""
     if names:
         return [sum(look.counts.get(name, 0) for look in looks) for name in names]
     foreground = sum(look.foreground for look in looks)
@@ -235,20 +235,20 @@ def _in_order(value: str) -> tuple[int, str]:
 
 
 class _Look(NamedTuple):
-    """A pair that can be used, and what was seen of its two files."""
+    """A usable pair, and the scan results of its two files."""
 
     pair: Pair
     seen: Seen[Look]
-    """Of the picture."""
+    """Scan result of the image."""
     mask: Seen[MaskLook]
 
     @property
     def path(self) -> Path:
-        """The picture's."""
+        """Path of the image."""
         return self.pair.image
 
     def sample(self, root: Path) -> list[str]:
-        """List the names and the digests of the contents of picture and mask."""
+        """List the names and the content digests of image and mask."""
         names = [str(path.relative_to(root)) for path in (self.path, self.pair.mask)]
         return [*names, self.seen.content, self.mask.content]
 
@@ -260,8 +260,8 @@ def _look_through(
     scanning: Scanning | None,
     bad: list[BadFile],
 ) -> list[_Look]:
-    """Look at all pairs; return the usable ones, and add the files that cannot be used to bad."""
-    # The rule is part of the masks' kind: under another rule what was seen of them does not hold.
+    """Scan all pairs; return the usable ones, and add unusable files to ``bad``."""
+    # The rule is part of the masks' kind, because scan results are only valid for the same rule.
     scanning = scanning or Scanning()
     see, see_mask = partial(look_at, white=scanning.white), partial(look_at_mask, rule=rule)
     files = [(pair.image, "picture", see) for pair in pairs]
@@ -270,7 +270,7 @@ def _look_through(
     looks = []
     for pair, picture, mask in zip(pairs, found[: len(pairs)], found[len(pairs) :], strict=True):
         if isinstance(picture, Seen) and isinstance(mask, Seen):
-            # Both after turning by EXIF: a picture that is turned needs a mask that is upright.
+            # Both after EXIF rotation: a rotated image needs an upright mask.
             width, height = picture.look.size
             if mask.look.size == (width, height):
                 looks.append(_Look(pair, picture, mask))
@@ -283,12 +283,12 @@ def _look_through(
 
 
 def _require_one_scale(looks: Sequence[_Look]) -> None:
-    """Refuse masks of 0 and 1 among masks of 0 and 255, as numbers of classes look like that.
+    """Reject a mixture of 0/1 masks and 0/255 masks, which suggests class numbers.
 
     Raises:
         DataError: both kinds occur.
     """
-    # A mask of only the classes 0 and 255 looks fine on its own; the others reveal that 1 is one.
+    # A mask with only the classes 0 and 255 looks valid; others reveal that 1 is a class.
     first: dict[int, _Look] = {}
     for look in looks:
         first.setdefault(look.mask.look.scale, look)
@@ -296,17 +296,17 @@ def _require_one_scale(looks: Sequence[_Look]) -> None:
         small, large = (readable(first[scale].pair.mask) for scale in (1, 255))
         values = {scale: ", ".join(look.mask.look.values) for scale, look in first.items()}
         raise DataError(
-            f"{small}: expected masks that are all of 0 and 1, or all of 0 and 255; this one has "
-            f"{values[1]}, and {large} has {values[255]}. Name the foreground, such as "
-            f"--foreground 1, and what belongs to neither side, such as --void 255"
+            f"{small}: expected masks with either 0 and 1, or 0 and 255; this one has "
+            f"{values[1]}, but {large} has {values[255]}. Name the foreground, such as "
+            f"--foreground 1, and the values to ignore, such as --void 255"
         )
 
 
 def _require_named(directory: Path, rule: MaskRule, looks: Sequence[_Look]) -> None:
-    """Refuse a rule with values that occur in no mask, which is probably a slip.
+    """Reject a rule with values that no mask contains, which is probably a mistake.
 
     Raises:
-        DataError: a value of the rule occurs in no mask.
+        DataError: no mask contains a value of the rule.
     """
     found = {text for look in looks for text in look.mask.look.named}
     for option in ("foreground", "void"):
@@ -314,15 +314,15 @@ def _require_named(directory: Path, rule: MaskRule, looks: Sequence[_Look]) -> N
             if looks and text not in found:
                 values = dict.fromkeys(value for x in looks for value in x.mask.look.values)
                 raise DataError(
-                    f"--{option} {text}: expected a value of the masks, none in "
-                    f"{readable(directory)} has it; among theirs are {', '.join([*values][:8])}"
+                    f"--{option} {text}: no mask in {readable(directory)} has this value; "
+                    f"their values include {', '.join([*values][:8])}"
                 )
 
 
 def pairs_in(
     directory: Path, bad: list[BadFile], *, choosing: bool = True
 ) -> tuple[list[Pair], list[Pair] | None, Folders]:
-    """Find the pairs to train and to test with; None of the latter if there is no split.
+    """Find the training and test pairs; the latter are None without a split.
 
     Raises:
         DataError: there are no such folders.
@@ -333,7 +333,7 @@ def pairs_in(
         train = _pairs(folders.train, bad) if choosing else []
         return train, _pairs(tested, bad), folders
     pairs, images = _pairs(folders.train, bad), folders.train / "images"
-    # As images/train and masks/train, beside those to test with.
+    # The layout may be images/train and masks/train, next to the test folders.
     within = find_folders(images, choosing=choosing, as_is=True)
     if not within.is_split or within.test is None:
         return pairs, None, folders
@@ -345,15 +345,15 @@ def pairs_in(
 
 
 def _pairs(directory: Path, bad: list[BadFile]) -> list[Pair]:
-    """Find pictures and masks of the same name, whatever the ending; add the others to bad."""
+    """Match images and masks by name without suffix; add unmatched files to ``bad``."""
     images, masks = (_by_stem(directory / name, bad) for name in ("images", "masks"))
     if not images:
-        raise DataError(f"{directory / 'images'}: expected pictures, found none")
-    # Each file is named for one reason: one that is there twice is not reported as unmatched, too.
+        raise DataError(f"{directory / 'images'}: expected images, found none")
+    # Report each file for one reason: duplicates are not reported as unmatched, too.
     bad += [*_doubles(images), *_doubles(masks)]
     for mine, others, missing, folder in (
         (images, masks, "mask", "masks"),
-        (masks, images, "picture", "images"),
+        (masks, images, "image", "images"),
     ):
         bad += [
             BadFile(paths[0], f"there is no {missing} of that name in {directory / folder}")
@@ -368,7 +368,7 @@ def _pairs(directory: Path, bad: list[BadFile]) -> list[Pair]:
 
 
 def _doubles(by_stem: Mapping[str, Sequence[Path]]) -> list[BadFile]:
-    """Report files that differ by their ending alone, so that it is not clear which to use."""
+    """Report files that differ only in their suffix, so that it is unclear which one to use."""
     return [
         BadFile(path, f"expected one file of that name, there is {other.name} as well")
         for paths in by_stem.values()
@@ -378,10 +378,10 @@ def _doubles(by_stem: Mapping[str, Sequence[Path]]) -> list[BadFile]:
 
 
 def _by_stem(directory: Path, bad: list[BadFile]) -> dict[str, list[Path]]:
-    """Find pictures, and group them by their path without the ending."""
+    """Find images, and group them by their path without suffix."""
     if not directory.is_dir():
         raise DataError(
-            f"{directory.parent}: expected the folders images and masks, there is no "
+            f"{directory.parent}: expected the folders images and masks, but there is no "
             f"{directory.name}"
         )
     found: dict[str, list[Path]] = {}

@@ -1,7 +1,7 @@
-"""Finds and reads the training and the test samples that files list: texts, or paths of pictures.
+"""Finds and reads the training and test samples that files list: texts, or paths of images.
 
-The files are TSV files of text and label, or tables. `read_splits` makes a data set of texts;
-that of pictures is made by `onefold_jobs.data.classes`. `hold_out` sets samples aside to test with.
+The files are TSV files with text and label, or tables. `read_splits` makes a text dataset;
+`onefold_jobs.data.classes` makes image datasets. `hold_out` splits off test samples.
 """
 
 from __future__ import annotations
@@ -58,48 +58,48 @@ _SHOWN_CLASSES = 10
 
 
 class ListedSamples(NamedTuple):
-    """The samples of one or two files, before it is known which of them can be used."""
+    """The samples of one or two files, before unusable ones are detected."""
 
     train: list[Line]
     test: list[Line] | None
-    """None if a share of the others is to be held out."""
+    """Test samples; None if a fraction of the others is held out."""
     paths: tuple[Path, Path]
-    """The two files; one twice if there is one."""
+    """Paths of the two files, which may be the same."""
     bad: list[BadFile]
     notes: list[str]
     columns: Columns
-    """Those of the files, if they are tables."""
+    """Columns of the files, if they are tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSplits(ReadData):
-    """A training and a development set with the same classes."""
+    """A training and a test set with the same classes."""
 
     train: list[Line]
-    """To learn from."""
+    """Training samples."""
     dev: list[Line]
-    """To score on."""
+    """Test samples."""
     classes: list[str]
-    """Of the training set, in order; none if labels are numbers."""
+    """Classes of the training set, in order; empty for regression."""
     paths: tuple[Path, Path]
-    """The files of both."""
+    """Paths of both files."""
 
 
 def find_splits(path: Path, dev: str | None) -> tuple[Path, list[Path]]:
-    """Find the file to train with, and those that could be there to test with.
+    """Find the training file, and candidates for the test file.
 
     Args:
-        path: a file, or a folder with ``train`` and ``dev`` of any kind that is read.
-        dev: the file to test with, if it was named.
+        path: a file, or a folder with ``train`` and ``dev`` in any supported format.
+        dev: test file, if named.
 
     Raises:
-        DataError: there are no such files.
+        DataError: the files do not exist.
     """
     kinds = f"a TSV file, or a table ({', '.join(TABLES)})"
     if not path.exists():
         raise DataError(
             f"--data {readable(path)}: expected a folder with train.tsv and dev.tsv, or {kinds}; "
-            f"there is none from {Path.cwd()}"
+            f"it does not exist (from {Path.cwd()})"
         )
     train: Path | None = path
     found: list[Path] = []
@@ -111,15 +111,15 @@ def find_splits(path: Path, dev: str | None) -> tuple[Path, list[Path]]:
         what = listed(others) + " in it" if others else "a table of samples and labels"
         raise DataError(
             f"{readable(path)}: expected train.tsv, or a table called train, such as train.csv, "
-            f"found none: name {what} with --data"
+            f"found none. Name {what} with --data"
         )
     if dev is not None and not Path(dev).exists():
-        raise DataError(f"--dev {dev}: expected {kinds}, there is none")
+        raise DataError(f"--dev {dev}: expected {kinds}, but it does not exist")
     return train, found if dev is None else [Path(dev)]
 
 
 def files_to_test(data: Path) -> list[Path]:
-    """List the files with samples to test with: the path itself, or those in a folder."""
+    """List the files with test samples: the path itself, or test files in a folder."""
     if data.is_file() or is_table(data):
         return [data]
     return [each for name in _TEST_NAMES for each in _named(data, name)] if data.is_dir() else []
@@ -128,29 +128,29 @@ def files_to_test(data: Path) -> list[Path]:
 def read_to_score(
     data: Path, columns: Columns, task: TaskName, is_known: Callable[[Label], bool]
 ) -> tuple[Path, list[Line], list[BadFile]]:
-    """Read the samples to score a finished run on: those of a file, or of one in a folder.
+    """Read the samples to score a finished run on, from a file or from a file in a folder.
 
-    That is ``test`` if labels are in it, as the others may have chosen the best epoch; where there
-    is none to test with, it is ``train``, of which the run held out a share.
+    In a folder, this is ``test`` if it contains labels, because the other files may have selected
+    the best epoch; without any test file, it is ``train``, of which the run held out a fraction.
 
     Args:
         data: the path.
-        columns: which columns of a table hold what.
-        task: what the labels are.
-        is_known: whether the run has learned a label.
+        columns: columns of a table.
+        task: type of the labels.
+        is_known: whether the run knows a label.
 
     Raises:
         OSError: a file cannot be read.
-        DataError: there is no such file, or it has no valid row.
+        DataError: the file does not exist, or has no valid row.
     """
     found = files_to_test(data) or (_named(data, "train") if data.is_dir() else [])
     if not found:
         raise DataError(
-            f"{readable(data)}: expected a TSV file or a table, or a folder with dev.tsv in it; "
-            f"there is none"
+            f"{readable(data)}: expected a TSV file or a table, or a folder that contains dev.tsv; "
+            f"found none"
         )
     for path in _named(data, "test") if data.is_dir() else ():
-        # That of a competition has none.
+        # The test file of a competition has no labels.
         with suppress(DataError):
             lines, bad, _ = read_file(path, columns, task)
             if any(is_known(line.label) for line in lines):
@@ -164,7 +164,7 @@ def _is_read(path: Path) -> bool:
 
 
 def _named(folder: Path, name: str) -> list[Path]:
-    """The files of a name with one of the endings that are read, and such a data set."""
+    """Return the files with this name and a supported suffix, and such a saved dataset."""
     paths = [folder / f"{name}{ending}" for ending in ("", ".tsv", *TABLES)]
     return [path for path in paths if path.exists() and _is_read(path)]
 
@@ -172,7 +172,7 @@ def _named(folder: Path, name: str) -> list[Path]:
 def read_file(
     path: Path, columns: Columns, task: TaskName | None
 ) -> tuple[list[Line], list[BadFile], Columns]:
-    """Read a TSV file, or a table; arguments, result and errors are those of `read_table`."""
+    """Read a TSV file or a table; arguments, result and errors are those of `read_table`."""
     named = columns.sample or columns.label or columns.kind == "image"
     if task is None or is_table(path) or named:
         return read_table(path, columns, task)
@@ -187,14 +187,14 @@ def read_listed(
     *,
     labels_as_is: bool = False,
 ) -> ListedSamples:
-    """Read the samples of a data set.
+    """Read the samples of a dataset.
 
     Args:
-        path: what ``--data`` names.
-        dev: the file to test with, if it was named.
-        columns: which columns of a table hold what.
-        task: what the labels are.
-        labels_as_is: take spaces for parts of a name, and not for what is between several classes.
+        path: argument of ``--data``.
+        dev: test file, if named.
+        columns: columns of a table.
+        task: type of the labels.
+        labels_as_is: treat spaces as part of a name, not as separators of several classes.
 
     Raises:
         OSError: a file cannot be read.
@@ -213,17 +213,17 @@ def read_listed(
     if sign == " ":
         several = next(spelled(line.label) for line in train if " " in spelled(line.label))
         notes.append(
-            f"{readable(train_path)}: classes have spaces between them, so that {several!r} is "
-            f"{len(several.split())} of them; --labels-as-is makes one of it"
+            f"{readable(train_path)}: classes are separated by spaces, so {several!r} is "
+            f"{len(several.split())} classes; --labels-as-is makes it one class"
         )
     train = [replace(line, label=divided(line.label, sign)) for line in train]
     notes += settled.part_note(train_path) if settled.label else []
     for other in others:
-        # A test set of a competition has no labels: it is none to score on, unless it was named.
+        # A test set of a competition has no labels, so it is ignored unless it was named.
         names = column_names(other) if settled.label else []
         lacking = [name for name in settled.label if names and name not in names]
         if lacking and dev is None:
-            notes.append(f"{readable(other)}: not used, as it has no column {lacking[0]}")
+            notes.append(f"{readable(other)}: not used, because it has no column {lacking[0]}")
             continue
         test, test_bad, _ = read_file(other, settled, task)
         test = [replace(line, label=divided(line.label, sign)) for line in test]
@@ -234,39 +234,39 @@ def read_listed(
 def hold_out(
     samples: Sequence[_Item], labels: Sequence[str], *, share: float, seed: int
 ) -> tuple[list[_Item], list[_Item]]:
-    """Draw the samples to set aside: a share of each class, but at least one.
+    """Draw the samples to hold out: a fraction of each class, but at least one.
 
-    A class of two or more keeps at least one to train with.
+    A class with two or more samples keeps at least one for training.
 
     Returns:
-        The samples that remain, and those that were drawn, both in their order.
+        The remaining and the held-out samples, both in their original order.
     """
-    # A generator of its own, or a draw elsewhere would change which samples are held out, and a
-    # resumed run would train on what the first one tested with.
+    # A separate generator, or a draw elsewhere would change which samples are held out, and a
+    # resumed run would train on the test samples of the first one.
     generator = torch.Generator().manual_seed(seed)
     by_label: dict[str, list[int]] = {}
     for number, label in enumerate(labels):
         by_label.setdefault(label, []).append(number)
     held: set[int] = set()
-    # Sorted, so that the draws of a class do not depend on which class comes first in the list.
+    # Sorted, so that the draws of a class do not depend on the order of classes in the list.
     for _, members in sorted(by_label.items()):
         count = min(max(1, round(share * len(members))), len(members) - 1)
         chosen = torch.randperm(len(members), generator=generator)[:count]
         held.update(members[i] for i in chosen.tolist())
-    # Never in the order of the set: the numbers of samples seed their augmentation.
+    # Keep the original order, because the numbers of samples seed their augmentation.
     kept = [sample for number, sample in enumerate(samples) if number not in held]
     return kept, [sample for number, sample in enumerate(samples) if number in held]
 
 
 def strata(labels: Sequence[Label]) -> list[str]:
-    """The groups of which `hold_out` draws a share each: classes, where a sample has one."""
+    """Return the strata that `hold_out` draws from: classes, for single-label samples."""
     return [label if isinstance(label, str) else "" for label in labels]
 
 
 def known_samples(
     lines: Sequence[Line], classes: Sequence[str], path: Path, of: str = "the training set"
 ) -> tuple[list[Line], list[BadFile]]:
-    """Return the samples of known classes alone, and those of others as bad."""
+    """Return the samples with known classes, and the others as bad ones."""
     learned, known, strange = set(classes), [], []
     expected = f"expected a label of {of} ({listed(classes, _SHOWN_CLASSES)})"
     for line in lines:
@@ -280,18 +280,18 @@ def known_samples(
 
 
 def read_splits(listed_samples: ListedSamples, *, holdout: float, seed: int) -> TextSplits:
-    """Make a data set of texts.
+    """Make a text dataset.
 
     Args:
-        listed_samples: what `read_listed` returned.
-        holdout: share of each class to score on, if there is no file to score on, 0 to 1.
-        seed: seed of the generator that draws that share.
+        listed_samples: result of `read_listed`.
+        holdout: fraction of each class for the test set, if there is no test file, 0 to 1.
+        seed: seed of the generator that draws the test set.
 
     Returns:
-        The valid lines of both sets, the classes, and the bad lines of both.
+        The valid samples of both sets, the classes, and the bad lines of both.
 
     Raises:
-        DataError: a set has no valid line, or there is nothing to tell apart.
+        DataError: a set has no valid line, or there are fewer than two labels.
     """
     train, dev, (train_path, dev_path), bad, notes, columns = listed_samples
     labels = [line.label for line in train]
@@ -303,7 +303,7 @@ def read_splits(listed_samples: ListedSamples, *, holdout: float, seed: int) -> 
     else:
         dev, strange = known_samples(dev, classes, dev_path)
     if not dev:
-        raise DataError(f"{dev_path}: expected a line that can be used, got {none_of(strange)}")
+        raise DataError(f"{dev_path}: expected a usable line, got {none_of(strange)}")
     samples = ([[line.text, line.label] for line in lines] for lines in (train, dev))
     return TextSplits(
         train=train,
@@ -321,11 +321,11 @@ def read_splits(listed_samples: ListedSamples, *, holdout: float, seed: int) -> 
 
 
 def require_two(labels: Sequence[Label], path: Path, bad: Sequence[BadFile]) -> None:
-    """Refuse a training set of which nothing can be learned, as all labels are one."""
+    """Reject a training set with a single label, from which nothing can be learned."""
     if len(set(labels)) < 2:
-        alone = f"{labels[0]!r} alone, on " if labels else ""
-        others = f"; {len(bad)} others cannot, the first of them: {bad[0]}" if bad else ""
+        alone = f"only {labels[0]!r}, on " if labels else ""
+        others = f"; {len(bad)} others are unusable, such as {bad[0]}" if bad else ""
         raise DataError(
             f"{readable(path)}: expected two different labels, got {alone}"
-            f"{counted(len(labels), 'sample')} that can be used{others}"
+            f"{counted(len(labels), 'usable sample')}{others}"
         )

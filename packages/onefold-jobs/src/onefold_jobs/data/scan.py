@@ -1,13 +1,13 @@
-"""Looks at every file of a data set once, and remembers what it saw.
+"""Scans every file of a dataset once, and stores the results.
 
-Note: when a file need not be read again
-----------------------------------------
-What was seen of a file holds for as long as its content stays the same. A file that nobody has
-touched is recognized by its stamp: size, times and number. One that was moved or copied has another
-stamp, and is recognized by a digest of its content, which takes far less time than decoding it.
-The stamp is taken before the content is read: if the file changes in between, the stamp is the old
-one, and the file is read again next time. Taken afterwards, it would vouch for content that nobody
-has seen. The clock of a file system may be coarse, so a file that has just changed gets no stamp.
+Note: when a file is not read again
+-----------------------------------
+A scan result is valid as long as the file's content stays the same. An unchanged file is recognized
+by its stamp: size, times and inode number. A file that was moved or copied has another stamp, and
+is recognized by a digest of its content, which takes much less time than decoding. The stamp is
+taken before the content is read: if the file changes in between, the stamp is the old one, and the
+file is read again next time. Taken afterwards, it would vouch for content that was never read. The
+clock of a file system may be coarse, so a file that has just changed gets no stamp.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ __all__ = [
 ]
 
 MOST_SCAN_BYTES = 1 << 29
-"""Of a scan that is read back: enough for more than a million files."""
+"""Maximum size of a scan file, in bytes: enough for more than a million files."""
 _SETTLED_NS = 2_000_000_000
 """A file that changed more recently may change again and keep the same times."""
 _AnyLook = TypeVar("_AnyLook", bound=Look | MaskLook)
 
 
 class Seen(msgspec.Struct, Generic[_AnyLook], frozen=True, array_like=True):
-    """What was seen of one file."""
+    """Scan result of a file."""
 
     kind: str
-    """``picture``, or ``mask:`` and how masks are read."""
+    """``picture``, or ``mask:`` and the mask rule."""
     content: str
-    """Digest of the file's bytes."""
+    """Digest of the file's content."""
     stamp: tuple[int, ...] | None
-    """Size, both times of change and inode number; None if it had only just been written."""
+    """Size, both times of change, and inode number; None if it was just written."""
     look: _AnyLook
 
     def __post_init__(self) -> None:
-        # Anybody may have written a scan in a run's folder.
+        # The scan in a run's folder may come from another user.
         if isinstance(self.look, MaskLook):
             fits = self.kind.startswith("mask:")
         else:
@@ -69,44 +69,44 @@ class Seen(msgspec.Struct, Generic[_AnyLook], frozen=True, array_like=True):
             counted = [len(self.look.sums.totals), len(self.look.sums.squares)]
             fits = self.kind == "picture" and counted == [channels, channels]
         if not fits:
-            raise ValueError(f"expected what was seen of a {self.kind:.40}, got {self.look!r:.80}")
+            raise ValueError(f"expected the scan of a {self.kind:.40}, got {self.look!r:.80}")
 
 
 _Item = TypeVar("_Item", bound=Any)
 
 
 class _Scan(msgspec.Struct):
-    """The file that `pack_scan` writes."""
+    """Content of the file that `pack_scan` writes."""
 
     files: dict[str, Seen[Look | MaskLook]]
     format: Literal[4]
-    """Raised whenever what is kept changes its form or meaning; older scans are then ignored."""
+    """Increased whenever the format or its meaning changes; older scans are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scanning:
-    """What is known of files before they are looked through, and who watches."""
+    """Known scan results, and a progress callback."""
 
     known: Mapping[str, Seen[Any]] = field(default_factory=dict)
-    """What was seen before, by the path below the root of the data."""
+    """Known results, by path relative to the root of the data."""
     watch: Callable[[int, int], None] | None = None
-    """Called after every file with how many have been looked at, and how many there are."""
+    """Called after every file with the number of completed files and of all files."""
     white: int | None = None
-    """White of the pictures, as `look_at` takes it."""
+    """White of the images, as in `look_at`."""
 
 
 def scan_pictures(
     paths: Sequence[Path], root: Path = Path(), scanning: Scanning | None = None
 ) -> list[Seen[Look] | BadFile]:
-    """Read every picture once for its size and the sums of its pixels, if it can be read.
+    """Read every image once for its size and the sums of its pixels.
 
     Args:
         paths: paths of the files.
         root: root of the data, which names are relative to.
-        scanning: what is known of the files already, and who watches; None for neither.
+        scanning: known files and a progress callback; None for neither.
 
     Returns:
-        What was seen of each picture, or why it cannot be used, in the order of the paths.
+        Result for each image, or why it is unusable, in the order of the paths.
     """
     scanning = scanning or Scanning()
     look = partial(look_at, white=scanning.white)
@@ -114,16 +114,16 @@ def scan_pictures(
 
 
 def by_one_white(items: Sequence[_Item], white: int | None, bad: list[BadFile]) -> list[_Item]:
-    """Make the sums of pictures hold for the white of their data set; None is the usual one.
+    """Recompute the sums of images for the white of their dataset; None is the usual one.
 
-    Each look took the white of its picture alone, as the common one is only known after the last.
-    Pictures of 8 bits have none; of the others, those with another white are read again. Those that
-    are too dark for it are added to bad.
+    Each image was scanned with its own white, because the common white is only known at the end.
+    8-bit images have none; other images with a different white are read again. Images that are too
+    dark for it are added to ``bad``.
 
     Args:
-        items: named tuples with the ``path`` of each picture, and what was ``seen`` of it.
-        white: what `white_of` found.
-        bad: list to which the pictures that cannot be used are added.
+        items: named tuples with the ``path`` of each image, and its scan result ``seen``.
+        white: result of `white_of`.
+        bad: list that receives unusable images.
     """
     others = [each for each in items if each.seen.look.white not in (None, white or 0)]
     scanning = Scanning(white=white or 0)
@@ -135,16 +135,16 @@ def by_one_white(items: Sequence[_Item], white: int | None, bad: list[BadFile]) 
 
 
 def notes_of(looks: Sequence[Look], trained: int = 0) -> list[str]:
-    """Mention the white of training pictures, the first of all, and pages that are left unread."""
+    """Report the white of the training images, which come first, and pages that are ignored."""
     notes, train = [], looks[:trained]
     if deep := [look.bright for look in train if look.bright is not None]:
         notes.append(
-            f"pictures of more than 8 bits a pixel, {len(deep):,} of {len(train):,} to train with, "
-            f"share one white, {white_of(train)}: 99.9% of each one's values are at most "
+            f"{len(deep):,} of {len(train):,} training images have more than 8 bits per pixel; all "
+            f"use the white {white_of(train)}: 99.9% of each one's values are at most "
             f"{max(deep):g}, and brighter values than white become white"
         )
     if several := sum(look.several for look in looks):
-        words = f"{counted(several, 'picture')} with several pages or frames"
+        words = f"{counted(several, 'image')} with several pages or frames"
         notes.append(f"{words}: only the first is used")
     return notes
 
@@ -154,16 +154,16 @@ def scan_files(
     root: Path,
     scanning: Scanning | None = None,
 ) -> list[Seen[Any] | BadFile]:
-    """Look at every file that is not known already.
+    """Scan every file that is not known yet.
 
     Args:
-        files: for each file its path, its kind, and the function that looks at it, which raises
-            DataError if it cannot be used.
+        files: for each file its path, its kind, and the function that scans it, which raises
+            DataError if the file is unusable.
         root: root of the data, which names are relative to.
-        scanning: what is known of the files already, and who watches; None for neither.
+        scanning: known files and a progress callback; None for neither.
 
     Returns:
-        What was seen of each file, or why it cannot be used, in the order of the files.
+        Result for each file, or why it is unusable, in the order of the files.
     """
     scanning = scanning or Scanning()
     contents = {(seen.kind, seen.content): seen for seen in scanning.known.values()}
@@ -176,10 +176,10 @@ def scan_files(
 
     def see(file: tuple[Path, str, Callable[[Path], Any]]) -> Seen[Any] | BadFile:
         path, kind, look = file
-        # Before anything is read: see the note on when a file need not be read again.
+        # Taken before anything is read: see the note at the head of the file.
         stamp = _stamp(path)
         try:
-            # By kind as well: one file may be both a picture and a mask.
+            # Keyed by kind as well, because a file may be both an image and a mask.
             content = _content(path)
             known = contents.get((kind, content)) if content else None
             return Seen(kind, content, stamp, known.look if known else look(path))
@@ -195,41 +195,41 @@ def scan_files(
 
 
 def read_scan(path: Path) -> Mapping[str, Seen[Any]]:
-    """Read what was seen before; nothing if the file is not there, or damaged."""
+    """Read a stored scan; empty if the file is missing or damaged."""
     try:
         return msgspec.convert(parse_json(read_whole(path, MOST_SCAN_BYTES)), _Scan).files
-    # A scan only saves time: without it the pictures are read again.
+    # A scan only saves time: without it, the images are read again.
     except (OSError, ValueError):
         return {}
 
 
 def pack_scan(files: Iterable[tuple[Path, Seen[Any]]], root: Path) -> str:
-    """Write what was seen as text, for a file that `read_scan` reads.
+    """Serialize a scan for a file that `read_scan` reads.
 
     Args:
-        files: the path of each file, and what was seen of it.
+        files: path and scan result of each file.
         root: root of the data, which names are relative to.
     """
     named = {name_below(path, root): seen for path, seen in files}
-    # Not by msgspec alone, which refuses names that are not UTF-8.
+    # Not with msgspec alone, which rejects names that are not UTF-8.
     return json.dumps(msgspec.to_builtins(_Scan(named, 4)))
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Take what changes with a file's content; None if that may not be relied on."""
+    """Return values that change along with a file's content; None if they are not reliable."""
     try:
         found = os.stat(path)
-    # Whoever reads the file reports what is wrong with it.
+    # The code that reads the file reports this error.
     except OSError:
         return None
-    # The time of the inode's change as well: cp -p and touch can set the other back.
+    # Include the inode's time of change, because cp -p and touch can reset the other time.
     if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) < _SETTLED_NS:
         return None
     return (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
 def _content(path: Path) -> str:
-    """Digest a file; empty if it cannot be read, which whoever looks at it will report."""
+    """Return a file's digest; empty if it cannot be read, which its scan will report."""
     try:
         with open_plain(path, follow=True) as file:
             return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()

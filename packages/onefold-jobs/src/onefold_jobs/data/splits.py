@@ -1,14 +1,14 @@
-"""Finds the training and test folders of a data set, for every job and command.
+"""Finds the training and test folders of a dataset, for every job and command.
 
-Only the names of folders are read, and where pictures begin.
+Only reads the names of folders, and which folders contain images.
 
 Note: which folders are a split
 -------------------------------
-Data sets spell their parts in many ways: ``train`` and ``test``, ``Training`` and ``Testing``,
-``seg_train`` and ``seg_test``. Taken for classes, a model would learn to tell the parts apart. So
-two folders are a split if their names have a word for different parts and are the same otherwise.
-One such word alone may name a class (a train is a vehicle). Folders that share the names of their
-subfolders, as folds and sites do, may be parts or classes: they are refused.
+Datasets name their parts in many ways: ``train`` and ``test``, ``Training`` and ``Testing``,
+``seg_train`` and ``seg_test``. If they were taken for classes, a model would learn to distinguish
+the parts. So two folders are a split if their names contain words for different parts and are
+otherwise equal. A single such word may name a class (a train is a vehicle). Folders that share the
+names of their subfolders, such as folds and sites, may be parts or classes: they are rejected.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _PARTS = {
     **dict.fromkeys(("val", "valid", "validation"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-"""The part of a data set that a word names."""
+"""Part of a dataset that each word names."""
 _WORD = re.compile(rf"(?<![a-z])({'|'.join(sorted(_PARTS, reverse=True))})(?![a-rt-z]|s(?!et))")
 _GENERAL = re.compile(r"(dataset|data|set|split|folder|images?|imgs?|pictures?|photos?)(?![a-z])")
 _MOST_WRAPPED = 3
-"""Folders around a data set, each the only one in the folder above."""
+"""Maximum number of nested folders around a dataset, each the only one in its parent."""
 _COPIED = 3
-"""Classes that are looked for in a folder that may hold a copy of the data set."""
+"""Number of classes to look for in a folder that may contain a copy of the dataset."""
 _IMAGE_FOLDERS = frozenset({"image", "images", "img", "imgs"})
 _MASK_FOLDERS = frozenset({
     "annotations", "groundtruth", "gt", "label", "labels", "mask", "masks", "segmentation",
@@ -46,28 +46,28 @@ _MASK_FOLDERS = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """The folders of a data set."""
+    """The folders of a dataset."""
 
     train: Path
-    """Holds what to train with; all of the data if there is no split."""
+    """Folder of the training set, or of all data if there is no split."""
     test: Path | None = None
-    """Holds what to test with; None if there is no such folder."""
+    """Folder of the test set; None if there is none."""
     is_split: bool = False
-    """Whether ``train`` is a part of the data, beside which others may be."""
+    """Whether ``train`` is a part of the data, next to other parts."""
     notes: list[str] = field(default_factory=list)
-    """Which folders were chosen, if their names or places are not the usual ones."""
+    """Names of the chosen folders, if they are unusual."""
 
     def require_test(self) -> Path:
-        """Return the folder to test with.
+        """Return the folder of the test set.
 
         Raises:
-            DataError: there is none beside the training set.
+            DataError: there is none next to the training set.
         """
         if self.test is None:
             train = self.train
             raise DataError(
-                f"{readable(train.parent)} has a folder {readable(Path(train.name))}, and none of "
-                f"val, valid, validation, test: expected both. To hold out a share of "
+                f"{readable(train.parent)} contains {readable(Path(train.name))}, but none of val, "
+                f"valid, validation, test: expected both. To hold out a fraction of "
                 f"{readable(Path(train.name))} (--holdout), pass --data "
                 f"{in_shell(readable(train))}"
             )
@@ -82,18 +82,18 @@ def find_folders(
     masks: bool = False,
     as_is: bool = False,
 ) -> Folders:
-    """Find the folders to train and to test with.
+    """Find the folders of the training and the test set.
 
     Args:
-        directory: what ``--data`` names.
-        choosing: whether the scores choose the best epoch; a validation set then comes before
-            ``test``, which stays unseen.
-        classes: names that are known to be classes; a folder that holds one is no split.
-        masks: whether the data are folders of images and masks, and not class folders.
-        as_is: take folders for classes even if they may be parts of a data set.
+        directory: argument of ``--data``.
+        choosing: whether the scores select the best epoch; then a validation set takes precedence
+            over ``test``, which stays unseen.
+        classes: known class names; a folder that contains one is not a split.
+        masks: whether the data are folders of images and masks instead of class folders.
+        as_is: treat folders as classes even if they may be parts of a dataset.
 
     Raises:
-        DataError: it is not certain which folders are meant.
+        DataError: the folders are ambiguous.
     """
     if not directory.is_dir():
         return Folders(directory)
@@ -110,22 +110,22 @@ def find_folders(
     used = [each for each in (found.train, found.test) if each not in (None, directory)]
     usual = all(each and each.parent == directory and each.name in _PARTS for each in used)
     if used and not usual:
-        words = zip(("trains with", "tests with"), used, strict=False)
+        words = zip(("trains on", "tests on"), used, strict=False)
         found.notes.append("; ".join(f"{word} {readable(each or root)}" for word, each in words))
     return found
 
 
 def _unwrapped(folder: Path, *, masks: bool = False) -> Path:
-    """Descend into folders that archives put around a data set."""
+    """Descend into folders that archives put around a dataset."""
     inside = folder
     for _ in range(_MOST_WRAPPED):
         inner = visible_folders(inside)
         if len(inner) != 1:
-            # Several folders, and no picture: a class has pictures.
+            # Several folders and no image: it is not a class, because a class contains images.
             return inside if len(inner) > 1 and not _has_pictures(inside) else folder
         name = inner[0].name
         part = _part_of(name)
-        # A training set without a test set is reported instead, unless it only repeats its name.
+        # Otherwise, a training set without a test set is reported, unless it only repeats its name.
         alone = part and not part[1] and name.lower() != inside.name.lower()
         if alone or (masks and name in ("images", "masks")):
             return folder
@@ -138,7 +138,8 @@ def _has_pictures(folder: Path) -> bool:
 
 
 def _part_of(name: str) -> tuple[str, str] | None:
-    """The part of a data set that a name stands for, and the rest of it; None if it names none.
+    """Return the part of a dataset that a name means, and the rest of the name; None without a
+    part.
 
     >>> _part_of("seg_train"), _part_of("TestSet"), _part_of("latest"), _part_of("train2017")
     (('train', 'seg_'), ('test', ''), None, ('train', '2017'))
@@ -168,11 +169,11 @@ def _split(root: Path, folders: Sequence[Path], *, choosing: bool, masks: bool) 
     test = next((_one(root, group[name]) for name in names if name in group), None)
     if "train" in group:
         train = _one(root, group["train"])
-        # One called train alone may be a class.
+        # A single folder called train may be a class.
         if test is not None or not _has_pictures(train):
             train = _unwrapped(train, masks=masks)
             trained = {each.name for each in visible_folders(train)}
-            # A test set of a single class has one folder as well.
+            # A test set with a single class has only one folder, too.
             if test and trained.isdisjoint(each.name for each in visible_folders(test)):
                 test = _unwrapped(test, masks=masks)
             return Folders(train, test, is_split=True)
@@ -181,7 +182,7 @@ def _split(root: Path, folders: Sequence[Path], *, choosing: bool, masks: bool) 
         return None
     if choosing or test is None:
         raise DataError(
-            f"{readable(root)}: expected a folder to train with beside "
+            f"{readable(root)}: expected a training folder next to "
             f"{listed(sorted(each.name for part in group.values() for each in part))}, such as "
             f"{readable(root / 'train')}, found none"
         )
@@ -189,30 +190,26 @@ def _split(root: Path, folders: Sequence[Path], *, choosing: bool, masks: bool) 
 
 
 def _one(root: Path, folders: Sequence[Path]) -> Path:
-    """Choose among folders for one part: a usual name before others."""
+    """Choose among folders for the same part, preferring a usual name."""
     by_name = {each.name: each for each in folders}
     usual = [by_name[name] for name in _PARTS if name in by_name]
     if not usual and len(folders) > 1:
         raise DataError(
             f"{readable(root)}: expected one folder for each part of the data, got "
-            f"{listed(sorted(by_name))} for the same: join them, or leave one there"
+            f"{listed(sorted(by_name))} for the same part: merge them, or keep one there"
         )
     return (usual or folders)[0]
 
 
 def _refuse_parts(root: Path, folders: Sequence[Path]) -> None:
-    """Refuse class folders that may be parts of a data set.
+    """Reject class folders that may be parts of a dataset.
 
     Raises:
-        DataError: they share subfolders, one holds all others, or one is called test.
+        DataError: they share subfolders, one contains all others, or one is called test.
     """
     names = [folder.name for folder in folders]
     refuse_masks(root, names)
-    way = (
-        f"if {listed(names)} are the classes, onefold train takes them with --labels-as-is"
-        if len(names) > 1
-        else ""
-    )
+    way = f"if {listed(names)} are the classes, pass --labels-as-is" if len(names) > 1 else ""
     shared: set[str] | None = None
     for folder in folders:
         within = {each.name for each in visible_folders(_unwrapped(folder))}
@@ -221,33 +218,33 @@ def _refuse_parts(root: Path, folders: Sequence[Path]) -> None:
             break
     if shared and len(shared) > 1 and len(folders) > 1:
         raise DataError(
-            f"{readable(root)}: all of {listed(names)} have the folders {listed(sorted(shared))}, "
-            f"so the classes may be either: expected one folder for each class. For one part, "
-            f"name it (such as {in_shell(readable(folders[0]))}); for all, move the pictures of "
-            f"each class together; {way}"
+            f"{readable(root)}: all of {listed(names)} contain the folders "
+            f"{listed(sorted(shared))}, so the classes may be either: expected one folder per "
+            f"class. For one part, name it (such as {in_shell(readable(folders[0]))}); for all, "
+            f"merge the images of each class; {way}"
         )
     for folder in folders:
         others = [name for name in names if name != folder.name][:_COPIED]
         if len(others) > 1 and all((folder / name).is_dir() for name in others):
             raise DataError(
-                f"{readable(folder)} holds folders of the same names as the classes beside it, "
-                f"{listed(others)}: expected each class once. Remove the copy, or name the folder "
-                f"with --data if it is another part of the data; {way}"
+                f"{readable(folder)} contains folders with the same names as the classes next to "
+                f"it, {listed(others)}: expected each class once. Remove the copy, or name the "
+                f"folder with --data if it is another part of the data; {way}"
             )
         part = _part_of(folder.name)
         if part and not part[1] and part[0] != "train" and len(folders) > 1:
             raise DataError(
-                f"{readable(folder)}: expected a folder for each class, got one that is called as "
-                f"a test set is, beside {listed([x for x in names if x != folder.name])}. Move "
-                f"the classes to train with into a folder train beside it; {way}"
+                f"{readable(folder)}: expected one folder per class, got one that is named like a "
+                f"test set, next to {listed([x for x in names if x != folder.name])}. Move "
+                f"the training classes into a folder train next to it; {way}"
             )
 
 
 def refuse_masks(directory: Path, names: Sequence[str]) -> None:
-    """Refuse a data set of pictures and masks, which would be learned as two classes.
+    """Reject a dataset of images and masks, which would be learned as two classes.
 
     Raises:
-        DataError: one folder is named as pictures are, and one as masks are.
+        DataError: one folder is named like images, and one like masks.
     """
     images = [name for name in names if name.lower() in _IMAGE_FOLDERS]
     masks = [name for name in names if name.lower() in _MASK_FOLDERS]
@@ -255,7 +252,7 @@ def refuse_masks(directory: Path, names: Sequence[str]) -> None:
         data = directory.parent if directory.name == "train" else directory
         other = "" if {"images", "masks"} <= set(names) else " with folders named images and masks"
         raise DataError(
-            f"{readable(directory)}: expected a folder for each class, got {images[0]} and "
-            f"{masks[0]}, which look like pictures with a mask each: for these there is onefold "
+            f"{readable(directory)}: expected one folder per class, got {images[0]} and "
+            f"{masks[0]}, which look like images with masks: for these, use onefold "
             f"train segment --data {in_shell(readable(data))}{other}"
         )

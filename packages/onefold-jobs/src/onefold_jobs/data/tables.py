@@ -1,15 +1,15 @@
 """Reads samples from TSV files and from tables: CSV, JSONL, Parquet, and saved ``datasets``.
 
-A TSV file has a text, a tab and a label on each line, and no header; the others have columns. CSV
-and JSONL are read line by line, as TSV files are. pyarrow would read them faster, but it mends
-quotes, rounds numbers, and refuses a whole file for one bad line. It reads the others (extra
-``tables``): the folder that ``Dataset.save_to_disk`` writes holds Arrow files, so ``datasets``
-itself is not needed. A row that is wrong is reported, and never mended by guessing.
+A TSV file has a text, a tab and a label on each line, and no header; the other formats have
+columns. CSV and JSONL are read line by line, like TSV. pyarrow would be faster, but it repairs
+quotes, rounds numbers, and rejects a whole file because of one bad line. It reads the other formats
+(extra ``tables``): the folder that ``Dataset.save_to_disk`` writes contains Arrow files, so
+``datasets`` itself is not required. A bad row is reported, and never repaired by guessing.
 
 Note: quotes
 ------------
-In CSV a quoted text may have line ends, so a quote that is never closed would swallow the rows that
-follow it. Such a file is refused as a whole: to leave out one row would leave out all of those.
+In CSV, quoted text may contain line breaks, so an unclosed quote would swallow the rows after it.
+Such a file is rejected as a whole, because skipping one row would skip all of those.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ __all__ = [
 ]
 
 TABLES = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
-"""Endings of files that are tables; a TSV file is one if its columns are named."""
+"""Suffixes of tables; a TSV file is a table if its columns are named."""
 _DELIMITERS = ",;\t|"
 _DATASET = "state.json"
-"""What ``datasets`` writes beside the Arrow files of a data set."""
+"""File that ``datasets`` writes next to the Arrow files of a dataset."""
 _SHOWN = 30
-"""Columns that an error names."""
+"""Maximum number of columns that an error names."""
 _MOST_JSON_BYTES = 1 << 24
 _SEP = re.compile(rb"(?i)sep=(.)")
-"""The first line by which Excel knows what is between cells."""
+"""First line by which Excel finds the separator of cells."""
 _SWITCHES = {
     "-1": False,
     "-1.0": False,
@@ -83,60 +83,60 @@ _USUAL = {
     }),
     "part": frozenset({"fold", "part", "partition", "set", "split", "subset"}),
 }  # fmt: skip
-"""Names that columns usually have, in lower case without spaces, lines and dots."""
+"""Usual column names, in lower case without spaces, underscores and dots."""
 
 
 class Columns(NamedTuple):
-    """Which columns of a table hold what; what is empty is found by the usual names."""
+    """Roles of a table's columns; empty ones are found by their usual names."""
 
     kind: str
-    """What the samples are: ``text`` or ``image``."""
+    """Type of the samples: ``text`` or ``image``."""
     sample: str | None = None
-    """One column; for texts also several, with commas between them."""
+    """Sample column; for text also several, separated by commas."""
     label: tuple[str, ...] = ()
-    """One column; for ``multi-label`` also one of 0 and 1 for each class."""
+    """Label column; for ``multi-label`` also one column of 0 and 1 per class."""
 
     def samples(self, names: Sequence[str]) -> list[str]:
-        """The columns of a sample, in a table that has columns of these names."""
+        """Return the columns of a sample, in a table with these column names."""
         if self.sample is None:
             return []
         one = self.kind != "text" or self.sample in names
         return [self.sample] if one else [part.strip() for part in self.sample.split(",")]
 
     def part_note(self, path: Path) -> list[str]:
-        """Mention a column that is named as if it said to which part of the data a row belongs."""
+        """Report a column whose name suggests that it splits the data."""
         name = usual_column(column_names(path), "part")
         if name in (None, self.sample, *self.label):
             return []
-        return [f"{readable(path)}: column {name} is not used: --dev names a file to test with"]
+        return [f"{readable(path)}: column {name} is not used; name a test file with --dev"]
 
 
 Row = tuple[int, dict[str, Any] | str]
-"""The number of a row, and its cells by column, or what is wrong with it."""
+"""Number of a row, and its cells by column, or what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table that is open: its columns, and its rows, which can be read once."""
+    """An open table: its columns, and its rows, which can be read once."""
 
     path: Path
     names: list[str]
     rows: Iterator[Row]
     delimiter: str = ","
-    """Of a CSV file."""
+    """Delimiter of a CSV file."""
     has_sep: bool = False
-    """Whether a line such as ``sep=;`` is before the names of the columns."""
+    """Whether a line such as ``sep=;`` precedes the header."""
 
 
 def is_table(path: Path) -> bool:
-    """Whether a path is a file, or a folder of ``datasets``, that is read as a table."""
+    """Whether a path is a file, or a saved dataset, that is read as a table."""
     if path.is_dir():
         return (path / _DATASET).is_file()
     return path.is_file() and path.suffix.lower() in TABLES
 
 
 def column_names(path: Path) -> list[str]:
-    """Read the names of a table's columns; none if it cannot be read."""
+    """Read the column names of a table; empty if it cannot be read."""
     with suppress(DataError, OSError):
         return open_table(path).names
     return []
@@ -148,17 +148,17 @@ def read_table(
     """Read the samples of a table.
 
     Args:
-        path: a file, or a folder of ``datasets``.
-        columns: which columns hold what.
-        task: what the labels are; None takes any text, or nothing.
+        path: a file, or a saved dataset.
+        columns: roles of the columns.
+        task: type of the labels; None accepts any label, or none.
 
     Returns:
-        The valid samples, what is wrong with the others, and the columns, all of them settled.
+        The valid samples, the bad ones, and the columns with all roles filled in.
 
     Raises:
         OSError: the file cannot be read.
-        DataError: the file is damaged, has not these columns, or has no valid row.
-        LaunchError: pyarrow is missing, and the file is none of text.
+        DataError: the file is damaged, lacks these columns, or has no valid row.
+        LaunchError: pyarrow is required but not installed.
 
     Example:
         >>> import pathlib, tempfile
@@ -182,7 +182,7 @@ def read_table(
                 if isinstance(cells, str):
                     raise ValueError(cells)
                 parts = [cells[name] for name in names]
-                # Of several, such as a title and a text, some may be empty.
+                # Some of several columns, such as title and text, may be empty.
                 filled = [each for each in parts if each is not None and str(each).strip()]
                 of_kind = (_sample_of(each, columns.kind) for each in filled or parts[:1])
                 text = "\n".join(of_kind)
@@ -192,9 +192,9 @@ def read_table(
                 bad.append(BadFile(path, str(wrong), number))
     if len(no) > 1:
         raise DataError(
-            f"{readable(path)}: expected 0 and 1 in the columns of the classes, or -1 and 1, got "
-            f"-1, 0 and 1: if one of them stands for what is not known, leave out those rows, or "
-            f"write the number that it is to count as"
+            f"{readable(path)}: expected 0 and 1 in the class columns, or -1 and 1, got -1, 0 "
+            f"and 1: if one of them means unknown, remove those rows, or write the number that "
+            f"it should count as"
         )
     if not lines:
         raise DataError(f"{readable(path)}: expected rows of a table, got {none_of(bad)}")
@@ -204,8 +204,8 @@ def read_table(
 def _sample_of(value: object, kind: str) -> str:
     if isinstance(value, dict):
         raise ValueError(
-            "expected the path of a picture, got a picture itself: write the pictures to files, "
-            "and their paths into a column"
+            "expected the path of an image, got the image itself: write the images to files, "
+            "and their paths to a column"
         )
     if value is None or not str(value).strip():
         raise ValueError(f"expected {'a text' if kind == 'text' else 'a path'}, got nothing")
@@ -219,7 +219,7 @@ def _sample_of(value: object, kind: str) -> str:
 def _label_of(
     cells: dict[str, Any], names: Sequence[str], task: TaskName | None, no: set[float]
 ) -> Label:
-    """Read the label of a row; add the numbers that stand for no in its columns to ``no``."""
+    """Read the label of a row; add the numbers that mean no in its columns to ``no``."""
     if task is None:
         value = cells.get(names[0]) if len(names) == 1 else None
         return "" if value is None else str(value).strip()
@@ -234,15 +234,15 @@ def _label_of(
 
 
 def _settled(table: Table, columns: Columns, task: TaskName | None) -> Columns:
-    """Find the columns that nobody has named."""
+    """Find the columns that the user did not name."""
     if len(columns.label) > 1 and task not in ("multi-label", None):
         raise DataError(
             f"--label-column {','.join(columns.label)}: expected one column, got "
-            f"{len(columns.label)}: --task multi-label predicts a class by each of them"
+            f"{len(columns.label)}: use --task multi-label for one class per column"
         )
     _require(table, columns.label if task else (), "label")
     _require(table, columns.samples(table.names), columns.kind)
-    # Of two columns the other one is the sample, whatever its name.
+    # The other one of two columns is the sample, whatever its name.
     usual = usual_column(table.names, "label")
     others = columns.label or ((usual,) if usual else ())
     sample = columns.sample or _usual(table, columns.kind, others)
@@ -258,19 +258,19 @@ def _settled(table: Table, columns: Columns, task: TaskName | None) -> Columns:
 
 
 def _usual(table: Table, kind: str, others: Sequence[str]) -> str:
-    """Find the one column whose name is usual for what it holds, or the only one that is left."""
+    """Find the single column with a usual name for its role, or the only remaining one."""
     left = [name for name in table.names if name not in others]
     found = left[0] if len(left) == 1 else usual_column(left, kind)
     if found is None:
         raise DataError(
-            f"{readable(table.path)}: expected --{kind}-column with one of its columns, which are "
-            f"{listed(table.names, _SHOWN)}: no single one has a usual name for it"
+            f"{readable(table.path)}: no single column has a usual name; use --{kind}-column with "
+            f"one of its columns, which are {listed(table.names, _SHOWN)}"
         )
     return found
 
 
 def usual_column(names: Sequence[str], kind: str) -> str | None:
-    """Find the one column whose name is usual for what it holds; None if there is not one.
+    """Find the single column with a usual name for its role; None if there is not exactly one.
 
     >>> usual_column(["id", "Review Text", "stars"], "text")
     'Review Text'
@@ -286,17 +286,17 @@ def _require(table: Table, names: Sequence[str], kind: str) -> None:
         if table.names.count(name) != 1:
             came = "two of them" if name in table.names else f"only {listed(table.names, _SHOWN)}"
             raise DataError(
-                f"{readable(table.path)}: expected a column {name!r}, got {came}; --{kind}-column "
-                f"names another"
+                f"{readable(table.path)}: expected a column {name!r}, got {came}; name another "
+                f"with --{kind}-column"
             )
 
 
 def open_table(path: Path, columns: Columns = Columns("")) -> Table:  # noqa: B008
-    """Open a table, whose rows are read one by one.
+    """Open a table, whose rows are read one at a time.
 
     Raises:
         OSError: the file cannot be read.
-        DataError: the file is damaged, or has no names of columns.
+        DataError: the file is damaged, or has no column names.
     """
     if path.is_dir() or path.suffix.lower() == ".parquet":
         return _open_arrow(path)
@@ -306,7 +306,7 @@ def open_table(path: Path, columns: Columns = Columns("")) -> Table:  # noqa: B0
 
 
 class _Decoded(Iterator[str]):
-    """The lines of a file as csv takes them; those that cannot be decoded are noted."""
+    """The lines of a file for csv; lines that cannot be decoded are recorded."""
 
     def __init__(self, path: Path) -> None:
         self._lines = read_lines(path)
@@ -316,18 +316,18 @@ class _Decoded(Iterator[str]):
     def __next__(self) -> str:
         content = next(self._lines)
         self.number += 1
-        # Raised here, the error would end the reading of all lines.
+        # Raising here would end the reading of all lines.
         try:
             return decoded(content) + "\n"
         except ValueError as wrong:
             self.wrong.append((self.number, str(wrong)))
-            # With its quotes, or the rows after it would be taken apart in another way.
+            # Keep its quotes, or the rows after it would be parsed differently.
             return content.decode(errors="replace") + "\n"
 
 
 @contextmanager
 def _longer_fields() -> Iterator[None]:
-    """Let csv read a cell as long as a line may be; its own limit is an eighth of that."""
+    """Allow csv cells as long as a line; the default limit is an eighth of that."""
     before = csv.field_size_limit(LONGEST_LINE_BYTES)
     try:
         yield
@@ -342,11 +342,11 @@ def _open_csv(path: Path, columns: Columns) -> Table:
     rows = _csv_rows(path, delimiter, skip=bool(found))
     _, head = next(rows, (1, "an empty file"))
     if isinstance(head, str):
-        raise DataError(f"{readable(path)}: expected a line with names of columns, got {head}")
+        raise DataError(f"{readable(path)}: expected a line with column names, got {head}")
     names = [name.strip() for name in head]
     named = [*columns.label, *columns.samples(names)]
-    # Columns by number, from 1, are those of a file without a header: unless its first line is one
-    # of numbers, as pandas gives to columns without names.
+    # Column numbers from 1 refer to a file without a header, unless its first line consists of
+    # numbers, as pandas writes for columns without names.
     numbers = all(map(str.isdecimal, names)) and set(named) <= set(names)
     if named and all(map(str.isdecimal, named)) and not numbers:
         names = [str(number) for number in range(1, len(names) + 1)]
@@ -364,11 +364,11 @@ def _by_name(names: Sequence[str], cells: list[str] | str) -> dict[str, Any] | s
 
 
 def _csv_rows(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, list[str] | str]]:
-    """Yield the number of each row's first line, and its cells, or what is wrong with it."""
+    """Yield the number of each row's first line, and its cells or what is wrong with it."""
     lines = _Decoded(path)
     if skip:
         next(lines)
-    # Strict, or csv would make up something for quotes that do not match.
+    # Strict, or csv would guess a meaning of unmatched quotes.
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
         start = lines.number + 1
@@ -380,25 +380,24 @@ def _csv_rows(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, 
         except csv.Error as error:
             if lines.number > start:
                 raise DataError(
-                    f"{readable(path)}, line {start}: expected a quote that is closed, got none up "
-                    f"to line {lines.number} ({error}): a quote within a quoted text is written "
-                    f"twice"
+                    f"{readable(path)}, line {start}: expected a closing quote, got none up to "
+                    f"line {lines.number} ({error}): write a quote within quoted text twice"
                 ) from error
             expected = (
                 f"quotes around a whole cell, or none, and at most {LONGEST_LINE_BYTES:,} bytes"
             )
             yield start, f"expected {expected}: {error}"
             continue
-        # A line without anything is no row.
+        # An empty line is not a row.
         if lines.wrong or cells:
             yield lines.wrong[0] if lines.wrong else (start, cells)
 
 
 def _open_jsonl(path: Path) -> Table:
     _, first = next(_jsonl_rows(path), (1, "an empty file"))
-    # Of all lines: the first one may lack what others have, such as a label.
+    # From all lines, because the first one may lack keys of others, such as a label.
     found = (cells for _, cells in _jsonl_rows(path) if isinstance(cells, dict))
-    # What a line lacks is as if it were null: whoever needs it reports it.
+    # A missing key counts as null, which is reported if the key is needed.
     lacking: dict[str, Any] = {name: None for cells in found for name in cells}
     if not lacking:
         raise DataError(f"{readable(path)}, line 1: {first}")
@@ -415,12 +414,12 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             line = decoded(content)
             value = parse_json(line)
             if not isinstance(value, dict):
-                raise ValueError("if the file is one list, jq -c '.[]' writes its lines")
+                raise ValueError("if the file is one list, convert it with jq -c '.[]'")
             yield number, dict(_flat(value))
         except json.JSONDecodeError as wrong:
-            yield number, f"expected an object of JSON, got {shortened(line)}: {wrong}"
+            yield number, f"expected a JSON object, got {shortened(line)}: {wrong}"
         except ValueError as wrong:
-            yield number, f"expected an object of JSON: {wrong}"
+            yield number, f"expected a JSON object: {wrong}"
 
 
 def _flat(cells: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -433,7 +432,7 @@ def _flat(cells: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _open_arrow(path: Path) -> Table:
-    """Open a Parquet file, or the Arrow files of one data set of ``datasets``."""
+    """Open a Parquet file, or the Arrow files of a saved dataset."""
     require(f"reading {readable(path)}", "tables", "pyarrow")
     parts = _arrow_parts(path)
     schema = next(parts)
@@ -454,7 +453,7 @@ def _arrow_parts(path: Path) -> Iterator[Any]:
             return
         files = read_json(path / _DATASET, _MOST_JSON_BYTES)["_data_files"]
         for number, each in enumerate(files):
-            # Anybody may have written the list: no name in it leads out of the folder.
+            # The list may come from another user: no name may lead out of the folder.
             name = Path(str(each["filename"])).name
             with open_plain(path / name, follow=True) as file:
                 stream = pyarrow.ipc.open_stream(file)
@@ -474,14 +473,14 @@ def _arrow_rows(batches: Iterator[Any], named: dict[str, list[str]]) -> Iterator
             number += 1
             for name, classes in named.items():
                 value = cells[name]
-                # -1 stands for a sample that nobody has labeled.
+                # -1 means an unlabeled sample.
                 known = isinstance(value, int) and 0 <= value < len(classes)
                 cells[name] = classes[value] if known else None
             yield number, cells
 
 
 def _class_names(schema: Any) -> dict[str, list[str]]:
-    """The names of classes that ``datasets`` keeps for columns of numbers, by column."""
+    """Return the class names that ``datasets`` stores for integer columns, by column."""
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         features = parse_json(schema.metadata[b"huggingface"])["info"]["features"]
         return {
@@ -493,34 +492,34 @@ def _class_names(schema: Any) -> dict[str, list[str]]:
 
 
 _SEEN_BYTES = 1 << 12
-"""Bytes in which the ends of lines are looked for."""
+"""Number of bytes that determine the kind of line endings."""
 LONGEST_LINE_BYTES = 1 << 20
-"""Of a text and its label; a file without line ends would be read into memory as one line."""
+"""Maximum size of a line; a file without line breaks would be read into memory as one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One sample of a file."""
+    """A sample of a file."""
 
     text: str
-    """As it stands in the file; the path of a picture in a table of pictures."""
+    """Text as stored in the file, or the path of an image."""
     label: Label
-    """Without the spaces around it."""
+    """Label without surrounding spaces."""
     line_number: int
-    """Counted from 1; of a row in a file without lines, its number."""
+    """Line number from 1; in a file without lines, the row number."""
 
 
 def read_tsv(
     path: str | PathLike[str], task: TaskName = "single-label"
 ) -> tuple[list[Line], list[BadFile]]:
-    """Read one file: UTF-8 with or without a byte order mark, lines ended by LF, CRLF or CR.
+    """Read one file: UTF-8 with or without byte order mark, with LF, CRLF or CR line endings.
 
     Args:
-        path: the file; blank lines at its end are left out.
-        task: what the labels are.
+        path: the file; blank lines at its end are ignored.
+        task: type of the labels.
 
     Returns:
-        The valid lines, and what is wrong with the others, both in the file's order.
+        The valid lines and the bad ones, both in the file's order.
 
     Raises:
         OSError: the file cannot be read.
@@ -549,34 +548,34 @@ def read_tsv(
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file without their ends, except blank ones at the end of the file.
+    """Yield the lines of a file without line endings, except blank ones at the end of the file.
 
-    A line that is too long is cut, to a length that `decoded` still refuses.
+    A line that is too long is truncated to a length that `decoded` still rejects.
 
     Raises:
         OSError: the file cannot be read.
         DataError: the file is UTF-16.
     """
-    # Held back until a line with text follows, and so never yielded at the end of the file.
+    # Held back until a line with text follows, so never yielded at the end of the file.
     blank: list[bytes] = []
     with open_plain(path, follow=True) as file:
-        # As UTF-8 every single line would be bad, and none of the reports would say why:
-        # spreadsheets write UTF-16 as "Unicode text".
+        # Read as UTF-8, every line would be bad, and no report would say why: spreadsheets write
+        # UTF-16 as "Unicode text".
         if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise DataError(
-                f"{path}: expected text in UTF-8, this is UTF-16: convert it, such as with iconv "
+                f"{path}: expected UTF-8, this is UTF-16: convert it with iconv "
                 f"-f UTF-16 -t UTF-8 {in_shell(path)} > utf8{path.suffix}"
             )
         if file.peek(3).startswith(codecs.BOM_UTF8):
             file.read(3)
-        # Cells may hold ends of lines as well. The last CR may be the first half of a CRLF.
+        # Cells may contain line breaks, too. A trailing CR may be the first half of a CRLF.
         seen = file.peek(_SEEN_BYTES)[:-1].replace(b"\r\n", b"\n")
         source = _ReturnEnded(file) if seen.count(b"\r") > seen.count(b"\n") else file
-        # Three bytes more: the two of CRLF, and one that shows that the line is too long.
+        # Three bytes more: two for CRLF, and one to detect that the line is too long.
         while line := source.readline(LONGEST_LINE_BYTES + 3):
             if not line.endswith(b"\n"):
                 _skip_rest(source)
-            # Not rstrip: a CR or a space before the end belongs to the text.
+            # Not rstrip: a CR or a space before the line ending belongs to the text.
             line = line.removesuffix(b"\n").removesuffix(b"\r")
             blank.append(line)
             if line.strip():
@@ -585,7 +584,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 class _ReturnEnded:
-    """A file whose lines end with CR alone, as Excel for Mac writes them."""
+    """A file with CR line endings, as Excel for Mac writes them."""
 
     def __init__(self, file: BufferedReader) -> None:
         self._text = TextIOWrapper(file, "latin-1", newline="\r")  # one character is one byte
@@ -596,14 +595,14 @@ class _ReturnEnded:
 
 
 def _skip_rest(file: BufferedReader | _ReturnEnded) -> None:
-    """Skip the rest of a line of which only the beginning has been read."""
-    # In pieces: the rest may be as large as the file.
+    """Skip the rest of a line that was only partly read."""
+    # In chunks, because the rest may be as large as the file.
     while (rest := file.readline(LONGEST_LINE_BYTES)) and not rest.endswith(b"\n"):
         pass
 
 
 def _read_line(content: bytes, number: int, task: TaskName) -> Line:
-    """Read one line.
+    """Parse one line.
 
     Raises:
         ValueError: the line is not a text, a tab and a label.
@@ -618,10 +617,10 @@ def _read_line(content: bytes, number: int, task: TaskName) -> Line:
 
 
 def decoded(content: bytes) -> str:
-    """Decode a line of `read_lines`.
+    """Decode a line from `read_lines`.
 
     Raises:
-        ValueError: the line is too long, is not UTF-8, or holds a NUL.
+        ValueError: the line is too long, is not UTF-8, or contains a NUL.
     """
     if len(content) > LONGEST_LINE_BYTES:
         raise ValueError(f"expected a line of at most {LONGEST_LINE_BYTES:,} bytes, got more")
@@ -630,17 +629,17 @@ def decoded(content: bytes) -> str:
     except UnicodeDecodeError as wrong:
         byte = f"{content[wrong.start]:02x}"
         raise ValueError(
-            f"expected UTF-8, got {byte} as byte {wrong.start + 1}: if it is Latin-1, iconv -f "
-            f"WINDOWS-1252 -t UTF-8 converts the file"
+            f"expected UTF-8, got {byte} as byte {wrong.start + 1}: if it is Latin-1, convert the "
+            f"file with iconv -f WINDOWS-1252 -t UTF-8"
         ) from None
-    # Valid UTF-8, but in practice the mark of a binary file.
+    # NUL is valid UTF-8, but in practice a sign of a binary file.
     if "\0" in line:
         raise ValueError(f"expected text, got a NUL as character {line.index(chr(0)) + 1}")
     return line
 
 
 def _cut(line: str) -> tuple[str, str]:
-    """Divide a line into text and label."""
+    """Split a line into text and label."""
     text, *labels = line.split("\t")
     if len(labels) != 1:
         count = f"{len(labels)} tabs" if labels else "no tab"
@@ -653,7 +652,7 @@ def _cut(line: str) -> tuple[str, str]:
 
 
 def none_of(bad: list[BadFile]) -> str:
-    """Describe a file of which nothing can be used."""
+    """Describe a file without usable lines."""
     if not bad:
         return "an empty file"
-    return f"none; of {len(bad)} bad ones the first is line {bad[0].line}: {bad[0].reason}"
+    return f"none; the first of {len(bad)} bad ones is line {bad[0].line}: {bad[0].reason}"

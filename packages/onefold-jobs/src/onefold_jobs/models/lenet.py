@@ -1,9 +1,9 @@
-"""LeNet-5, and a CNN with a large dense layer: two models for small gray images.
+"""LeNet-5, and a CNN with a large dense layer: two models for small grayscale images.
 
 `LeNet` is the smallest model worth training, for examples and tests. `DenseCNN` has 26 million
-parameters for 28x28 gray images, nearly all in one dense layer. Its gradients are large for the
-little arithmetic that makes them, so it is the model to measure how fast gradients travel between
-devices. It is not the model to classify digits well with.
+parameters for 28x28 images, nearly all of them in one dense layer. Its gradients are large relative
+to the computation, so it measures how fast devices communicate. It is not the best model for
+classifying digits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["DenseCNN", "LeNet"]
 
 
 class _Classifier(nn.Module):
-    """Convolutional ``features``, and a dense ``classifier`` of their output."""
+    """Convolutional ``features``, and a dense ``classifier`` on top."""
 
     features: nn.Sequential
     classifier: nn.Sequential
@@ -30,13 +30,13 @@ class LeNet(_Classifier):
     """LeNet-5 with ReLU and max pooling (LeCun et al., 1998, "Gradient-based learning").
 
     Args:
-        num_classes: number of logits for each image.
-        in_channels: channels of the images.
+        num_classes: number of logits per image.
+        in_channels: number of image channels.
         image_size: height and width of the images in pixels: 12, 16, 20, 24, 28 and so on, so that
-            no max pool leaves a row out.
+            no max pool drops a row.
 
     Raises:
-        ValueError: the image size is less than 12 or no multiple of 4.
+        ValueError: the image size is less than 12 or not a multiple of 4.
 
     Example:
         >>> import torch
@@ -50,8 +50,8 @@ class LeNet(_Classifier):
             raise ValueError(
                 f"image_size must be a multiple of 4 and at least 12, got {image_size}"
             )
-        # The first convolution pads and keeps the size, the second does not and loses four pixels.
-        # LeCun's images had that border already: 32x32 around digits of 28x28.
+        # The first convolution pads and keeps the size; the second does not and loses four pixels.
+        # LeCun's images included this border: 32x32 around digits of 28x28.
         pooled_size = (image_size // 2 - 4) // 2
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 6, kernel_size=5, padding=2),
@@ -72,12 +72,12 @@ class LeNet(_Classifier):
 
 
 class DenseCNN(_Classifier):
-    """Two 3x3 convolutions, one max pool and a dense layer; at 28x28 it has 25.7 million weights.
+    """Two 3x3 convolutions, a max pool and a dense layer; 25.8 million parameters at 28x28.
 
     Args:
-        num_classes: number of logits for each image.
-        dropout: share of the dense layer's outputs set to zero in training.
-        in_channels: channels of the images.
+        num_classes: number of logits per image.
+        dropout: fraction of the dense layer's outputs that training sets to zero.
+        in_channels: number of image channels.
         image_size: height and width of the images in pixels, a positive even number.
 
     Raises:
@@ -102,7 +102,7 @@ class DenseCNN(_Classifier):
         super().__init__()
         if image_size < 2 or image_size % 2:
             raise ValueError(f"image_size must be a positive even number, got {image_size}")
-        # The convolutions pad by one pixel and keep the size; only the pool changes it.
+        # The convolutions pad by one pixel and keep the size; only the pool halves it.
         pooled_size = image_size // 2
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 64, kernel_size=3, padding=1),

@@ -1,14 +1,14 @@
 """Residual networks (He et al., 2015, "Deep residual learning for image recognition").
 
-Parameters and buffers carry the names of torchvision's ResNet, so weights move between the two
-where the shapes agree: a stem for large images, width 64 and the blocks of one of its networks.
+Parameters and buffers have the names of torchvision's ResNet, so weights are interchangeable if the
+shapes agree: the stem for large images, width 64 and the blocks of one of torchvision's networks.
 
-Note: in place
---------------
-ReLU overwrites its input, which saves the memory of one more feature map each time. Its input is
-always the output of a batch norm or of an addition, and backward needs neither: a batch norm keeps
-its input, and an addition nothing. Nothing is ever written into the shortcut: with the stem for
-small images it is one of the `feature_maps`, which a decoder still needs.
+Note: in-place ReLU
+-------------------
+ReLU overwrites its input, which saves the memory of one feature map each time. Its input is always
+the output of a batch norm or of an addition, and backward needs neither: a batch norm saves its
+input, and an addition saves nothing. Nothing is ever written to the shortcut, because with the stem
+for small images it is one of the `feature_maps`, which a decoder still needs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ __all__ = ["ResNet", "resnet18", "resnet34", "resnet50", "resnet101"]
 
 
 def conv2d(in_channels: int, out_channels: int, size: int, *, stride: int = 1) -> nn.Conv2d:
-    """Make a convolution that keeps the size at stride 1; its bias is the batch norm's."""
+    """Make a convolution that keeps the size at stride 1. Its batch norm provides the bias."""
     padding = size // 2
     return nn.Conv2d(in_channels, out_channels, size, stride, padding, bias=False)
 
 
 def projection(in_channels: int, out_channels: int, *, stride: int) -> nn.Sequential | None:
-    """Make what gives a block's input the shape of its output; None if it has that shape."""
+    """Make the projection from a block's input shape to its output shape; None if they are
+    equal."""
     if stride == 1 and in_channels == out_channels:
         return None
     convolution = conv2d(in_channels, out_channels, 1, stride=stride)
@@ -46,7 +47,7 @@ class BasicBlock(nn.Module):
     """
 
     expansion = 1
-    """Channels of the output over those of the 3x3 convolutions."""
+    """Channels of the output relative to those of the 3x3 convolutions."""
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class BasicBlock(nn.Module):
         """Map (n, in_channels, h, w) to (n, out_channels, h / stride, w / stride), float32."""
         shortcut = features if self.downsample is None else self.downsample(features)
         residual = self.relu(self.bn1(self.conv1(features)))
-        # Out of place: see the note at the head of the file.
+        # This addition is not in place: see the note at the head of the file.
         summed: torch.Tensor = self.relu(self.bn2(self.conv2(residual)) + shortcut)
         return summed
 
@@ -69,8 +70,9 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """A 1x1, a 3x3 and a 1x1 convolution with batch norm, added to the block's input.
 
-    The first convolution narrows to a quarter of ``out_channels``, the last widens again. The
-    stride is that of the 3x3 convolution, as in torchvision; in the paper the first one has it.
+    The first convolution narrows to a quarter of ``out_channels``, and the last one widens again.
+    The 3x3 convolution has the stride, as in torchvision; in the paper the first convolution has
+    it.
 
     Args:
         in_channels: channels of the input.
@@ -79,7 +81,7 @@ class Bottleneck(nn.Module):
     """
 
     expansion = 4
-    """Channels of the output over those of the 3x3 convolution."""
+    """Channels of the output relative to those of the 3x3 convolution."""
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
@@ -98,33 +100,33 @@ class Bottleneck(nn.Module):
         shortcut = features if self.downsample is None else self.downsample(features)
         residual = self.relu(self.bn1(self.conv1(features)))
         residual = self.relu(self.bn2(self.conv2(residual)))
-        # Out of place: see the note at the head of the file.
+        # This addition is not in place: see the note at the head of the file.
         summed: torch.Tensor = self.relu(self.bn3(self.conv3(residual)) + shortcut)
         return summed
 
 
 class ResNet(nn.Module):
-    """A residual network; its stage ``i`` has ``blocks[i]`` blocks.
+    """A residual network; stage ``i`` has ``blocks[i]`` blocks.
 
-    The blocks of stage ``i`` are basic ones of ``width * 2**i`` channels, or bottlenecks that
-    narrow to as many and return four times as many.
+    The blocks of stage ``i`` are basic blocks of ``width * 2**i`` channels, or bottlenecks that
+    narrow to that number and return four times as many.
 
     Args:
-        blocks: number of blocks of each stage; every stage after the first halves the image.
-        num_classes: number of logits for each image; None for a network without the last layer,
-            which returns the mean of the last stage's features instead.
-        in_channels: channels of the images.
+        blocks: number of blocks per stage; every stage after the first halves the image.
+        num_classes: number of logits per image; None for a network without a last layer, which
+            returns the mean of the last stage's features.
+        in_channels: number of image channels.
         small_images: True for a 3x3 stem of stride 1 without max pool (images of 8 to 64 pixels),
             False for the 7x7 stem of stride 2 with max pool (images of 224 pixels).
-        width: channels of the stem.
+        width: number of stem channels.
         bottleneck: True for `Bottleneck` blocks, False for `BasicBlock`.
 
     Attributes:
-        channels: channels of each of the `feature_maps`.
-        strides: width in pixels of the image of one pixel of each of the `feature_maps`.
+        channels: number of channels of each feature map.
+        strides: image pixels per pixel of each feature map, along a side.
 
     Raises:
-        ValueError: ``blocks`` is empty, or has a number below 1.
+        ValueError: ``blocks`` is empty, or contains a number below 1.
 
     Example:
         >>> import torch
@@ -151,38 +153,39 @@ class ResNet(nn.Module):
         block = Bottleneck if bottleneck else BasicBlock
         outputs = tuple(width * 2**index * block.expansion for index in range(len(blocks)))
         self.channels = (width, *outputs)
-        # The stem's output is taken before its max pool, the first stage's input after it.
+        # The feature map of the stem precedes its max pool, the input of the first stage follows
+        # it.
         of_stem, first = (1, 1) if small_images else (2, 4)
         self.strides = (of_stem, *(first * 2**index for index in range(len(blocks))))
-        # The size of the kernel, the stride and the padding.
+        # Kernel size, stride and padding.
         shape = (3, 1, 1) if small_images else (7, 2, 3)
         self.conv1 = nn.Conv2d(in_channels, width, *shape, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        # Identity, which has no parameters, so that no caller need ask which stem this is.
+        # Identity has no parameters, and no caller has to check which stem this is.
         self.maxpool = nn.Identity() if small_images else nn.MaxPool2d(3, stride=2, padding=1)
-        # By name and not in a ModuleList, whose index would become a part of torchvision's names.
+        # Named modules instead of a ModuleList, whose indices would change torchvision's names.
         self.stages = tuple(f"layer{number}" for number in range(1, len(blocks) + 1))
         for index, (name, count) in enumerate(zip(self.stages, blocks, strict=True)):
             before, after = self.channels[index : index + 2]
-            # The stem has made the image small enough for the first stage.
+            # The stem already made the image small enough for the first stage.
             stride = 1 if index == 0 else 2
             rest = (block(after, after) for _ in range(count - 1))
             self.add_module(name, nn.Sequential(block(before, after, stride=stride), *rest))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Identity() if num_classes is None else nn.Linear(outputs[-1], num_classes)
-        # Last, over all of it: the order of the draws is part of what a seed stands for.
+        # Initialize everything last: the order of the draws is part of what a seed means.
         self.apply(initialize)
 
     def feature_maps(self, images: torch.Tensor) -> list[torch.Tensor]:
-        """Compute the stem's output before the max pool, and the output of each stage.
+        """Compute the stem's output before its max pool, and the output of each stage.
 
         Args:
             images: (n, in_channels, h, w) float32.
 
         Returns:
-            For each of ``channels`` and ``strides`` a tensor (n, channels, h / stride,
-            w / stride) float32, quotients rounded up.
+            For each of ``channels`` and ``strides``, a tensor (n, channels, h / stride, w / stride)
+            float32, with quotients rounded up.
         """
         maps = [self.relu(self.bn1(self.conv1(images)))]
         features = self.maxpool(maps[0])
@@ -199,9 +202,9 @@ class ResNet(nn.Module):
 
 
 def initialize(module: nn.Module) -> None:
-    """Draw a convolution's weights as He et al. do; other layers keep PyTorch's own."""
-    # By fan_out and without bias, as torchvision does, so that from-scratch results can be compared
-    # with its own.
+    """Draw a convolution's weights as He et al. do; other layers keep PyTorch's initialization."""
+    # fan_out and no bias, as in torchvision, so that results of training from scratch are
+    # comparable.
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         if module.bias is not None:
@@ -209,10 +212,10 @@ def initialize(module: nn.Module) -> None:
 
 
 resnet18 = partial(ResNet, (2, 2, 2, 2))
-"""Build ResNet-18, of two basic blocks in each stage; takes the other arguments of `ResNet`."""
+"""Build ResNet-18, with two basic blocks per stage; takes the other arguments of `ResNet`."""
 resnet34 = partial(ResNet, (3, 4, 6, 3))
-"""Build ResNet-34, of 3, 4, 6 and 3 basic blocks."""
+"""Build ResNet-34, with 3, 4, 6 and 3 basic blocks."""
 resnet50 = partial(ResNet, (3, 4, 6, 3), bottleneck=True)
-"""Build ResNet-50, of 3, 4, 6 and 3 bottlenecks."""
+"""Build ResNet-50, with 3, 4, 6 and 3 bottlenecks."""
 resnet101 = partial(ResNet, (3, 4, 23, 3), bottleneck=True)
-"""Build ResNet-101, of 3, 4, 23 and 3 bottlenecks."""
+"""Build ResNet-101, with 3, 4, 23 and 3 bottlenecks."""

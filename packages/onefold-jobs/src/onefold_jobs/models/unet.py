@@ -1,13 +1,13 @@
-"""U-Nets, which give one logit for each pixel, and the convolutions of VGG-16 as an encoder.
+"""U-Nets, which return logits per pixel, and the convolutions of VGG-16 as an encoder.
 
-`UNet` follows Ronneberger et al. (2015, "U-Net: convolutional networks"). The way down is a network
-made for classification, without its last layer, so that training can start from published weights
-of that network. It differs from the paper in this, and in padded convolutions and batch norm on the
-way up: the output is as large as the input.
+`UNet` follows Ronneberger et al. (2015, "U-Net: convolutional networks"). Its encoder is a
+classification network without the last layer, so that training can start from published weights. It
+also differs from the paper by padded convolutions and by batch norm in the decoder: the output has
+the size of the input.
 
 `vgg16` builds the convolutions of VGG-16 (Simonyan and Zisserman, 2014, "Very deep convolutional
-networks"). Its parameters carry the names of torchvision's VGG, so the weights of that load here
-without those of the classifier: three dense layers that have no use in an encoder and are not made.
+networks"). Its parameters have the names of torchvision's VGG, so torchvision's weights load here
+except for those of the classifier: three dense layers that an encoder does not need.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["VGG", "UNet", "vgg16"]
 
 
 class VGG(nn.Module):
-    """Stages of 3x3 convolutions with ReLU, each stage followed by a max pool that halves.
+    """Stages of 3x3 convolutions with ReLU, each followed by a max pool that halves the image.
 
     Args:
-        blocks: number of convolutions of each stage.
-        in_channels: channels of the images.
-        width: channels of the first stage; the next ones have 2, 4, 8, 8, 8 ... times as many.
+        blocks: number of convolutions per stage.
+        in_channels: number of image channels.
+        width: channels of the first stage; the next stages have 2, 4, 8, 8, 8 ... times as many.
 
     Attributes:
-        channels: channels of each of the `feature_maps`.
-        strides: width in pixels of the image of one pixel of each of the `feature_maps`.
+        channels: number of channels of each feature map.
+        strides: image pixels per pixel of each feature map, along a side.
 
     Raises:
-        ValueError: ``blocks`` is empty, or has a number below 1.
+        ValueError: ``blocks`` is empty, or contains a number below 1.
 
     Example:
         >>> import torch
@@ -62,30 +62,32 @@ class VGG(nn.Module):
                 layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(inplace=True)]
                 before = after
             layers.append(nn.MaxPool2d(2))
-        # One Sequential for all stages: torchvision numbers the layers through, ReLUs included.
+        # One Sequential for all stages: torchvision numbers all layers consecutively, including
+        # ReLUs.
         self.features = nn.Sequential(*layers)
         self.apply(initialize)
 
     def feature_maps(self, images: torch.Tensor) -> list[torch.Tensor]:
-        """Compute what each stage returns before its max pool.
+        """Compute the output of each stage before its max pool.
 
         Args:
             images: (n, in_channels, h, w) float32.
 
         Returns:
-            For each of ``channels`` and ``strides`` a tensor (n, channels, h / stride,
-            w / stride) float32, quotients rounded down.
+            For each of ``channels`` and ``strides``, a tensor (n, channels, h / stride, w / stride)
+            float32, with quotients rounded down.
         """
         maps, features = [], images
         for layer in self.features:
-            # A kept map stays as it is: the next ReLU in place overwrites a convolution's output.
+            # A kept map is not overwritten: the next in-place ReLU writes to a convolution's
+            # output.
             if isinstance(layer, nn.MaxPool2d):
                 maps.append(features)
             features = layer(features)
         return maps
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute the last max pool's output of images (n, in_channels, h, w) float32."""
+        """Compute the last max pool's output for images (n, in_channels, h, w) float32."""
         features: torch.Tensor = self.features(images)
         return features
 
@@ -94,7 +96,7 @@ def vgg16(in_channels: int = 3, width: int = 64) -> VGG:
     """Build the 13 convolutions of VGG-16, without batch norm; see `VGG` for the arguments.
 
     Returns:
-        The network, with fresh weights from PyTorch's global generator.
+        The network, initialized from PyTorch's global generator.
 
     Example:
         >>> sum(parameter.numel() for parameter in vgg16().parameters())
@@ -107,36 +109,36 @@ Encoder = ResNet | VGG
 
 
 _RESNETS = {"resnet18": resnet18, "resnet34": resnet34, "resnet101": resnet101}
-# The large stem even for small images: published weights have no other.
+# The large stem even for small images, because published weights have no other.
 ENCODERS: Mapping[str, Callable[..., Encoder]] = MappingProxyType(
     {name: partial(build, None, small_images=False) for name, build in _RESNETS.items()}
     | {"vgg16": vgg16}
 )
-"""Builders of the encoders by name, without a last layer; they take two keywords."""
+"""Builders of the encoders by name, without a last layer; they take two keyword arguments."""
 
 
 class UNet(nn.Module):
-    """An encoder, and a decoder that brings its features back to the size of the images.
+    """An encoder, and a decoder that upsamples its features to the size of the images.
 
-    The encoder's parameters and buffers are those of torchvision's network of that name, without
-    the last layers (``fc`` or ``classifier``), with ``encoder.`` in front: to start from published
-    weights, leave those layers out and load the others into ``model.encoder``.
+    The encoder's parameters and buffers have the names of torchvision's network without the last
+    layers (``fc`` or ``classifier``), prefixed with ``encoder.``. To start from published weights,
+    leave these layers out and load the others into ``model.encoder``.
 
-    All operations here have deterministic kernels on a CPU and, by the documentation of
-    `torch.use_deterministic_algorithms`, on a CUDA device.
+    All operations here have deterministic kernels on CPUs and, according to the documentation of
+    `torch.use_deterministic_algorithms`, on CUDA devices.
 
     Args:
         encoder: one of "vgg16", "resnet18", "resnet34", "resnet101".
-        in_channels: channels of the images.
-        out_channels: number of logits for each pixel.
+        in_channels: number of image channels.
+        out_channels: number of logits per pixel.
         width: channels of the encoder's first layer, an even number; the decoder has half as many
-            at full resolution. Published weights need 64.
+            at full resolution. Published weights require 64.
 
     Attributes:
-        stride: the number that height and width of the images must be multiples of.
+        stride: height and width of the images must be multiples of this number.
 
     Raises:
-        ValueError: the encoder is not known, or the width is not a positive even number.
+        ValueError: the encoder is unknown, or the width is not a positive even number.
 
     Example:
         >>> import torch
@@ -164,11 +166,12 @@ class UNet(nn.Module):
         self.stride = self.encoder.strides[-1]
         self.decoder = decoder(self.encoder, width)
         self.head = nn.Conv2d(width // 2, out_channels, 1)
-        # The encoder has drawn its own weights, and the head keeps PyTorch's for a last layer.
+        # The encoder already initialized its weights; the head keeps PyTorch's default
+        # initialization.
         self.decoder.apply(initialize)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute one logit, or ``out_channels`` of them, for each pixel.
+        """Compute one or ``out_channels`` logits per pixel.
 
         Args:
             images: (n, in_channels, h, w) float32.
@@ -180,14 +183,14 @@ class UNet(nn.Module):
             ValueError: h or w is not a multiple of ``stride``.
         """
         height, width = images.shape[-2:]
-        # Or torch.cat would fail somewhere inside, between two sizes that mean nothing to anybody.
+        # Otherwise torch.cat would fail with two sizes that mean nothing to the caller.
         if height % self.stride or width % self.stride:
             raise ValueError(
                 f"height and width of the images must be multiples of {self.stride}, got "
                 f"{height}x{width} pixels; pad or crop the images"
             )
         features, *skips = reversed(self.encoder.feature_maps(images))
-        # A ResNet has no features at full resolution, so its last step has nothing to join.
+        # A ResNet has no features at full resolution, so the last step has nothing to concatenate.
         for index, step in enumerate(self.decoder):
             features = step(features, skips[index] if index < len(skips) else None)
         logits: torch.Tensor = self.head(features)
@@ -195,12 +198,12 @@ class UNet(nn.Module):
 
 
 class DecoderStep(nn.Module):
-    """Double the resolution, append the encoder's features as channels, and convolve twice.
+    """Doubles the resolution, concatenates the encoder's features, and convolves twice.
 
     Args:
-        in_channels: channels of the features from the step before.
-        skip_channels: channels of the encoder's features, 0 for none.
-        out_channels: channels of the output.
+        in_channels: number of input channels.
+        skip_channels: number of encoder channels, 0 for none.
+        out_channels: number of output channels.
     """
 
     def __init__(self, in_channels: int, skip_channels: int, out_channels: int) -> None:
@@ -215,10 +218,10 @@ class DecoderStep(nn.Module):
         """Map features (n, in_channels, h, w) to (n, out_channels, 2h, 2w), all float32.
 
         Args:
-            features: output of the step before.
-            skip: the encoder's features (n, skip_channels, 2h, 2w), or None.
+            features: output of the previous step.
+            skip: features of the encoder (n, skip_channels, 2h, 2w), or None.
         """
-        # Not bilinear, whose backward on CUDA adds up gradients in any order.
+        # Not bilinear, whose backward on CUDA sums gradients in nondeterministic order.
         joined = F.interpolate(features, scale_factor=2, mode="nearest")
         if skip is not None:
             joined = torch.cat([joined, skip], dim=1)
@@ -228,11 +231,11 @@ class DecoderStep(nn.Module):
 
 
 def decoder(encoder: Encoder, width: int) -> nn.ModuleList:
-    """Make a step for each resolution, from the encoder's last but one to that of the images.
+    """Make a decoder step for each resolution, from the encoder's second to last to the image's.
 
-    The output of a step has ``width * stride / 2`` channels, and at most ``4 * width``.
+    The output of a step has ``width * stride / 2`` channels, but at most ``4 * width``.
     """
-    # By stride: encoders differ in which resolutions they have features for.
+    # Keyed by stride, because encoders have features at different resolutions.
     skips = dict(zip(encoder.strides[:-1], encoder.channels[:-1], strict=True))
     steps = nn.ModuleList()
     channels, stride = encoder.channels[-1], encoder.strides[-1]

@@ -1,7 +1,7 @@
-"""Makes pages that show a training run, or compare several, from what runs left in their folders.
+"""Builds pages that show a training run, or compare several, from the files of the runs.
 
-Nothing here trains, and a run draws nothing while it is at work. The pages are made from files, so
-a run that was killed, or is still going on, has a report too.
+Nothing here trains, and a run draws nothing during training. The pages are built from files, so a
+run that was killed, or is still in progress, has a report too.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Chooses the curves of one run, or of several runs over each other, and draws them for the page.
+"""Selects the curves of one run, or of several runs together, and draws them for the page.
 
-`curves_of_one` and `curves_of_several` choose. A `Chart` draws its curves as a picture inside the
-page, by matplotlib without any of its global state. Names stand beside the picture, in the page.
+`curves_of_one` and `curves_of_several` select the curves. A `Chart` draws its curves as an inline
+SVG, with matplotlib but without its global state. Names are next to the drawing, in HTML.
 
 Note: colors
--------------
-A chart must be legible on a light and on a dark page, so its colors are variables of the page's
-style sheet. matplotlib takes no variables. So it draws in inks, blues that nothing else uses, and
-the text of the SVG is searched for them afterwards.
+------------
+A chart must be legible on light and dark pages, so its colors are variables of the page's style
+sheet. matplotlib does not support variables. So it draws in placeholder inks, blues that nothing
+else uses, and the SVG text is searched for them afterwards.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = ["curves_of_one", "curves_of_several"]
 
 _SPEED = "Training speed in samples/s"
 _UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""Shortest duration for which a unit is used, the seconds it has, and its name."""
+"""Units of time: shortest duration that uses the unit, seconds per unit, and name."""
 
-# By the name that each run has in the page.
+# Keyed by the name that each run has on the page.
 Runs = Mapping[str, ReportedRun]
 
 
 def curves_of_one(run: ReportedRun) -> list[Chart]:
-    """Chart losses, scores, learning rate and speed; nothing before the first numbers."""
-    # Over steps as well, so that it can be laid over the training loss.
+    """Chart losses, scores, learning rate and speed; empty before the first numbers."""
+    # Over steps as well, so that it can share a chart with the training loss.
     test = [(each.step, each.scores["loss"]) for each in run.epochs if "loss" in each.scores]
     losses = [
         _by_step(run.steps, "loss", "training", width=1.0, faint=True),
@@ -57,7 +57,7 @@ def curves_of_one(run: ReportedRun) -> list[Chart]:
         _by_step(timed, "samples_per_s", "steps", color=4, width=1.0, faint=True),
         _by_step(run.epochs, "samples_per_s", "mean of the epoch", color=4),
     ]
-    # Steps show a warm-up within an epoch; a short run may have lines of epochs alone.
+    # Steps show a warmup within an epoch; a short run may only have epochs.
     rates = [_by_step(run.steps or run.epochs, "lr", "learning rate", color=3)]
     return charts_of(
         [
@@ -73,11 +73,11 @@ def curves_of_one(run: ReportedRun) -> list[Chart]:
 
 
 def curves_of_several(runs: Runs) -> list[Chart]:
-    """Chart losses, scores and speed, by epoch and by time; nothing before an epoch has ended."""
-    # A dict and not a set, to keep the order: the page must be the same each time.
+    """Chart losses, scores and speed, by epoch and by time; empty before an epoch has ended."""
+    # A dict instead of a set keeps the order, so that the page is reproducible.
     names = dict.fromkeys(name for run in runs.values() for name in run.score_names)
     target = next(iter(runs.values())).target
-    # One unit for all runs, chosen by the longest, as they share the axis.
+    # One unit for all runs, chosen by the longest, because they share the axis.
     longest_s = max(finite_or_zero(run.trained_s) for run in runs.values())
     unit_s, unit = next((size, word) for least, size, word in _UNITS if longest_s >= least)
 
@@ -126,7 +126,7 @@ def _of_epochs(run: ReportedRun, name: str) -> Curve:
 
 
 def _baseline(run: ReportedRun, name: str) -> list[Curve]:
-    """What the score must be above, from half an epoch before the first to one behind the last."""
+    """Return the baseline, from half an epoch before the first to half an epoch after the last."""
     least, epochs = run.baseline(name), [each.epoch + 1 for each in run.epochs]
     if not epochs or math.isnan(least):
         return []
@@ -137,9 +137,9 @@ def _baseline(run: ReportedRun, name: str) -> list[Curve]:
 def _of_runs(runs: Runs, points: Callable[[ReportedRun], Points]) -> list[Curve]:
     """Make the curve of each run.
 
-    Each line is thinner than the one before, so that runs of the same numbers can all be seen.
+    Each line is thinner than the previous one, so that runs with equal numbers all remain visible.
     """
-    # 7 colors and 4 patterns have no factor in common: the first 28 runs all look different.
+    # 7 colors and 4 patterns have no common factor, so the first 28 runs all look different.
     return [
         Curve(
             label=label,
@@ -155,66 +155,66 @@ def _of_runs(runs: Runs, points: Callable[[ReportedRun], Points]) -> list[Curve]
 Points = Sequence[tuple[float, float]]
 
 _MOST_POINTS = 500
-"""A line of more points is drawn as means of neighbors; the page would have megabytes of them."""
+"""Lines with more points are drawn as means of neighbors, or the page would have megabytes."""
 _LARGEST = 1e300
-"""Matplotlib computes with sums and multiples of numbers, which must be finite as well."""
+"""Limit of values, because matplotlib also computes sums and multiples, which must be finite."""
 _MARKED_POINTS = 30
-"""A line of more points is drawn without a mark at each."""
+"""Lines with more points are drawn without markers."""
 _LOGARITHMIC_RATIO = 200
-"""Largest over smallest value from which on the axis is logarithmic, or small ones look alike."""
+"""Ratio of largest to smallest value from which the axis is logarithmic."""
 
 _WIDTH_POINTS, _HEIGHT_POINTS = 388.8, 216.0
 _POINTS_PER_INCH = 72
-"""As matplotlib always counts in an SVG."""
+"""matplotlib's fixed resolution of SVG."""
 
 _COLORS = 7
-"""Number of the page's colors for lines; style.css names them ``--c0``, ``--c1`` and so on."""
+"""Number of line colors of the page; style.css names them ``--c0``, ``--c1`` and so on."""
 _INK = "#0000fe"
 _INKS = tuple(f"#0000{number:02x}" for number in range(1, _COLORS + 1))
-"""Stand for the text color of the page, and its colors for lines, while matplotlib draws."""
+"""Placeholders for the page's text color, and its line colors, while matplotlib draws."""
 _DASHES = ((), (5.0, 2.0), (1.5, 1.5), (7.0, 2.0, 1.5, 2.0))
-"""Patterns of lines, as lengths of dashes and gaps in points; the first is a solid line."""
+"""Line patterns, as lengths of dashes and gaps in points; the first is a solid line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """One curve."""
+    """A curve."""
 
     label: str
-    """What it shows."""
+    """Label in the legend."""
     points: Points
-    """Its (x, y) in order of x; y is NaN where there was no finite number."""
+    """Points (x, y) in order of x; y is NaN if there was no finite number."""
     color: int = 0
-    """Number of one of the page's colors."""
+    """Index of the page's line color."""
     dashes: Sequence[float] = ()
-    """Lengths of its dashes and gaps, in points; a solid line has none."""
+    """Lengths of dashes and gaps, in points; empty for a solid line."""
     width: float = 2.0
-    """Width of the line, in points."""
+    """Line width, in points."""
     faint: bool = False
-    """Whether it has no marks, and is pale unless it is dashed, as a background for others."""
+    """Whether to draw it as a background: without markers, and pale unless it is dashed."""
 
     @property
     def finite(self) -> list[float]:
-        """Values of y, without those that are not finite."""
+        """Finite values of y."""
         return _finite(self.points)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A set of curves that share their axes."""
+    """Curves that share their axes."""
 
     title: str
-    """What is shown; different from that of every other chart of the page."""
+    """Title, which must be unique on the page."""
     lines: Sequence[Curve]
-    """The curves; those without a finite number are left out."""
+    """Curves; those without a finite number are left out."""
     across: str
-    """What the x axis counts."""
+    """Quantity on the x axis."""
     share: bool = False
-    """Whether values are shown in percent."""
+    """Whether values are displayed in percent."""
 
     @property
     def view_box(self) -> str:
-        """Return the drawing's extent, as an SVG element's ``viewBox`` has it."""
+        """Extent of the drawing, as the ``viewBox`` of an SVG element."""
         return f"0 0 {_WIDTH_POINTS:g} {_HEIGHT_POINTS:g}"
 
     def drawing(self) -> Markup:
@@ -232,13 +232,13 @@ class Chart:
         for number, ink in enumerate(_INKS):
             svg = svg.replace(ink, f"var(--c{number})")
         svg = re.sub(r"\s*\n\s*", "\n", svg).strip()
-        # Markup, or the template would escape it; nothing in the drawing is text of a run.
-        # "replace": the title may have the name of a score, with lone surrogates from a JSON file.
+        # Markup, or the template would escape it; the drawing contains no text of a run.
+        # "replace": the title may contain a score name with lone surrogates from a JSON file.
         return Markup(_renamed(svg, prefix=f"c{crc32(self.title.encode('utf-8', 'replace')):08x}"))
 
 
 def charts_of(charts: Iterable[Chart]) -> list[Chart]:
-    """Leave out lines without a finite number, and charts without a line."""
+    """Drop lines without a finite number, and charts without a line."""
     seen = (replace(chart, lines=[each for each in chart.lines if each.finite]) for chart in charts)
     return [chart for chart in seen if chart.lines]
 
@@ -248,7 +248,7 @@ def _finite(points: Points) -> list[float]:
 
 
 def thinned(points: Points) -> Points:
-    """Reduce a line to at most 500 points: means of neighbors, of those that are finite.
+    """Reduce a line to at most 500 points, by averaging the finite values of neighbors.
 
     >>> len(thinned([(float(x), 1.0) for x in range(1001)]))
     334
@@ -256,14 +256,14 @@ def thinned(points: Points) -> Points:
     size = math.ceil(len(points) / _MOST_POINTS)
     if size <= 1:
         return points
-    # A group keeps the x of its last point: a line that is still growing ends where its run is.
+    # A group keeps the x of its last point, so that a growing line ends where its run is.
     groups = (points[start : start + size] for start in range(0, len(points), size))
     return [(group[-1][0], fmean(_finite(group) or [math.nan])) for group in groups]
 
 
 def _picture(chart: Chart) -> str:
     require("a report", "report", "matplotlib")
-    # Not pyplot, which picks a window system, and keeps every figure until it is closed.
+    # Not pyplot, which selects a window system, and keeps every figure until it is closed.
     from matplotlib.figure import Figure
 
     size = (_WIDTH_POINTS / _POINTS_PER_INCH, _HEIGHT_POINTS / _POINTS_PER_INCH)
@@ -274,7 +274,7 @@ def _picture(chart: Chart) -> str:
     _dress(axes, across=chart.across)
     _scale(axes, chart)
     written = StringIO()
-    # Without the date, so that the same numbers always make the same page.
+    # Without the date, so that the same numbers always give the same page.
     figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
     return written.getvalue()
 
@@ -289,7 +289,7 @@ def _draw(axes: Axes, line: Curve, *, depth: int) -> None:
         linewidth=line.width,
         alpha=0.5 if line.faint and not line.dashes else 1.0,
         linestyle=(0, line.dashes) if line.dashes else "-",
-        # A single point has no line that could be seen.
+        # A single point has no visible line.
         marker="o" if marked or len(points) == 1 else "",
         markersize=2.0 + line.width,
         zorder=3 + depth,
@@ -316,7 +316,7 @@ def _scale(axes: Axes, chart: Chart) -> None:
     least, most = min(values), max(values)
     places = {x for line in chart.lines for x, _ in line.points}
     if len(places) == 1:
-        # Around a single point, or its number would stand at each mark of the axis.
+        # Center a single point, or its number would appear at each tick of the axis.
         axes.set_xlim(min(places) - 0.5, min(places) + 0.5)
     if chart.across in ("epoch", "step"):
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
@@ -325,16 +325,16 @@ def _scale(axes: Axes, chart: Chart) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif least > 0 and most / least > _LOGARITHMIC_RATIO:
         axes.set_yscale("log")
-    # From 0 where that still leaves the curves three fifths of the height.
+    # Start at 0 if the curves still get three fifths of the height.
     if 0 <= least < 0.4 * most and axes.get_yscale() == "linear":
         axes.set_ylim(bottom=0)
 
 
 def _renamed(svg: str, *, prefix: str) -> str:
-    """Rename the ids that are referred to, by number, and remove the others.
+    """Rename the ids that are referenced, by number, and remove the others.
 
-    matplotlib draws ids at random, so no two pages of the same run would be equal. The prefix keeps
-    charts apart: ids hold for the whole page, and one chart would be clipped by another's frame.
+    matplotlib draws ids at random, so no two pages of a run would be equal. The prefix separates
+    charts: ids are global on the page, and one chart would be clipped by another one's frame.
     """
     used = dict.fromkeys(re.findall(r'(?:href="|url\()#([^")]+)', svg))
     numbers = {name: f"{prefix}-{number}" for number, name in enumerate(used)}

@@ -1,15 +1,15 @@
-"""Reads and checks a run's folder: options, facts, numbers and examples, as they are at the moment.
+"""Reads and validates a run's folder: current options, facts, numbers and examples.
 
-A run writes while this reads, and may be killed at any time; what is not there yet is empty. The
-numbers are a view of the run's record: of steps and epochs that were made again after a kill, it
-has the last ones.
+The run may be writing at the same time, and may be killed at any time; missing parts are empty. The
+numbers are a view of the run's record: for steps and epochs that were repeated after a kill, it
+contains the last ones.
 
 No file is opened through a link: a folder may come from anywhere, and a page, which is made to be
-shared, must not show what lies elsewhere on this machine.
+shared, must not reveal other files of this machine.
 
-What has not the shape that a page needs is refused. A page takes apart what is in the folder: of
-anything but a list or a number it would raise an error of Python's that names no file. What is only
-shown may be anything.
+Content whose structure does not match is rejected, because a page that accessed, for example, a
+string instead of a list would raise an error that names no file. Content that is only displayed may
+be anything.
 """
 
 from __future__ import annotations
@@ -38,126 +38,128 @@ _Columns = dict[str, _Column]
 _RECORD = "run.record"
 _MOST_OPTIONS_BYTES = 1 << 20
 _POINTS = 20
-"""How many points a curve over steps has in an epoch, at most."""
+"""Maximum number of points per epoch in a curve over steps."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-"""A whole number that is also a float without loss, as a chart needs it."""
+"""An integer that a float represents exactly, as charts require."""
 _List = list[Any] | None
 _Object = dict[Any, Any]
-"""Not of texts: msgspec takes none with lone surrogates, which the name of a score may have."""
+"""Keys are not strings: msgspec rejects lone surrogates, which a score's name may contain."""
 
 
 class StepsLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of some steps of training, up to and including ``step``."""
+    """Metrics of some training steps, up to and including ``step``."""
 
     step: _Count
-    """The last of the steps, counted from 1 over the whole run."""
+    """Last of the steps, counted from 1 over the whole run."""
     loss: float = math.nan
-    """Mean over the samples of these steps."""
+    """Mean loss over the samples of these steps."""
     lr: float = math.nan
     """Learning rate of the last step."""
     samples_per_s: float = math.nan
-    """Training speed; NaN of the first step of an epoch, before which the clock ran for others."""
+    """Training speed; NaN for the first step of an epoch, whose time includes other work."""
 
 
 class EpochLine(StepsLine, frozen=True, kw_only=True):
-    """Numbers of one pass over the training set, and of the evaluation after it."""
+    """Metrics of a pass over the training set, and of the evaluation after it."""
 
     epoch: _Count = 0
-    """Counted from 0."""
+    """Number of the epoch, from 0."""
     scores: dict[Any, float] = {}
-    """Scores of the test set by name, its loss among them."""
+    """Test scores by name, including the loss."""
     train_s: float = math.nan
-    """Duration of the training."""
+    """Duration of the training, in seconds."""
     evaluate_s: float = math.nan
-    """Duration of the evaluation."""
+    """Duration of the evaluation, in seconds."""
     devices: list[_Object] = []
-    """The name of each ``device``, and the seconds it spent in each phase."""
+    """Name of each ``device``, and its seconds in each phase."""
 
     @property
     def whole_s(self) -> float:
-        """Seconds of training and evaluation together, as far as they were measured."""
+        """Seconds of training and evaluation together, as far as measured."""
         return finite_or_zero(self.train_s) + finite_or_zero(self.evaluate_s)
 
     def score(self, name: str) -> float:
-        """A score of the test set; NaN where it was not computed."""
+        """Return a test score; NaN if it was not computed."""
         return self.scores.get(name, math.nan)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedRun:
-    """All that a run's folder holds."""
+    """Content of a run's folder."""
 
     folder: Path
-    """Where it was read."""
+    """Path of the folder."""
     facts: dict[str, Any]
-    """What the run reports of itself: job, model, devices, classes and the like."""
+    """Facts of the run: job, model, devices, classes and so on."""
     options: dict[str, Any]
-    """What it was started with."""
+    """Options of the run."""
     steps: tuple[StepsLine, ...]
-    """In order of their steps; none at first."""
+    """Metrics in order of steps; empty at first."""
     epochs: tuple[EpochLine, ...]
-    """In order; none until the first has ended."""
+    """Epochs in order; empty until the first one has ended."""
     examples: dict[str, Any] | None
     """Predictions of the trained model; None until there are some."""
 
     @property
     def name(self) -> str:
-        """Name of the run; that of its folder if it has none."""
+        """Name of the run, or of its folder."""
         return str(self.facts.get("name") or self.folder.name)
 
     @property
     def purpose(self) -> str:
-        """The task in words, such as ``Image regression``; empty if the run does not say."""
+        """The task in words, such as ``Image regression``; empty if unknown."""
         return str(self.facts.get("purpose", ""))
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes; none for segmentation."""
+        """Class names; empty without classes."""
         return tuple(map(str, self.facts.get("classes") or ()))
 
     @property
     def devices_in_words(self) -> str:
-        """How many devices of which kind, such as ``2 x cpu``."""
+        """Number of devices of each kind, such as ``2 x cpu``."""
         kinds = Counter(str(name).partition(":")[0] for name in self.facts.get("devices") or ())
         return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
 
     @property
     def score_names(self) -> tuple[str, ...]:
-        """Scores of the test set other than its loss, in the order they were first given."""
+        """Names of the test scores other than the loss, in order of appearance."""
         names = dict.fromkeys(name for epoch in self.epochs for name in epoch.scores)
         return tuple(name for name in names if name != "loss")
 
     @property
     def target(self) -> str:
-        """Name of the score by which the best epoch is chosen."""
+        """Name of the score that selects the best epoch."""
         return str(self.facts.get("score") or "lowest loss").partition(" ")[2]
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The best epoch, counted from 0, and its score; None before the first."""
+        """Best epoch, from 0, and its score; None before the first one."""
         best = self.facts.get("best")
         return (best["epoch"], number(best.get("value"))) if best else None
 
     def baseline(self, name: str) -> float:
-        """A score of answering alike for every sample; NaN if there is no such thing."""
+        """Return the score of a constant prediction; NaN if there is none."""
         baseline = self.facts.get("baseline")
         return number(baseline["scores"].get(name)) if baseline else math.nan
 
     @property
     def last_score(self) -> float:
-        """The chosen score after the last epoch; NaN before the first."""
+        """The selecting score after the last epoch; NaN before the first one."""
         return self.epochs[-1].score(self.target) if self.epochs else math.nan
 
     @property
     def trained_s(self) -> float:
-        """Time of all epochs with their evaluations, without pauses; NaN before the first."""
+        """Duration of all epochs with their evaluations, without pauses; NaN before the first
+        one."""
         return sum(epoch.whole_s for epoch in self.epochs) if self.epochs else math.nan
 
     @property
     def samples_per_s(self) -> float:
-        """Training speed of all epochs together; of the last steps before the first has ended."""
-        # Samples over seconds; the mean of the epochs' speeds would weigh short epochs too much.
+        """Training speed over all epochs; of the last steps before the first epoch has ended."""
+        # Samples over seconds, because the mean of the epochs' speeds would overweight short
+        # epochs.
         measured = [(e.samples_per_s * e.train_s, e.train_s) for e in self.epochs]
         measured = [pair for pair in measured if math.isfinite(pair[0]) and pair[1] > 0]
         if measured:
@@ -166,16 +168,16 @@ class ReportedRun:
 
 
 def read_reported(folder: Path) -> ReportedRun:
-    """Read what a run's folder holds at the moment.
+    """Read the current content of a run's folder.
 
     Args:
-        folder: the folder of one run.
+        folder: folder of a run.
 
     Returns:
-        The run; what it has not written yet is empty.
+        The run; parts that it has not written yet are empty.
 
     Raises:
-        DataError: the folder is not that of a run, or a file in it cannot be read.
+        DataError: the folder does not contain a run, or a file in it cannot be read.
     """
     path = folder / "examples.json"
     steps, epochs = _read_record(folder)
@@ -190,8 +192,9 @@ def read_reported(folder: Path) -> ReportedRun:
 
 
 def number(value: object) -> float:
-    """Return a number of a JSON file; NaN for null and for anything but a finite number."""
-    # True and False are ints to Python.
+    """Return a number of a JSON file; NaN for null and anything else that is not a finite
+    number."""
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return math.nan
     try:
@@ -202,12 +205,12 @@ def number(value: object) -> float:
 
 
 def finite_or_zero(value: float) -> float:
-    """Return the value, or 0 if it is not finite, for sums over what was measured."""
+    """Return the value, or 0 if it is not finite, for sums over measurements."""
     return value if math.isfinite(value) else 0.0
 
 
 class _Facts(msgspec.Struct):
-    """What a page takes apart of ``run.json``."""
+    """The structure of ``run.json`` that a page accesses."""
 
     baseline: _Baseline | None = None
     best: _Best | None = None
@@ -229,7 +232,7 @@ class _Baseline(msgspec.Struct):
 
 
 class _Examples(msgspec.Struct):
-    """What a page takes apart of ``examples.json``."""
+    """The structure of ``examples.json`` that a page accesses."""
 
     kind: str | None = None
     classes: _List = None
@@ -244,7 +247,7 @@ class _Examples(msgspec.Struct):
         sides = {len(counts), *map(len, counts), *({len(classes)} if counts and classes else ())}
         if len(sides) > 1:
             raise ValueError(
-                f"a confusion matrix should have a row and a column for each class, and has "
+                f"a confusion matrix must have one row and one column per class, got "
                 f"lengths of {', '.join(map(str, sorted(sides)))}"
             )
 
@@ -253,7 +256,7 @@ def _read_options(path: Path) -> dict[str, Any]:
     try:
         return parse_toml(read_plain(path, _MOST_OPTIONS_BYTES))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: expected TOML, got: {error}; mend the file") from None
+        raise DataError(f"{path}: expected TOML, got: {error}; fix the file") from None
 
 
 def _read_record(folder: Path) -> tuple[list[StepsLine], list[EpochLine]]:
@@ -269,10 +272,10 @@ def _read_record(folder: Path) -> tuple[list[StepsLine], list[EpochLine]]:
 
 
 def _steps_of(record: onefold.Record) -> list[StepsLine]:
-    """Each epoch's steps in up to 20 parts."""
+    """Summarize each epoch's steps in up to 20 parts."""
     told = record.steps
     starts = np.flatnonzero(np.diff(told["epoch"], prepend=math.nan))
-    # Before the first of an epoch lies an evaluation, before the first of a resumed run a pause.
+    # An evaluation precedes the first step of an epoch, a pause the first one of a resumed run.
     took_s = np.diff(told["time"], prepend=math.nan)
     took_s[starts] = math.nan
     took_s[np.isin(told["step"], [each["step"] + 1 for each in record.begins])] = math.nan
@@ -292,14 +295,15 @@ def _line_of(told: _Columns, took_s: _Column, rows: _Column) -> StepsLine:
 
 
 def _epochs_of(record: onefold.Record) -> list[EpochLine]:
-    """What the devices have told of each epoch."""
-    # A resumed run may have other devices: a number has the name that it had last.
+    """Collect what the devices recorded of each epoch."""
+    # A resumed run may use other devices: a number has the most recent name.
     names = {n: name for begun in record.begins for n, name in enumerate(begun["devices"])}
-    # By epoch: one that ended early by --max-time was evaluated once more when it had resumed.
+    # Keyed by epoch, because an epoch that --max-time cut short was evaluated again after the
+    # resume.
     lines: dict[int, EpochLine] = {}
     scores = {}
     for each in record.results:
-        # Runs of earlier versions have their scores here.
+        # Runs of earlier versions store their scores here.
         if each["call"] == "trainer.evaluate":
             scores = each["value"]
         if each["call"] != "trainer.gather":

@@ -1,7 +1,7 @@
-"""Makes the page of one run, or the one that compares several.
+"""Builds the page of one run, or the one that compares several.
 
-`build_report` makes the page of one run, and `compare_runs` that of several. `device_times` adds up
-where the time of a run went, by device.
+`build_report` builds the page of one run, and `compare_runs` that of several. `device_times` adds
+up how each device spent its time.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _SHOWN_CONFUSIONS = 10
 
 
 def build_report(run: Path, output: Path | None = None) -> Path:
-    """Write the page of a run, with all that its folder holds at the moment.
+    """Write the page of a run with the current content of its folder.
 
     Args:
-        run: folder of the run, which may still be going on.
-        output: path of the page; ``report.html`` in the folder if None.
+        run: folder of the run, which may still be in progress.
+        output: path of the page; None for ``report.html`` in the folder.
 
     Returns:
-        Path of the page: one file that needs no other.
+        Path of the page, which is self-contained.
 
     Raises:
-        DataError: the folder is not that of a run, or a file in it cannot be read.
+        DataError: the folder does not contain a run, or a file in it cannot be read.
         LaunchError: matplotlib is not installed.
-        ValueError: something that onefold did not make is at ``output``.
+        ValueError: ``output`` exists, and onefold did not write it.
     """
     read = read_reported(Path(run))
     return write_page(output or read.folder / REPORT_NAME, _page(read))
@@ -78,7 +78,7 @@ def _page(run: ReportedRun) -> str:
 
 
 def _warning(run: ReportedRun) -> str | None:
-    """Warn of a run that is no better than its baseline."""
+    """Warn about a run that is no better than its baseline."""
     if not run.best or not run.facts.get("baseline"):
         return None
     told, scores = run.facts["baseline"], {run.target: run.baseline(run.target)}
@@ -87,31 +87,31 @@ def _warning(run: ReportedRun) -> str | None:
 
 
 def _class_samples(run: ReportedRun, classes: int) -> dict[str, list[str]]:
-    """List by heading what the run has of each class besides scores; nothing of other lengths."""
+    """Return the table columns of each class other than scores; drops those of another length."""
     counts, weights = run.facts.get("class_counts") or (), run.facts.get("class_weights") or ()
-    columns = {"to train": [amount(each) for each in (counts[0] if counts else ())]}
+    columns = {"training": [amount(each) for each in (counts[0] if counts else ())]}
     columns["weight"] = [plain(each) for each in weights]
     return {name: column for name, column in columns.items() if len(column) == classes > 0}
 
 
 def write_page(path: Path, text: str) -> Path:
-    """Write a page aside and move it into place, so that a browser never finds half of it.
+    """Write a page atomically, so that a browser never reads a partial one.
 
     Raises:
-        ValueError: something that onefold did not make is at the path.
+        ValueError: the path exists, and onefold did not write it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     require_ours(path, is_page, f"{path}: expected a new file, or a page of onefold")
-    # "replace", as the page shows names of files, and a name may hold bytes that are not UTF-8.
+    # "replace", because the page shows file names, which may contain bytes that are not UTF-8.
     write_whole(path, text.encode("utf-8", "replace"))
     return path
 
 
-Counts = Sequence[Sequence[int]]  # (classes, classes): true class by row, predicted by column
+Counts = Sequence[Sequence[int]]  # (classes, classes): rows: true class, columns: predicted class
 
 
 def frequent_confusions(counts: Counts) -> list[tuple[int, int, int]]:
-    """List mistakes as (true class, predicted class, count), the most frequent first.
+    """List mistakes as (true class, predicted class, count), most frequent first.
 
     >>> frequent_confusions([[5, 1], [3, 7]])
     [(1, 0, 3), (0, 1, 1)]
@@ -122,46 +122,46 @@ def frequent_confusions(counts: Counts) -> list[tuple[int, int, int]]:
         for predicted, count in enumerate(row)
         if true != predicted and count > 0
     ]
-    # Negated and not reversed: sorting is stable, so equal counts stay in the order of classes.
+    # Negated instead of reversed: sorting is stable, so equal counts keep the order of classes.
     return sorted(mistakes, key=lambda mistake: -mistake[2])
 
 
 _KINDS = {"PNG": "image/png", "JPEG": "image/jpeg"}
 _MOST_BYTES = 1 << 23
-"""Of one picture; those that a run keeps as examples are far smaller."""
+"""Maximum size of an image, in bytes; a run's own examples are far smaller."""
 _MOST_SIDE = 1 << 12
 
 
 class Picture(NamedTuple):
-    """A PNG or JPEG that is part of the page."""
+    """A PNG or JPEG that is embedded in the page."""
 
     source: str
-    """A ``data:`` URL that holds the whole file."""
+    """``data:`` URL with the whole file."""
     width: int
-    """In pixels."""
+    """Width in pixels."""
     height: int
-    """In pixels."""
+    """Height in pixels."""
 
 
 def read_picture(folder: Path, name: object) -> Picture | None:
-    """Read a picture of a run's folder; files elsewhere are not the report's to show.
+    """Read an image of a run's folder. Files elsewhere are not read.
 
     Args:
         folder: folder of the run.
-        name: path of the file below it.
+        name: path of the file in it.
 
     Returns:
-        The picture; None where the folder holds no such PNG or JPEG.
+        The image; None if the folder contains no such PNG or JPEG.
     """
-    # matplotlib, which a page needs, needs it as well.
+    # matplotlib, which a page requires, also requires Pillow.
     from PIL import Image
 
     try:
         content = read_whole(path_inside(folder, name), _MOST_BYTES)
-        # Only the header is read.
+        # Reads only the header.
         with Image.open(BytesIO(content), formats=[*_KINDS]) as picture:
             kind, (width, height) = _KINDS[str(picture.format)], picture.size
-    # ValueError for a file that is too large, and for a NUL in the name.
+    # ValueError: a file that is too large, or a NUL in the name.
     except (OSError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning):
         return None
     if max(width, height) > _MOST_SIDE:
@@ -170,16 +170,16 @@ def read_picture(folder: Path, name: object) -> Picture | None:
 
 
 ALL_PHASES = (*PHASES, "evaluation", "other")
-"""The phases of training, the evaluation, and what is in none of these."""
+"""The phases of training, the evaluation, and the rest."""
 
 _NEGLIGIBLE = 0.005
-"""Share of a device's time below which evaluation and the rest are not shown."""
+"""Evaluation and rest are hidden below this fraction of a device's time."""
 
 Times = Mapping[str, float]
 
 
 class DeviceTime(NamedTuple):
-    """The time of one device over all epochs."""
+    """The time of a device over all epochs."""
 
     name: str
     """Number and name of the device."""
@@ -192,12 +192,12 @@ class DeviceTime(NamedTuple):
         return sum(self.times_s.values())
 
     def share(self, phase: str) -> float:
-        """Return the share of a phase in the device's time, 0 to 1."""
+        """Return the fraction of a phase in the device's time, 0 to 1."""
         return self.times_s[phase] / self.total_s
 
 
 def device_times(run: ReportedRun) -> list[DeviceTime]:
-    """List the devices whose time was measured, all with the phases that are worth showing."""
+    """List the devices with measured times, with all phases that are worth showing."""
     names: dict[int, str] = {}
     times: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(ALL_PHASES, 0.0))
     for epoch in run.epochs:
@@ -205,7 +205,7 @@ def device_times(run: ReportedRun) -> list[DeviceTime]:
             names[index] = f"{index}: {device.get('device', '')}"
             for phase, time_s in _spent(epoch, device).items():
                 times[index][phase] += time_s
-    # A device without any time would have no shares: they are divided by its sum.
+    # Skip devices without any time, because shares are divided by the total.
     measured = {index: spent for index, spent in times.items() if sum(spent.values()) > 0}
     small = {index: _NEGLIGIBLE * sum(spent.values()) for index, spent in measured.items()}
     shown = [
@@ -221,28 +221,28 @@ def device_times(run: ReportedRun) -> list[DeviceTime]:
 
 def _spent(epoch: EpochLine, device: Mapping[str, Any]) -> Times:
     spent = {phase: finite_or_zero(number(device.get(phase))) for phase in PHASES}
-    # Clocks of phases and of the epoch are read apart, so the rest may come out below 0.
+    # The clocks of phases and epoch are read separately, so the rest may be slightly below 0.
     other_s = max(0.0, finite_or_zero(epoch.train_s) - sum(spent.values()))
     return {**spent, "evaluation": finite_or_zero(epoch.evaluate_s), "other": other_s}
 
 
 def compare_runs(runs: Sequence[Path], output: Path) -> Path:
-    """Write one page that compares runs.
+    """Write a page that compares runs.
 
     Args:
-        runs: their folders, in the order of the page.
+        runs: folders of the runs, in the order of the page.
         output: path of the page; its folder is created if it is missing.
 
     Returns:
-        ``output``: one file that needs no other, with links to the runs' own reports.
+        ``output``, which is self-contained except for links to the runs' own reports.
 
     Raises:
-        ValueError: ``runs`` is empty; or something that onefold did not make is at ``output``.
-        DataError: a folder is not that of a run, or a file in it cannot be read.
+        ValueError: ``runs`` is empty; or ``output`` exists, and onefold did not write it.
+        DataError: a folder does not contain a run, or a file in it cannot be read.
         LaunchError: matplotlib is not installed.
     """
     if not runs:
-        raise ValueError("expected one run or more, got none; give the folders of some runs")
+        raise ValueError("no runs were given; give the folder of at least one")
     output = Path(output)
     read = [read_reported(Path(run)) for run in runs]
     # Numbered, because two runs may have the same name.
@@ -261,18 +261,18 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Path:
 
 
 def _link(run: ReportedRun, folder: Path) -> str | None:
-    """Make a link to the run's own report, from a page in this folder; None if it has none."""
+    """Return a link to the run's own report from a page in a folder; None if it has none."""
     report = run.folder / REPORT_NAME
     if not report.is_file():
         return None
-    # Relative, so that the links still hold when all runs are moved or copied together.
+    # Relative, so that links remain valid if all runs are moved or copied together.
     relative = os.path.relpath(report.resolve(), folder.resolve())
-    # The bytes of a name as they are: a browser asks for just these, whether UTF-8 or not.
+    # Keep the bytes of the name, which a browser requests, whether they are UTF-8 or not.
     return quote(Path(relative).as_posix(), errors="surrogateescape")
 
 
 def _same_models(runs: Runs) -> list[list[str]]:
-    """Group the names of runs that trained the same model, bit for bit."""
+    """Group the names of runs that trained bit-identical models."""
     together: dict[str, list[str]] = {}
     for name, run in runs.items():
         if run.facts.get("fingerprint"):
@@ -281,7 +281,7 @@ def _same_models(runs: Runs) -> list[list[str]]:
 
 
 def _differences(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
-    """Find the options that are not the same in all runs, each with its value in every run."""
+    """Find the options that differ between runs, each with its value in every run."""
     values = {
         name: [option(run.options[name]) if name in run.options else NOTHING for run in runs]
         for name in sorted({name for run in runs for name in run.options})
@@ -290,37 +290,37 @@ def _differences(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
 
 
 _NOTHING_FROM_ELSEWHERE = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-"""A policy by which the browser itself refuses what no page of ours holds: scripts, other hosts."""
+"""Policy that makes the browser itself block scripts and requests to other hosts."""
 
 
 def page(template: str, **values: object) -> str:
-    """Make a page that needs no other file.
+    """Render a self-contained page.
 
     Args:
-        template: name of the template's file.
-        values: what the template shows. Plain text is escaped; markupsafe.Markup is HTML already.
+        template: file name of the template.
+        values: values for the template. Plain text is escaped; markupsafe.Markup is HTML already.
 
     Raises:
-        LaunchError: the page has a chart, and matplotlib is not installed.
+        LaunchError: the page has a chart, but matplotlib is not installed.
     """
     return _environment().get_template(template).render(values)
 
 
 def is_page(head: bytes) -> bool:
-    """Whether the beginning of a file is that of a page that `page` has made.
+    """Whether a file starts like a page that `page` rendered.
 
     >>> ours = page("page.html.j2", title="title").encode()
     >>> is_page(ours[:512]), is_page(b"<!doctype html><title>mine</title>")
     (True, False)
     """
-    # The policy marks a page as ours: hardly any other file has this one at its very beginning.
+    # The policy identifies our pages: hardly any other file starts with it.
     text = unescape(head.decode(errors="replace"))
     return text.startswith("<!doctype html>") and _NOTHING_FROM_ELSEWHERE in text
 
 
 @cache
 def _environment() -> Environment:
-    # StrictUndefined, or a misspelled name in a template would leave a gap that nobody notices.
+    # StrictUndefined, or a misspelled name in a template would silently leave a gap.
     environment = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,

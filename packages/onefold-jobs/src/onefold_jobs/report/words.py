@@ -1,4 +1,4 @@
-"""Spells numbers, times and names as a person wants to read them."""
+"""Formats numbers, times and names for people."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = [
 ]
 
 NOTHING = "–"  # noqa: RUF001 (a dash that is as wide as a digit)
-"""Stands for a number that is not there, or was not finite."""
+"""Placeholder for a number that is missing or not finite."""
 
 
 def plain(value: float) -> str:
-    """Spell a number to four digits.
+    """Format a number with four digits.
 
     >>> plain(0.123456), plain(12345678.0), plain(float("nan"))
     ('0.1235', '1.235e+07', '–')
@@ -35,7 +35,7 @@ def plain(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Spell a share of 1 in percent; one that is not 0 does not look like 0.
+    """Format a fraction in percent; nonzero fractions never look like 0.
 
     >>> percent(0.1234), percent(0.0004), percent(1.0)
     ('12.3%', '<0.1%', '100.0%')
@@ -46,7 +46,7 @@ def percent(share: float) -> str:
 
 
 def score(name: str, value: float) -> str:
-    """Spell a score of the test set: shares of 1 in percent, others as they are.
+    """Format a test score: fractions in percent, others as plain numbers.
 
     >>> score("accuracy", 0.61), score("rmse", 0.5812345)
     ('61.0%', '0.5812')
@@ -55,7 +55,7 @@ def score(name: str, value: float) -> str:
 
 
 def speed(samples_per_s: float) -> str:
-    """Spell a training speed, without its unit.
+    """Format a training speed, without its unit.
 
     >>> speed(61.96), speed(12345.6)
     ('62.0', '12,346')
@@ -66,14 +66,14 @@ def speed(samples_per_s: float) -> str:
 
 
 def duration(time_s: float) -> str:
-    """Spell a duration in its two largest units.
+    """Format a duration in its two largest units.
 
     >>> duration(6.24), duration(80.1), duration(7260), duration(200_000)
     ('6.2 s', '1 min 20 s', '2 h 1 min', '2 d 7 h')
     """
     if not math.isfinite(time_s):
         return NOTHING
-    # Above this, one decimal would be rounded to "60.0 s".
+    # Above this, one decimal would round to "60.0 s".
     if time_s < 59.95:
         return f"{time_s:.1f} s"
     minutes, seconds = divmod(round(time_s), 60)
@@ -85,24 +85,24 @@ def duration(time_s: float) -> str:
 
 
 def when(moment: object) -> str:
-    """Spell a moment that a file has in ISO 8601.
+    """Format a time in ISO 8601.
 
     >>> when("2026-11-21T14:02:03+00:00")
     '2026-11-21 14:02 UTC'
     """
     try:
         parsed = datetime.fromisoformat(str(moment))
-        # Without a time zone it is not known which moment it was: shown as it stands, without UTC.
+        # Without a time zone, the moment is unknown: show the time as it is, without UTC.
         if parsed.tzinfo is None:
             return f"{parsed:%Y-%m-%d %H:%M}"
         return f"{parsed.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-    # OverflowError: by UTC it was before the year 1, or after 9999.
+    # OverflowError: in UTC, it is before the year 1 or after 9999.
     except (OverflowError, ValueError):
         return NOTHING
 
 
 def amount(count: object) -> str:
-    """Spell a whole number, if it is known.
+    """Format an integer, if it is known.
 
     >>> amount(11173962), amount(None)
     ('11,173,962', '–')
@@ -111,7 +111,7 @@ def amount(count: object) -> str:
 
 
 def option(value: object) -> str:
-    """Spell an option's value as its file does, but text without quotes.
+    """Format an option's value as in its file, but strings without quotes.
 
     >>> option("adam"), option(True), option([1, 2])
     ('adam', 'true', '[1, 2]')
