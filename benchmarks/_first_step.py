@@ -1,6 +1,7 @@
-"""The programs that `start.py` starts: each builds a small model, trains one step, and notes when.
+"""The programs that `start.py` starts: each builds a small model, trains a step, and notes the
+time.
 
-What is imported depends on which one it is, as it would in a program of its own.
+Each program imports only what it needs, as a separate script would.
 """
 
 import sys
@@ -20,14 +21,14 @@ SAMPLES = 64
 
 
 def plain() -> bool:
-    """One step on one device; whether this process leads."""
+    """Train one step on one device; return whether this process leads."""
     model, optimizer, batch = made()
     train_step(model, optimizer, batch)
     return True
 
 
 def ddp() -> bool:
-    """One step of DistributedDataParallel; whether this process leads."""
+    """Train one step of DistributedDataParallel; return whether this process leads."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -39,7 +40,7 @@ def ddp() -> bool:
 
 
 def onefolded() -> bool:
-    """One step of onefold; whether this process leads."""
+    """Train one step of onefold; return whether this process leads."""
     import onefold
 
     model, optimizer, batch = made()
@@ -49,7 +50,7 @@ def onefolded() -> bool:
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
-    """A model, its optimizer, and a batch."""
+    """Return a model, its optimizer, and a batch."""
     torch.manual_seed(0)
     model = new_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
@@ -57,7 +58,7 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    """A step of plain PyTorch."""
+    """Train a step of plain PyTorch."""
     loss = mean_loss(model, batch)
     loss.backward()
     optimizer.step()
@@ -65,13 +66,13 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch)
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The mean loss of a batch, or of a shard."""
+    """Return the mean loss of a batch or a shard."""
     inputs, labels = batch
     return F.cross_entropy(model(inputs), labels)
 
 
 def leave() -> None:
-    """Leave the process group that DistributedDataParallel needed, together with the others."""
+    """Leave DistributedDataParallel's process group, together with the others."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -82,7 +83,7 @@ PROGRAMS = {"plain": plain, "ddp": ddp, "onefold": onefolded}
 
 
 def main() -> None:
-    """Run the program named first; the lead writes the time of its first step to the file."""
+    """Run the named program; the lead writes the time of its first step to the file."""
     name, note = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     leads = PROGRAMS[name]()

@@ -1,9 +1,9 @@
-"""One process of one side of `large_models.py`: a text model too large to keep several times.
+"""A process of one side of `large_models.py`: a text model too large to keep several copies of.
 
-It connects to its driver before it has a model, so that the driver sees what a process takes when
-it has imported PyTorch and nothing else; the first request makes model and optimizer. Each side is
-written as its documentation advises where memory is short: none has the whole model where a part
-will do. What one side alone needs is imported by its processes alone.
+It connects to its driver before it has a model, so that the driver can measure a process that has
+only imported PyTorch; the first request creates model and optimizer. Each side is written as its
+documentation recommends for little memory: no process has the whole model if a part is enough.
+Libraries that only one side needs are imported only by its processes.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from loops import DDP_SETTINGS, Loop, leave_group, onefold_step, part, plain_ste
 __all__ = ["GPT", "LOOPS", "Size", "main"]
 
 HEAD_WIDTH = 64
-"""Of attention, at most."""
+"""Maximum width of an attention head."""
 CPU = (torch.device("cpu"),)
 ZERO_LIMITS = (
     *("reduce_bucket_size", "stage3_prefetch_bucket_size"),
     *("stage3_max_live_parameters", "stage3_max_reuse_distance"),
 )
-"""Are those of the largest layer here: the defaults are for many billions, and keep all."""
+"""Size of the largest layer here: the defaults are for billions of parameters, and keep all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Of the model, and of what it is trained on."""
+    """Size of the model and its training data."""
 
     width: int = 768
     layers: int = 8
     vocabulary: int = 10_752
     length: int = 64
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     batch_size: int = 8
-    """Sequences of a global batch."""
+    """Sequences per global batch."""
     shards: int = 8
-    """Of a batch, where onefold trains."""
+    """Shards per batch, for onefold."""
     parts: int = 1
-    """Of the vocabulary, where onefold trains: see `docs/do/split-a-layer.md`."""
+    """Parts of the vocabulary, for onefold: see `docs/do/split-a-layer.md`."""
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each with a norm before it and a way around it."""
+    """Causal attention and an MLP, each with a preceding norm and a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Block(nn.Module):
         self.narrow = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """States (n, t, width) float32 after this block."""
+        """Return states (n, t, width) float32 after this block."""
         apart = self.attention(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = apart.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A causal text model without dropout."""
+    """A causal language model without dropout."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -89,7 +89,8 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits (n, vocabulary, t) float32 of what comes after each of ``tokens`` (n, t) int64."""
+        """Return logits (n, vocabulary, t) float32 of the next token for ``tokens`` (n, t)
+        int64."""
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -98,7 +99,7 @@ class GPT(nn.Module):
 
 
 class Words(nn.Module):
-    """Some words of the vocabulary: their rows of the embedding, or their logits."""
+    """A part of the vocabulary: its rows of the embedding, or its logits."""
 
     def __init__(self, words: range, width: int) -> None:
         super().__init__()
@@ -106,13 +107,13 @@ class Words(nn.Module):
         self.weight = nn.Parameter(torch.empty(len(words), width))
 
     def rows(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether this part has each token, and the token's row."""
+        """Return whether this part contains each token, and the token's row."""
         inside = (tokens >= self.words.start) & (tokens < self.words.stop)
         return inside, (tokens - self.words.start).clamp(0, len(self.words) - 1)
 
 
 class Embedded(Words):
-    """Adds the rows of its words."""
+    """Adds the embedding rows of its part."""
 
     def forward(self, tokens: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inside, rows = self.rows(tokens)
@@ -120,7 +121,7 @@ class Embedded(Words):
 
 
 class Logits(Words):
-    """Adds its words to the softmax, and picks the logit of the target."""
+    """Adds its part to the softmax, and selects the logit of the target."""
 
     def forward(
         self, x: torch.Tensor, tokens: torch.Tensor, log_sum: torch.Tensor, chosen: torch.Tensor
@@ -133,7 +134,7 @@ class Logits(Words):
 
 
 class SplitGPT(GPT):
-    """The same model, with its vocabulary cut into parts that are stages; computes the loss."""
+    """The same model, with a vocabulary split into parts that are stages; computes the loss."""
 
     def __init__(self, size: Size) -> None:
         super().__init__(replace(size, vocabulary=1))
@@ -143,7 +144,7 @@ class SplitGPT(GPT):
         self.head = nn.ModuleList(Logits(words, size.width) for words in each)
 
     def forward(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        """The loss (n, t) float32 of what comes after each of ``tokens`` (n, t) int64."""
+        """Return the loss (n, t) float32 of the next token for ``tokens`` (n, t) int64."""
         x = torch.zeros(*tokens.shape, self.places.embedding_dim)
         for words in self.tokens:
             tokens, x = words(tokens, x)
@@ -159,7 +160,8 @@ class SplitGPT(GPT):
 
 
 def first_values(number: int, shape: torch.Size) -> torch.Tensor:
-    """Of the parameter with this number, so that every side can draw any one by itself."""
+    """Return the initial values of a parameter by its number, so that every side can draw any
+    one."""
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator().manual_seed(number)
@@ -168,31 +170,31 @@ def first_values(number: int, shape: torch.Size) -> torch.Tensor:
 
 @torch.no_grad()
 def filled(model: GPT) -> GPT:
-    """The model with its first values."""
+    """Return the model with its initial values."""
     for number, parameter in enumerate(model.parameters()):
         parameter.copy_(first_values(number, parameter.shape))
     return model.train()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of every side."""
+    """Return the optimizer of every side."""
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 def batch_of(size: Size) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and for each the one after it: the global batch of every step."""
+    """Return tokens and next tokens: the global batch of every step."""
     torch.manual_seed(0)
     tokens = torch.randint(size.vocabulary, (size.batch_size, size.length + 1))
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def nothing(size: Size) -> Loop:
-    """No training: what a process has at its start."""
+    """Train nothing: measures a process at its start."""
     return Loop(step=lambda _: float, batches=[], devices=())
 
 
 def onefolded(size: Size) -> Loop:
-    """onefold, as its launcher says."""
+    """Train with onefold, as its launcher configures it."""
     import onefold
 
     model = onefold.build(lambda: filled(SplitGPT(size) if size.parts > 1 else GPT(size)))
@@ -202,26 +204,26 @@ def onefolded(size: Size) -> Loop:
 
 
 def losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The loss of every sequence of a shard."""
+    """Return the loss of every sequence of a shard."""
     tokens, following = batch
     return F.cross_entropy(model(tokens), following, reduction="none").mean(dim=1)
 
 
 def split_losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The same of a vocabulary in parts."""
+    """The same for a split vocabulary."""
     values: torch.Tensor = model(*batch)
     return values.mean(dim=1)
 
 
 def ddp(size: Size) -> Loop:
-    """DistributedDataParallel: everything on every process."""
+    """Train with DistributedDataParallel: everything on every process."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(filled(GPT(size)), **DDP_SETTINGS)
     return peer_loop(size, model, adamw(model))
 
 
 def fsdp2(size: Size) -> Loop:
-    """fully_shard on every block and on the whole, from a model without memory."""
+    """Train with fully_shard on every block and on the whole, from a model on the meta device."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -238,12 +240,12 @@ def fsdp2(size: Size) -> Loop:
 
 @torch.no_grad()
 def fill_parts(model: nn.Module) -> None:
-    """Give this process's part of each parameter its first values."""
+    """Set this process's part of each parameter to its initial values."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     for number, parameter in enumerate(model.parameters()):
         if not isinstance(parameter, DTensor):
-            raise TypeError(f"expected parameters in parts, got {type(parameter)}")
+            raise TypeError(f"expected sharded parameters, but got {type(parameter)}")
         values = first_values(number, parameter.shape)
         mesh, places = parameter.device_mesh, parameter.placements
         cut = distribute_tensor(values, mesh, places, src_data_rank=None)
@@ -251,7 +253,7 @@ def fill_parts(model: nn.Module) -> None:
 
 
 def accelerate_fsdp(size: Size) -> Loop:
-    """Accelerate with its plugin for FSDP, where that does anything."""
+    """Train with Accelerate's FSDP plugin, if it has any effect."""
     from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
@@ -261,23 +263,21 @@ def accelerate_fsdp(size: Size) -> Loop:
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     if accelerator.distributed_type != DistributedType.FSDP:
-        raise RuntimeError(
-            f"its plugin for FSDP does nothing on processors: {accelerator.distributed_type}"
-        )
+        raise RuntimeError(f"its FSDP plugin has no effect on CPUs: {accelerator.distributed_type}")
     model = filled(GPT(size))
     model, optimizer = accelerator.prepare(model, adamw(model))
     return peer_loop(size, model, optimizer, accelerator.backward)
 
 
 def zero3(size: Size) -> Loop:
-    """DeepSpeed's ZeRO, stage 3: each parameter is cut as soon as it has been drawn."""
+    """Train with DeepSpeed's ZeRO, stage 3: each parameter is sharded as soon as it is drawn."""
     import deepspeed
 
     deepspeed.init_distributed("gloo")
     largest = max(12 * size.width, size.vocabulary) * size.width
     config = {
         "train_micro_batch_size_per_gpu": size.batch_size // dist.get_world_size(),
-        "gradient_clipping": 0.0,  # or it would be 1
+        "gradient_clipping": 0.0,  # the default is 1
         "zero_optimization": {"stage": 3, **dict.fromkeys(ZERO_LIMITS, largest)},
     }
     with deepspeed.zero.Init(config_dict_or_path=config):
@@ -287,7 +287,7 @@ def zero3(size: Size) -> Loop:
             if dist.get_rank() == 0:
                 parameter.copy_(first_values(number, parameter.shape))
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
-    engine.zero_grad = lambda: None  # step() has done so
+    engine.zero_grad = lambda: None  # step() did this already
     return peer_loop(size, engine, engine, engine.backward)
 
 
@@ -299,7 +299,7 @@ LOOPS: dict[str, Callable[[Size], Loop]] = {
     "accelerate-fsdp": accelerate_fsdp,
     "zero3": zero3,
 }
-"""By the name that a `SideSpec` gives."""
+"""Loops by the name in a `SideSpec`."""
 
 
 def peer_loop(
@@ -308,18 +308,18 @@ def peer_loop(
     optimizer: torch.optim.Optimizer,
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
 ) -> Loop:
-    """A loop of a process that takes its part of the batch, as its rank says."""
+    """Return the loop of a process that takes its rank's part of the batch."""
     mine = part(batch_of(size), dist.get_rank(), dist.get_world_size())
     step = plain_step(model, optimizer, backward)
     return Loop(step=step, batches=[mine], devices=CPU, end=leave_group)
 
 
 def main() -> None:
-    """Be the side named on the command line."""
+    """Run the side named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("loop", choices=LOOPS)
-    parser.add_argument("size", help="the fields of a Size, as JSON")
-    parser.add_argument("socket", type=Path, help="where the driver listens")
+    parser.add_argument("size", help="fields of a Size, as JSON")
+    parser.add_argument("socket", type=Path, help="socket of the driver")
     args = parser.parse_args()
     torch.set_num_threads(1)
     loop = functools.cache(functools.partial(LOOPS[args.loop], Size(**json.loads(args.size))))

@@ -1,8 +1,9 @@
-"""One device of `checkpoint.py`: trains in blocks, with checkpoints and without, and times both.
+"""One device of `checkpoint.py`: trains blocks of steps with and without checkpoints, and times
+both.
 
-A block is a number of steps. One with a checkpoint begins with a save in the background, and ends
-when its steps are done and all is on the disk: what the writing takes from training, and what is
-left to wait for, is all within it. What each call takes by itself is timed after the blocks.
+A block with a checkpoint starts with a background save, and ends when its steps are done and the
+checkpoint is on disk, so it includes both the slowdown of training and the remaining wait. Each
+call is also timed separately after the blocks.
 """
 
 import argparse
@@ -29,25 +30,25 @@ from workloads import WORKLOADS, Workload
 __all__ = ["DCP", "KEEP", "LOAD", "SAVE", "TORCH_SAVE", "WITH", "WITHOUT", "Training", "main"]
 
 WITH, WITHOUT = "with", "without"
-"""The blocks, by whether they begin with a checkpoint."""
+"""Blocks with and without a checkpoint at their start."""
 SAVE, LOAD = "trainer.save", "trainer.load"
 TORCH_SAVE, DCP = "torch.save, fsync", "torch's async_save"
-"""What is timed by itself; the last is of torch.distributed.checkpoint."""
+"""Separately timed calls; the last one is from torch.distributed.checkpoint."""
 
 KEEP = 2
 WARM_UP_STEPS = 2
 WARM_UP_SAVES = KEEP + 1
-"""From the last of them on, one goes for each that comes, as in the long run."""
+"""The last of them also deletes a checkpoint, as in a long run."""
 
 Times = dict[str, float]
 
 
 class Writing:
-    """What a call has left to be done in the background, and when that ends.
+    """The background work of a call, and when it ends.
 
     Args:
-        threads: that were started by the call.
-        start_s: when the call began.
+        threads: threads that the call started.
+        start_s: start time of the call.
     """
 
     def __init__(self, threads: Collection[threading.Thread], start_s: float) -> None:
@@ -58,7 +59,7 @@ class Writing:
         self._watch.start()
 
     def wait(self) -> float:
-        """Wait for the end; returns the seconds from the call until then."""
+        """Wait for the end; return the seconds since the call."""
         self._watch.join()
         return self._done_s
 
@@ -72,9 +73,9 @@ class Training:
     """One process's part of a workload with onefold, and its checkpoints.
 
     Args:
-        workload: what to train.
-        shards: of a batch.
-        directory: of the checkpoints.
+        workload: workload to train.
+        shards: shards per batch.
+        directory: folder of the checkpoints.
     """
 
     def __init__(self, workload: Workload, shards: int, directory: Path) -> None:
@@ -84,24 +85,24 @@ class Training:
         self._directory = directory
 
     def warm_up(self) -> None:
-        """Train and save until nothing happens for the first time any more."""
+        """Train and save until everything has happened at least once."""
         self.train(WARM_UP_STEPS)
         for _ in range(WARM_UP_SAVES):
             self.save(wait=True)
             self.train(1)
 
     def train(self, steps: int) -> None:
-        """Run `steps` steps; returns when the last is done."""
+        """Run `steps` steps; return when the last one is done."""
         for _ in range(steps):
             done = self.trainer.step(next(self._batches))
         done.loss.item()
 
     def save(self, *, wait: bool) -> Path:
-        """Write a checkpoint; returns its folder."""
+        """Write a checkpoint; return its folder."""
         return self.trainer.save(self._directory, keep=KEEP, wait=wait)
 
     def block(self, steps: int, *, save: bool) -> Times:
-        """One block; returns what it took, of time and of the machine."""
+        """Run a block; return its times and the machine's load."""
         busy_before_s, cpu_before_s = machine_busy_s(), time.process_time()
         start_s = time.perf_counter()
         saved = self._begin_saving() if save else None
@@ -119,22 +120,22 @@ class Training:
         }
 
     def _begin_saving(self) -> tuple[float, Writing]:
-        """Save in the background; returns how long the call blocked, and what it has left."""
+        """Save in the background; return how long the call blocked, and the remaining work."""
         before, start_s = set(threading.enumerate()), time.perf_counter()
         self.save(wait=False)
         call_s = time.perf_counter() - start_s
         return call_s, Writing(set(threading.enumerate()) - before, start_s)
 
     def timed_save(self) -> Times:
-        """A save of which all is on the disk when it returns."""
-        self.train(1)  # all devices are here, and there is something new to save
+        """Time a save that returns when everything is on disk."""
+        self.train(1)  # synchronizes the devices, and changes what to save
         start_s = time.perf_counter()
         folder = self.save(wait=True)
         seconds = time.perf_counter() - start_s
         return {"call_s": seconds, "done_s": seconds, "bytes": self._bytes_of(folder)}
 
     def timed_load(self) -> Times:
-        """A load of what was saved last: it lies in the system's memory."""
+        """Time a load of the last save, which is in the page cache."""
         self.train(1)
         start_s = time.perf_counter()
         found = self.trainer.load(self._directory)
@@ -142,15 +143,15 @@ class Training:
         return {"call_s": seconds, "done_s": seconds, "bytes": self._bytes_of(found.folder)}
 
     def _bytes_of(self, folder: Path) -> int:
-        return bytes_of(folder) if self.trainer.is_lead else 0  # the lead may be ahead, and tidy up
+        return bytes_of(folder) if self.trainer.is_lead else 0  # the lead may already delete it
 
 
 class PlainSaving:
-    """The same model and optimizer without onefold, in one process, and how they are saved then.
+    """The same model and optimizer without onefold, saved in one process.
 
     Args:
-        workload: what to train, for one step.
-        folder: to write in.
+        workload: workload to train, for one step.
+        folder: folder to write to.
     """
 
     def __init__(self, workload: Workload, folder: Path) -> None:
@@ -159,7 +160,7 @@ class PlainSaving:
         self._path = folder / "plain"
 
     def torch_save(self) -> Times:
-        """`torch.save` of both, and all on the disk when it returns."""
+        """Time `torch.save` of both, until everything is on disk."""
         start_s = time.perf_counter()
         with self._path.open("wb") as file:
             torch.save(self._state(), file)
@@ -171,7 +172,7 @@ class PlainSaving:
         return found
 
     def dcp_save(self) -> Times:
-        """PyTorch's own checkpoint in the background; nothing is trained meanwhile."""
+        """Time PyTorch's background checkpoint, without training in the meantime."""
         start_s = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -190,12 +191,12 @@ class PlainSaving:
 
 
 def bytes_of(folder: Path) -> int:
-    """What all files of a folder hold together."""
+    """Return the total size of a folder's files."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def blocks(training: Training, *, steps: int, rounds: int) -> dict[str, list[Times]]:
-    """Blocks with a checkpoint and without, in turn."""
+    """Time blocks with and without a checkpoint, alternately."""
     return in_turn(
         {
             WITH: partial(training.block, steps, save=True),
@@ -208,9 +209,9 @@ def blocks(training: Training, *, steps: int, rounds: int) -> dict[str, list[Tim
 def calls(
     training: Training, workload: Workload, folder: Path, *, rounds: int
 ) -> dict[str, list[Times]]:
-    """All that is timed by itself, in turn; the first round, which is not counted, left out.
+    """Time all separate calls, alternately, without the first round.
 
-    Only the lead does what needs no onefold; the others wait for it in their next step.
+    Only the lead runs calls that do not need onefold; the others wait for it in their next step.
     """
     measurements: dict[str, Callable[[], Times]] = {
         SAVE: training.timed_save,
@@ -224,13 +225,13 @@ def calls(
 
 
 def main() -> None:
-    """Do what the command line says; the times lie in the folder afterwards, by device."""
+    """Run as the command line says; write the times to the folder, by device."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--shards", type=int, required=True)
-    parser.add_argument("--every", type=int, required=True, help="steps of a block")
+    parser.add_argument("--every", type=int, required=True, help="steps per block")
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("folder", type=Path, help="for checkpoints and times")
+    parser.add_argument("folder", type=Path, help="folder for checkpoints and times")
     args = parser.parse_args()
     torch.set_num_threads(1)
     workload = WORKLOADS[args.workload]

@@ -1,11 +1,11 @@
-"""One device of `scaling.py`: trains a plain network, and counts what it hands to others.
+"""One device of `scaling.py`: trains a plain network, and counts what it sends to others.
 
-    _scaled.py serve --parameters N SOCKET             trains when the driver says so
-    _scaled.py run --parameters N --steps N FOLDER     trains, and leaves its times in FOLDER
+        _scaled.py serve --parameters N SOCKET             trains on requests of the driver
+        _scaled.py run --parameters N --steps N FOLDER     trains, and writes its times to FOLDER
 
-Counted is what is passed over the boundary of the exchange: tensors given to torch.distributed,
-bytes written to shared memory, bytes read by the ordered addition, frames sent between processes.
-The program is not changed; the functions at the boundary are replaced by ones that also count.
+It counts the traffic at the boundary of the exchange: tensors passed to torch.distributed, bytes
+written to shared memory, bytes read by the ordered addition, and frames between processes. The
+program itself is unchanged; the functions at the boundary are replaced by counting ones.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ TRIAL_BYTES = 16 << 20
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    """One tensor of state for each parameter."""
+    """Return an optimizer with one state tensor per parameter."""
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Two tensors of state for each parameter."""
+    """Return an optimizer with two state tensors per parameter."""
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
@@ -65,30 +65,30 @@ OPTIMIZERS = {"momentum": momentum, "adamw": adamw}
 
 
 def new_model(parameters: int) -> nn.Sequential:
-    """A plain network of about so many parameters, with one layer that has buffers."""
+    """Make a plain network of about this many parameters, with one layer that has buffers."""
     width = width_of(parameters)
     hidden = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.BatchNorm1d(width), *hidden, nn.Linear(width, CLASSES))
 
 
 def width_of(parameters: int) -> int:
-    """Features of every hidden layer of such a network."""
+    """Return the number of features of its hidden layers."""
     return max(1, round(math.sqrt(parameters / LAYERS)))
 
 
 class Traffic:
-    """Counts what this process hands to others, once it watches."""
+    """Counts what this process sends to others while it watches."""
 
     def __init__(self) -> None:
         self.amounts: Counter[str] = Counter()
-        """Bytes by what they are for, and messages."""
+        """Bytes by purpose, and messages."""
         self._phase = "collect"
 
     def watch(self) -> None:
-        """Count from here on, for good."""
+        """Count from here on, permanently."""
         for name in ("start_step", "collect"):
             _before(CollectiveMemory, name, functools.partial(self._enter, "collect"))
-        # What lies on the host travels with the rows: of shards' tables the buffers alone remain.
+        # State on the host travels with the rows, so only buffers remain of the shards' tables.
         _before(CollectiveMemory, "_rows_to_move", functools.partial(self._enter, "buffers"))
         _before(CollectiveMemory, "publish_parameters", functools.partial(self._enter, "publish"))
         _before(Exchange, "agree", functools.partial(self._enter, "table"))
@@ -107,13 +107,13 @@ class Traffic:
     def _count_sends(self, _exchange: object, operations: Sequence[Any]) -> None:
         for operation in operations:
             if operation.sends and operation.part.numel():
-                # Trained parameters go in chunks; rows and totals as they are.
+                # Trained parameters are sent in chunks; rows and totals are not.
                 in_table = operation.chunk is None and self._phase != "buffers"
                 self.amounts["table" if in_table else self._phase] += operation.part.nbytes
                 self.amounts["messages"] += 1
 
     def _count_gather(self, parts: Sequence[torch.Tensor], own: torch.Tensor, **_: object) -> None:
-        head = self._phase == "table"  # and else the norms, which are few bytes beside buffers
+        head = self._phase == "table"  # otherwise norms, few bytes next to buffers
         self.amounts["table" if head else "buffers"] += own.nbytes * (len(parts) - 1)
         self.amounts["messages"] += len(parts) - 1
 
@@ -123,7 +123,7 @@ class Traffic:
 
     def _count_added(self, reduction: BlockReduction, shares: Any) -> None:
         published = published_by(shares).values()
-        # A single partial sum is the total, and added to nothing.
+        # A single partial sum is already the total.
         for place in published if len(published) > 1 else ():
             partial = reduction.memory.partial(place)
             summed = (reduction.memory.summed[number] for number in reduction.memory.trained)
@@ -136,7 +136,7 @@ class Traffic:
 
 
 def _before(owner: Any, name: str, note: Callable[..., None]) -> None:
-    """Have `note` called with the same arguments before every call of `owner`'s function."""
+    """Call `note` with the same arguments before every call of `owner`'s function."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -148,7 +148,7 @@ def _before(owner: Any, name: str, note: Callable[..., None]) -> None:
 
 
 class Training:
-    """The network in training, made at its first step."""
+    """The network in training, created at its first step."""
 
     def __init__(
         self, parameters: int, shards: int, optimizer: str, precision: PrecisionName | None
@@ -159,7 +159,7 @@ class Training:
         self.shards = shards
 
     def of_size(self, parameters: int) -> Training:
-        """The same of another network."""
+        """Return the same training for another network."""
         return Training(parameters, self.shards, self._optimizer, self._precision)
 
     def step(self) -> onefold.Step:
@@ -177,24 +177,24 @@ class Training:
 
     @functools.cached_property
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same samples in every step and on every device."""
+        """Return the same samples in every step and on every device."""
         torch.manual_seed(0)
         inputs = torch.randn(BATCH_SIZE, width_of(self._parameters))
         return inputs, torch.randint(CLASSES, (BATCH_SIZE,))
 
 
 def losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The loss of every sample of a shard."""
+    """Return the loss of every sample of a shard."""
     inputs, labels = batch
     return F.cross_entropy(model(inputs), labels, reduction="none")
 
 
 def serve(training: Training, path: Path) -> None:
-    """Do what the driver at `path` asks for, until it hangs up.
+    """Serve requests of the driver at `path` until it disconnects.
 
-    A small network is trained first: what the process takes for libraries, threads and connections
-    is there before the memory of the large one is looked at. After every answer, what was counted
-    and this process's number lie in a file beside the socket.
+    A small network is trained first, so that libraries, threads and connections are already
+    included when the memory of the large network is measured. After every answer, the counts and
+    this process's ID are in a file next to the socket.
     """
     training.of_size(SMALL_PARAMETERS).step()
     traffic = Traffic()
@@ -211,7 +211,7 @@ def serve(training: Training, path: Path) -> None:
 
 
 def train(training: Training, steps: int) -> dict[str, float]:
-    """Run `steps` steps; returns their seconds, processor seconds, and the loss of the last."""
+    """Run `steps` steps; return their seconds, CPU seconds, and the loss of the last."""
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     loss = 0.0
     for _ in range(steps):
@@ -221,7 +221,7 @@ def train(training: Training, steps: int) -> dict[str, float]:
 
 
 def run(training: Training, steps: int, folder: Path) -> None:
-    """Train, and leave the seconds that each step's exchange took."""
+    """Train, and write the exchange time of each step."""
     for _ in range(WARM_UP_STEPS):
         training.step()
     seconds = [training.step().seconds.exchange for _ in range(steps)]
@@ -229,7 +229,7 @@ def run(training: Training, steps: int, folder: Path) -> None:
 
 
 def memory_bytes_per_s() -> float:
-    """How fast one process adds one tensor to another, in bytes of either; the best of ten."""
+    """Measure how fast a process adds one tensor to another, in bytes of either; best of ten."""
     total, part = torch.zeros(2, TRIAL_BYTES // torch.float32.itemsize)
     times_s = []
     for _ in range(10):
@@ -245,7 +245,7 @@ def _write(folder: Path, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("mode", choices=["serve", "run"])
     parser.add_argument("--parameters", type=int, required=True)
@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="momentum")
     parser.add_argument("--precision", choices=PRECISIONS)
-    parser.add_argument("path", type=Path, help="the driver's socket, or a folder for the result")
+    parser.add_argument("path", type=Path, help="socket of the driver, or folder for the result")
     args = parser.parse_args()
     torch.set_num_threads(1)
     training = Training(args.parameters, args.shards, args.optimizer, args.precision)

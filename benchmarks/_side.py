@@ -1,8 +1,7 @@
-"""One process of one side of `training.py`: it trains when told to, and says how long it took.
+"""A process of one side of `training.py`: trains on request, and reports the time.
 
-`training.py` starts it, by itself or under the launcher that the side's specification names.
-Between measurements it waits in a blocking read, so a side that is not being measured takes no
-processor time.
+`training.py` starts it directly or under the side's launcher. Between measurements it waits in a
+blocking read, so a side that is not being measured uses no CPU time.
 """
 
 import argparse
@@ -26,8 +25,8 @@ __all__ = ["main", "serve", "train"]
 
 
 def train(loop: Loop, steps: int) -> dict[str, float]:
-    """Run `steps` steps; returns their seconds, processor seconds, last loss, and peak memory."""
-    loss_of_last: Callable[[], float] = float  # of no step: 0
+    """Run `steps` steps; return their seconds, CPU seconds, last loss, and peak memory."""
+    loss_of_last: Callable[[], float] = float  # 0 without steps
     synchronize(loop.devices)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     for batch in itertools.islice(itertools.cycle(loop.batches), steps):
@@ -43,7 +42,7 @@ def train(loop: Loop, steps: int) -> dict[str, float]:
 
 
 def peak_bytes(devices: Iterable[torch.device]) -> int:
-    """The most memory that this process has held so far: its GPUs', or else all of its own."""
+    """Return the peak memory of this process: of its GPUs, or else of the process itself."""
     gpus = {device for device in devices if device.type == "cuda"}
     if gpus:
         return sum(torch.cuda.max_memory_allocated(device) for device in gpus)
@@ -51,14 +50,14 @@ def peak_bytes(devices: Iterable[torch.device]) -> int:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait until GPUs have done what they were told; processors always have."""
+    """Wait for GPUs to finish; CPUs always have."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
 def serve(path: Path, loop: Callable[[], Loop]) -> None:
-    """Do what the driver at `path` asks for, until it hangs up; `loop` is called for each of it."""
+    """Serve requests of the driver at `path` until it disconnects; call `loop` for each of them."""
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(str(path))
         with link.makefile("rw", encoding="utf-8") as lines:
@@ -76,14 +75,14 @@ def main() -> None:
     parser.add_argument("kind", choices=get_args(Kind))
     parser.add_argument("precision", choices=get_args(Precision))
     parser.add_argument("batch_size_factor", type=float)
-    parser.add_argument("socket", type=Path, help="where the driver listens")
+    parser.add_argument("socket", type=Path, help="socket of the driver")
     args = parser.parse_args()
     spec = SIDES[args.side]
     torch.set_num_threads(spec.threads)
     workload = WORKLOADS[args.workload].scaled(args.batch_size_factor)
     workload = replace(workload, precision=args.precision)
     loop = LOOPS[spec.loop](workload, spec, args.kind)
-    torch.set_num_threads(spec.threads)  # a library may have chosen another number
+    torch.set_num_threads(spec.threads)  # a library may have changed it
     serve(args.socket, lambda: loop)
     loop.end()
 

@@ -1,15 +1,14 @@
-"""How fast onefold trains beside another version of itself, measured in turn in one run.
+"""Compare the speed of two versions of onefold, measured alternately in one run.
 
     git worktree add ../before COMMIT
     python benchmarks/against.py ../before/src [--workload lenet ...] [--sides onefold-1 ...]
         [--starts 4] [--repeats 3] [--seconds 1] [--output FILE]
 
-Both versions run the loops of this checkout; a ratio above 1 says that this version is the faster.
+Both versions run the loops of this checkout; a ratio above 1 means that this version is faster.
 
-What is to be shown is smaller than what chance gives a process for as long as it lives (where its
-memory came to lie) and than what the second place in a row is worth. So both versions are started
-anew several times, each of them first in turn, and every measurement is this, other, other, this.
-`--starts` has to be even.
+The differences are smaller than the random effects of a process's memory layout, and than the
+effect of running second. So both versions are restarted several times, each of them first in turn,
+and every measurement is in the order this, other, other, this. `--starts` must be even.
 """
 
 import argparse
@@ -40,11 +39,11 @@ __all__ = ["main"]
 
 OURS = Path(__file__).resolve().parent.parent / "src"
 COMPARED = ("onefold-1", "onefold-1-two-shards", "onefold-2-shared")
-"""What is compared unless the command line says otherwise."""
+"""Default sides of the comparison."""
 
 
 def main() -> None:
-    """Measure the workloads named on the command line, all if none is."""
+    """Measure the workloads named on the command line, or all of them."""
     args = arguments()
     results = []
     for workload in args.workload:
@@ -64,30 +63,30 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line, read."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, help="the src folder of the other version")
+    parser.add_argument("source", type=Path, help="src folder of the other version")
     parser.add_argument(
         "--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME"
     )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(COMPARED), metavar="NAME")
-    parser.add_argument("--starts", type=int, default=4, help="how often both are started")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements after each start")
-    parser.add_argument("--seconds", type=float, default=1.0, help="about how long a quarter takes")
+    parser.add_argument("--starts", type=int, default=4, help="number of starts of both")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements per start")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of a quarter")
     add_output(parser)
     args = parser.parse_args()
     if args.starts < 2 or args.starts % 2:
-        parser.error(f"--starts: expected an even number, got {args.starts}")
+        parser.error(f"--starts: expected an even number, but got {args.starts}")
     if not (args.source / "onefold").is_dir():
-        parser.error(f"{args.source}: expected the folder that holds the package onefold")
+        parser.error(f"{args.source}: expected the folder that contains the package onefold")
     return args
 
 
 @contextmanager
 def started(workload: str, side: str, sources: Mapping[str, Path]) -> Iterator[dict[str, Side]]:
-    """A side in both versions, running and warmed up, started in the order of `sources`."""
+    """Start and warm up a side in both versions, in the order of `sources`."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         versions = {}
         for name, path in sources.items():
@@ -104,7 +103,7 @@ def started(workload: str, side: str, sources: Mapping[str, Path]) -> Iterator[d
 
 
 def measured(workload: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Both versions over the same number of steps, after each of `args.starts` starts."""
+    """Measure both versions over the same number of steps, for each of `args.starts` starts."""
     sources = [("this", OURS), ("other", args.source.resolve())]
     steps = 0
     seconds: dict[str, list[float]] = {"this": [], "other": []}
@@ -131,7 +130,7 @@ def measured(workload: str, side: str, args: argparse.Namespace) -> dict[str, An
 
 
 def there_and_back(seconds: Sequence[float]) -> list[float]:
-    """What every two rounds that follow each other took together: one of them in each order."""
+    """Return the sums of two consecutive rounds, one in each order."""
     return [there + back for there, back in zip(seconds[::2], seconds[1::2], strict=True)]
 
 

@@ -1,6 +1,6 @@
-"""The sides of `training.py`: what each is, what starts it, and where it can run.
+"""The sides of `training.py`: what each one is, how it is started, and where it can run.
 
-Pure data, and the two questions asked of it. The loops that the sides run are in `loops.py`.
+Pure data, and two functions on it. The loops of the sides are in `loops.py`.
 """
 
 import os
@@ -14,46 +14,46 @@ import torch
 __all__ = ["PEERS", "SIDES", "Kind", "Precision", "SideSpec", "left_out"]
 
 Kind = Literal["cpu", "cuda"]
-"""What the sides compute on."""
+"""Type of the devices."""
 Precision = Literal["fp32", "bf16"]
-"""What they compute in; bf16 by autocast."""
+"""Precision of the computation; bf16 uses autocast."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ONEFOLD_RUN = ("-m", "onefold", "run", "--devices", "{two}")
 TWO_DEVICES: dict[Kind, str] = {"cpu": "cpu:2", "cuda": "cuda:0,cuda:1"}
-"""What `onefold run` calls two devices of a kind; takes the place of {two}."""
+"""Names of two devices for `onefold run`; replaces {two}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideSpec:
-    """One way to train."""
+    """A way to train."""
 
     description: str
     """One line."""
     loop: str
-    """Name of its loop in `loops.LOOPS`."""
+    """Name of the loop in `loops.LOOPS`."""
     launcher: tuple[str, ...] = ()
     """Arguments of Python before the program's own."""
     processes: int = 1
-    """How many processes the launcher starts."""
+    """Number of processes that the launcher starts."""
     threads: int = 1
-    """Of each process."""
+    """Threads per process."""
     shards: int = 1
-    """Of a batch, where onefold trains."""
+    """Shards per batch, for onefold."""
     devices_a_process: int = 1
-    """How many devices each process drives."""
+    """Devices per process."""
     package: str = "torch"
-    """Must be installed."""
+    """Package that must be installed."""
     kinds: tuple[Kind, ...] = ("cpu", "cuda")
-    """What it can compute on."""
+    """Supported types of devices."""
 
     def command(self, kind: Kind) -> list[str]:
-        """Arguments of Python that start it on devices of `kind`."""
+        """Return the arguments of Python that start it on devices of `kind`."""
         return [part.format(two=TWO_DEVICES[kind]) for part in self.launcher]
 
     @property
     def devices(self) -> int:
-        """How many devices it computes on."""
+        """Total number of devices."""
         return self.processes * self.devices_a_process
 
 
@@ -117,20 +117,20 @@ SIDES = {
         shards=2,
     ),
 }
-"""The sides by name, in the order in which they are measured and shown."""
+"""The sides by name, in the order of measurement and display."""
 
 PEERS = ("ddp-2", "accelerate-2", "fabric-2")
-"""What others offer for two processes."""
+"""Alternatives of other libraries for two processes."""
 
 
 def left_out(names: Iterable[str], kind: Kind) -> dict[str, str]:
-    """Those of `names` that cannot run here on devices of `kind`, and why."""
+    """Return those of `names` that cannot run here on devices of `kind`, with the reason."""
     reasons = {name: obstacle(SIDES[name], kind) for name in names}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
 def obstacle(spec: SideSpec, kind: Kind) -> str:
-    """Why a side cannot run here; empty if it can."""
+    """Return why a side cannot run here; empty if it can."""
     if kind not in spec.kinds:
         return f"is for {' and '.join(spec.kinds)}, not for {kind}"
     if find_spec(spec.package) is None:

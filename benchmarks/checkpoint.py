@@ -1,19 +1,19 @@
-"""What a checkpoint takes from training, and what saving and loading take by themselves.
+"""The cost of a checkpoint during training, and the duration of saving and loading.
 
     python benchmarks/checkpoint.py [--workload cnn-adam] [--devices 1 2] [--every 50] [--rounds 3]
         [--directory DIR] [--output FILE]
 
-One run on each number of processors trains in blocks of `--every` steps, in turn: one block begins
-with a checkpoint in the background, its neighbor has none. Writing is part of its block, to the
-end: were it not done with the last step, it would be waited for. The stall is what a block takes
-longer than its neighbor, in percent of it.
+On each number of devices, a run trains blocks of `--every` steps, alternately with and without a
+background checkpoint at the start of the block. Writing counts as part of the block: if it is not
+finished with the last step, the block waits for it. The stall is the additional time of a block
+with a checkpoint, in percent of its neighbor without one.
 
-After the blocks the calls are timed with nothing to train beside them; PyTorch's own ways to save
-the same model are there for comparison. What is loaded has just been written, so it comes from the
-system's memory, not from the disk.
+After the blocks, the calls are timed without training; PyTorch's own ways to save the same model
+are included for comparison. Loads read what was just written, so they come from the page cache, not
+from the disk.
 
-The checkpoints lie in a folder that is made in `--directory` and deleted at the end. How fast they
-are written is a matter of the disk there.
+The checkpoints are in a folder that is created in `--directory` and deleted at the end. The speed
+of writing depends on the disk there.
 """
 
 import argparse
@@ -42,18 +42,18 @@ __all__ = ["main"]
 
 PROGRAM = Path(__file__).with_name("_saving.py")
 LIMIT_S = 3600.0
-"""How long the run on one number of devices may take."""
+"""Time limit of the run on each number of devices, in seconds."""
 GOAL_PERCENT = 3.5
-"""The stall may be that of a step, with a checkpoint of the CNN every 50 of them."""
+"""Goal: the stall of a checkpoint of the CNN every 50 steps is at most that of a step."""
 MEGA = 1e6
 IN_BACKGROUND = f"{SAVE}(wait=False)"
 
 Found = Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]
-"""What a process has written: blocks and calls by name, and what each of them took."""
+"""Results of a process: blocks and calls by name, and the times of each."""
 
 
 def main() -> None:
-    """Measure on every number of devices, and show what was found."""
+    """Measure on every number of devices, and show the results."""
     args = arguments()
     with tempfile.TemporaryDirectory(prefix="onefold-", dir=args.directory) as name:
         mounts = Path("/proc/mounts").read_text(encoding="utf-8")
@@ -80,37 +80,35 @@ def main() -> None:
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, read."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workload", choices=WORKLOADS, default="cnn-adam", metavar="NAME")
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2], metavar="N")
-    parser.add_argument("--every", type=int, default=50, help="steps from checkpoint to checkpoint")
-    parser.add_argument("--rounds", type=int, default=3, help="blocks of each kind, and calls")
-    parser.add_argument(
-        "--directory", type=Path, metavar="DIR", help="on the disk to save to; else a temporary one"
-    )
+    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--rounds", type=int, default=3, help="blocks and calls of each kind")
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="folder on the disk to test")
     add_output(parser)
     args = parser.parse_args(given)
     if min(args.every, args.rounds, *args.devices) < 1:
-        parser.error("expected at least one step, one round and one device")
+        parser.error("steps, rounds and devices must be at least 1")
     return args
 
 
 def file_system_of(path: Path, mounts: str) -> str:
-    """The kind of file system that `path`, absolute, lies on, by the text of /proc/mounts."""
+    """Return the file system type of the absolute `path`, given the text of /proc/mounts."""
     lines = (line.split() for line in mounts.splitlines())
-    kinds = {Path(place): kind for _, place, kind, *_ in lines}  # what is mounted last is on top
+    kinds = {Path(place): kind for _, place, kind, *_ in lines}  # later mounts hide earlier ones
     return next((kinds[place] for place in (path, *path.parents) if place in kinds), "unknown")
 
 
 def measured(devices: int, folder: Path, args: argparse.Namespace) -> list[Found]:
-    """Run the program on so many devices; returns what each has found, the lead first.
+    """Run the program on several devices; return the results of each, the lead first.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
-        subprocess.TimeoutExpired: it did not end within `LIMIT_S`.
+        RuntimeError: the program failed. The message contains the end of its output.
+        subprocess.TimeoutExpired: the program exceeded `LIMIT_S`.
     """
     command = [
         *(sys.executable, "-m", "onefold", "run", "--devices", f"cpu:{devices}"),
@@ -125,7 +123,7 @@ def measured(devices: int, folder: Path, args: argparse.Namespace) -> list[Found
 
 
 def summary(found: Sequence[Found], *, devices: int) -> dict[str, Any]:
-    """What the processes of one run have found, by the lead's clock: it is the one that writes."""
+    """Summarize the processes of a run, by the clock of the lead, which writes the checkpoints."""
     blocks, calls = found[0]["blocks"], found[0]["calls"]
     seconds = {kind: values(blocks[kind], "seconds") for kind in (WITH, WITHOUT)}
     more_s = [a - b for a, b in zip(seconds[WITH], seconds[WITHOUT], strict=True)]
@@ -153,19 +151,19 @@ def summary(found: Sequence[Found], *, devices: int) -> dict[str, Any]:
 
 
 def values(ones: Iterable[Mapping[str, float]], name: str) -> list[float]:
-    """One of the numbers of each."""
+    """Return a value of each measurement."""
     return [one[name] for one in ones]
 
 
 def stall_percent(longer: Sequence[float], shorter: Sequence[float]) -> Spread:
-    """How much longer the ones are than their neighbors, in percent of these."""
+    """Return the additional time relative to the neighbors, in percent."""
     times = ratio(longer, shorter)
     low, median, high = ((of - 1.0) * 100.0 for of in (times.low, times.median, times.high))
     return Spread(median=median, low=low, high=high)
 
 
 def call_of(call_s: Sequence[float], done_s: Sequence[float], size_mb: float) -> dict[str, Any]:
-    """Of one way to save or load: how long it blocks, when all is done, how fast that is."""
+    """Summarize a way to save or load: blocking time, total time, and speed."""
     return {
         "call_ms": spread(1e3 * seconds for seconds in call_s),
         "done_ms": spread(1e3 * seconds for seconds in done_s),
@@ -175,9 +173,9 @@ def call_of(call_s: Sequence[float], done_s: Sequence[float], size_mb: float) ->
 
 
 def others_cores(found: Sequence[Found]) -> list[float]:
-    """Cores that worked for somebody else, in each block without a checkpoint.
+    """Return the number of cores that other programs used, for each block without a checkpoint.
 
-    In one with a checkpoint the kernel works for us as well, and no process has that in its time.
+    With a checkpoint, the kernel also works for us, which no process's time includes.
     """
     alike = zip(*(one["blocks"][WITHOUT] for one in found), strict=True)
     return [
@@ -187,12 +185,12 @@ def others_cores(found: Sequence[Found]) -> list[float]:
 
 
 def counted(devices: int) -> str:
-    """So many devices, in words."""
+    """Return the number of devices in words."""
     return f"{devices} device{'s' if devices > 1 else ''}"
 
 
 def show(results: Sequence[Mapping[str, Any]], *, title: str, every: int) -> None:
-    """A table of the stall, and one of the calls for each number of devices."""
+    """Print a table of the stall, and a table of the calls for each number of devices."""
     print(f"{title}, a checkpoint every {every} steps; median (least-greatest)")
     print_table(
         f"Training in blocks of {every} steps; the goal is a stall of at most {GOAL_PERCENT} %",
@@ -213,7 +211,7 @@ def show(results: Sequence[Mapping[str, Any]], *, title: str, every: int) -> Non
 
 
 def stall_row(found: Mapping[str, Any], every: int) -> list[str]:
-    """One line of the first table."""
+    """Return a row of the first table."""
     return [
         f"{found['devices']}",
         *(a_step(found["block_s"][kind], every).text(3) for kind in (WITHOUT, WITH)),
@@ -224,12 +222,12 @@ def stall_row(found: Mapping[str, Any], every: int) -> list[str]:
 
 
 def a_step(block_s: Spread, every: int) -> Spread:
-    """The seconds of a block, as those of one of its steps."""
+    """Convert the seconds of a block to those of one of its steps."""
     return Spread(median=block_s.median / every, low=block_s.low / every, high=block_s.high / every)
 
 
 def call_row(name: str, found: Mapping[str, Any]) -> list[str]:
-    """One line of the second table."""
+    """Return a row of the second table."""
     call = found["calls"][name]
     share = call["call_ms"].median / (1e3 * found["block_s"][WITHOUT].median)
     return [

@@ -1,15 +1,14 @@
-"""What `Trainer(compile=True)` gains in a step, and what it costs at the start.
+"""The gain of `Trainer(compile=True)` per step, and its cost at the start.
 
     python benchmarks/compiling.py [--workload lenet transformer] [--seconds 30] [--start NAME]
                                    [--output FILE]
 
-On one device with one thread, loops that are compiled and loops that are not train equal models in
-turn, a block of few steps at a time, with one shard and with eight. Ratios are those of neighbors.
-Steps are timed by the processor time that they take, which on a machine of one's own is the time by
-the clock, and on one that others use as well is nearer to it than the clock is.
+On one device with one thread, compiled and uncompiled loops train equal models alternately, in
+blocks of a few steps, with one shard and with eight. Ratios compare neighboring blocks. Steps are
+timed in CPU time, which equals wall time on an idle machine, and is more reliable on a shared one.
 
-With `--start` a workload's first step is timed in fresh processes, on one device and on two: with
-an empty folder for the compiler's code, and then with what was left there.
+With `--start`, the first step of a workload is timed in fresh processes, on one device and on two:
+with an empty compiler cache, and then with the cache of the first run.
 """
 
 import argparse
@@ -39,10 +38,10 @@ from workloads import WORKLOADS, Batch, Workload
 __all__ = ["main"]
 
 BLOCK_S = 0.05
-"""About how long a block of steps takes."""
+"""Approximate duration of a block of steps, in seconds."""
 LEAST_ROUNDS = 5
 WARM_UP_STEPS = 4
-"""Past the steps in which a shard is rehearsed."""
+"""Beyond the steps that rehearse a shard."""
 SHARDS = (1, 8)
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -54,7 +53,7 @@ def main() -> None:
     )
     names = ["lenet", "transformer", "resnet18", "cnn-adam"]
     parser.add_argument("--workload", nargs="*", choices=WORKLOADS, default=names, metavar="NAME")
-    parser.add_argument("--seconds", type=float, default=30.0, help="for each workload")
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds per workload")
     parser.add_argument("--start", nargs="*", choices=WORKLOADS, default=[], metavar="NAME")
     add_output(parser)
     args = parser.parse_args()
@@ -67,13 +66,13 @@ def main() -> None:
 
 
 def label(shards: int, *, compiled: bool) -> str:
-    """What a loop is called."""
+    """Return the name of a loop."""
     words = "compiled" if compiled else "as written"
     return f"{words}, {shards} shard{'s' if shards > 1 else ''}"
 
 
 def new_step(workload: Workload, shards: int, *, compiled: bool) -> Step:
-    """A loop at the workload's start, on one device with one thread."""
+    """Make a loop at the workload's start, on one device with one thread."""
     model, optimizer = workload.build()
     options: dict[str, Any] = {"devices": ["cpu"], "threads": 1}
     trainer = onefold.Trainer(model, optimizer, losses, shards=shards, compile=compiled, **options)
@@ -81,7 +80,7 @@ def new_step(workload: Workload, shards: int, *, compiled: bool) -> Step:
 
 
 def measured(name: str, workload: Workload, seconds: float) -> dict[str, Any]:
-    """All loops of a workload, in turn."""
+    """Measure all loops of a workload, alternately."""
     batches = workload.batches()
     steps = {
         label(shards, compiled=compiled): new_step(workload, shards, compiled=compiled)
@@ -99,7 +98,7 @@ def measured(name: str, workload: Workload, seconds: float) -> dict[str, Any]:
 
 
 def step_ms(step: Step, batches: Sequence[Batch], steps: int) -> float:
-    """Milliseconds of this process that a step takes, on the average of `steps`."""
+    """Return this process's mean milliseconds per step over `steps` steps."""
     start_s = time.process_time()
     for number in range(steps):
         step(batches[number % len(batches)])
@@ -109,7 +108,7 @@ def step_ms(step: Step, batches: Sequence[Batch], steps: int) -> float:
 def summary(
     name: str, taken: Mapping[str, Sequence[float]], *, block: int, others_cores: float
 ) -> dict[str, Any]:
-    """Milliseconds of every loop, and how much faster what is compiled is."""
+    """Summarize the milliseconds of every loop, and the speedup of compiled ones."""
     return {
         "workload": name,
         "steps_a_block": block,
@@ -121,13 +120,13 @@ def summary(
 
 
 def gain(taken: Mapping[str, Sequence[float]], shards: int) -> Spread:
-    """Time as written over time compiled, block by block."""
+    """Return the ratio of uncompiled to compiled time, block by block."""
     written, compiled = (taken[label(shards, compiled=each)] for each in (False, True))
     return middle_half([a / b for a, b in zip(written, compiled, strict=True)])
 
 
 def started(name: str) -> dict[str, Any]:
-    """Seconds until the first step is done, cold and warm, on one device and on two."""
+    """Return the seconds to the end of the first step, cold and warm, on one and two devices."""
     return {
         "workload": name,
         "first_step_s": {
@@ -139,7 +138,7 @@ def started(name: str) -> dict[str, Any]:
 
 
 def cold_and_warm(name: str, devices: int) -> dict[str, float]:
-    """The first step with an empty folder for code, and with the one that it leaves."""
+    """Time the first step with an empty compiler cache, and with the cache that it leaves."""
     before = os.environ.get(FOLDER)
     words = f"{devices} device{'s' if devices > 1 else ''}"
     with tempfile.TemporaryDirectory() as folder:
@@ -156,13 +155,13 @@ def cold_and_warm(name: str, devices: int) -> dict[str, float]:
 
 
 def first_step_s(name: str, devices: int, *, compiled: bool) -> float:
-    """Seconds of the first step in fresh processes, after the trainer is made."""
+    """Return the seconds of the first step in fresh processes, after Trainer is created."""
     taken: float = onefold.launch(first_step, devices=f"cpu:{devices}", args=(name, compiled))
     return taken
 
 
 def first_step(name: str, compiled: bool) -> float:
-    """Called in each process: the seconds of the first step, with two shards."""
+    """Return the seconds of the first step with two shards. Called in each process."""
     workload = WORKLOADS[name]
     model, optimizer = workload.build()
     trainer = onefold.Trainer(model, optimizer, losses, shards=2, threads=1, compile=compiled)
@@ -173,7 +172,7 @@ def first_step(name: str, compiled: bool) -> float:
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """A table for a workload."""
+    """Print a table for a workload."""
     title = WORKLOADS[found["workload"]].title
     print(title)
     if "first_step_s" in found:

@@ -1,15 +1,15 @@
-"""Composes small labeled data sets out of MNIST and CrackForest, for docs/studies/results.md.
+"""Composes small labeled datasets from MNIST and CrackForest, for docs/studies/results.md.
 
     python benchmarks/composed.py DATA OUTPUT
 
-DATA has the folders `mnist-small` (four IDX files, gzipped) and `crackforest` (train and test,
-with images and masks in each). OUTPUT gets two data sets. No digit and no road picture is in both
-the training and the test part.
+DATA contains the folders `mnist-small` (four IDX files, gzipped) and `crackforest` (train and test,
+each with images and masks). Two datasets are written to OUTPUT. No digit or road image is in both
+the training and the test set.
 
-digits: two digits side by side in a picture of 28x28 pixels, each squeezed to half its width.
-    `train.jsonl` and `test.jsonl` have the columns `image`, `labels` (which digits there are) and
+digits: two digits side by side in an image of 28x28 pixels, each squeezed to half its width.
+    `train.jsonl` and `test.jsonl` have the columns `image`, `labels` (the digits) and
     `sum`.
-roads: squares of 96 pixels cut out where a crack is, each with a digit painted on the road.
+roads: squares of 96 pixels around cracks, each with a digit painted on the road.
     Masks are 0 (road), 1 (crack) or 2 (paint), and paint hides the crack.
 """
 
@@ -25,11 +25,11 @@ PARTS = {"train": "train", "test": "t10k"}
 SIDE, HALF = 28, 14
 SAMPLES = {"train": 6000, "test": 1500}
 SQUARE, SQUARES = 96, 4
-MARGIN = 8  # pixels that a painted digit keeps from the border
+MARGIN = 8  # distance of a painted digit from the border, in pixels
 
 
 def digits(data: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
-    """The pictures (n, 28, 28) uint8 of one part of MNIST, and their digits (n,) uint8."""
+    """Return the images (n, 28, 28) uint8 of one part of MNIST, and their digits (n,) uint8."""
     folder = data / "mnist-small"
     pictures = gzip.decompress((folder / f"{part}-images-idx3-ubyte.gz").read_bytes())
     labels = gzip.decompress((folder / f"{part}-labels-idx1-ubyte.gz").read_bytes())
@@ -38,7 +38,7 @@ def digits(data: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compose_digits(data: Path, output: Path) -> None:
-    """Write the data set `digits`."""
+    """Write the dataset `digits`."""
     rng = np.random.default_rng(0)
     for name, part in PARTS.items():
         pictures, labels = digits(data, part)
@@ -59,7 +59,7 @@ def compose_digits(data: Path, output: Path) -> None:
 
 
 def cut_square(mask: np.ndarray, rng: np.random.Generator) -> tuple[slice, slice]:
-    """Choose a square round a random pixel of the crack, inside of the picture."""
+    """Choose a square around a random pixel of the crack, inside the image."""
     y, x = rng.permutation(np.argwhere(mask))[0]
     top = int(np.clip(y - rng.integers(SQUARE), 0, mask.shape[0] - SQUARE))
     left = int(np.clip(x - rng.integers(SQUARE), 0, mask.shape[1] - SQUARE))
@@ -67,7 +67,7 @@ def cut_square(mask: np.ndarray, rng: np.random.Generator) -> tuple[slice, slice
 
 
 def compose_roads(data: Path, output: Path) -> None:
-    """Write the data set `roads`."""
+    """Write the dataset `roads`."""
     rng = np.random.default_rng(0)
     for name, part in PARTS.items():
         pictures, _ = digits(data, part)
@@ -84,7 +84,7 @@ def compose_roads(data: Path, output: Path) -> None:
                 digit = Image.fromarray(pictures[rng.integers(len(pictures))]).resize((size, size))
                 painted = np.asarray(digit) > 127
                 where = slice(top, top + size), slice(left, left + size)
-                # Worn paint: the road shows through.
+                # Worn paint: the road shines through.
                 bright = 0.5 * image[where][painted] + 0.5 * rng.integers(170, 240)
                 image[where][painted] = bright.astype(np.uint8)
                 mask[where][painted] = 2

@@ -1,11 +1,11 @@
-"""What a step asks of devices, counted on pretended ones: no times, and the same on any machine.
+"""Counts a step's demands on devices, with mock devices: no times, and equal on any machine.
 
     python benchmarks/counts.py [--devices 1 2 3 8] [--source DIR] [--output FILE]
 
-Counted are messages between processes, of which each drives a device, launches, allocations, waits
-of the host, bytes that a device holds, and how much of a gradient has left before backward ends.
-All are those of device 0, a step. ``--source`` names the tree of another commit, whose onefold is
-counted instead. See `tests.pretended`.
+Counted are messages between processes (each drives one device), kernel launches, allocations, waits
+of the host, bytes that a device holds, and the part of the gradients that is sent before backward
+ends. All numbers are for device 0 and one step. ``--source`` names the tree of another commit,
+whose onefold is counted instead. See `tests.pretended`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ __all__ = ["main"]
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS, SAMPLES, WARM_UP, STEPS = 8, 16, 8, 2
-"""The order in which stages are sent is learned in the first steps, and checks are made in them."""
+"""The first steps learn the order of stages, and run checks."""
 LIMIT_S = 900
 SMALL = {
     "resnet18": WORKLOADS["resnet18"],
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 3, 8])
     parser.add_argument("--workloads", nargs="+", choices=SMALL, default=list(SMALL))
     parser.add_argument("--source", type=Path, default=ROOT)
-    parser.add_argument("--output", type=Path, help="write the rows here, as JSON")
+    parser.add_argument("--output", type=Path, help="file for the rows, as JSON")
     parser.add_argument("--count", choices=SMALL, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.count:
@@ -91,8 +91,8 @@ def main() -> None:
 
 
 def counted(name: str, devices: int, source: Path) -> dict[str, Any]:
-    """Count in processes that have the devices."""
-    sys.path.append(str(ROOT))  # where this is run as a program, there is this folder alone
+    """Count in processes with mock devices."""
+    sys.path.append(str(ROOT))  # a program only has its own folder in sys.path
     from tests.pretended import build
 
     environment = build.environment(devices)
@@ -113,7 +113,7 @@ def counted(name: str, devices: int, source: Path) -> dict[str, Any]:
 
 
 def count(name: str) -> None:
-    """Train as one process of a run; that of device 0 prints what it has counted."""
+    """Train as one process of a run; the process of device 0 prints its counts."""
     from tests.pretended import device
 
     workload = SMALL[name].scaled(SAMPLES / SMALL[name].batch_size)
@@ -160,13 +160,13 @@ def count(name: str) -> None:
 
 @contextmanager
 def watching(model: torch.nn.Module, sent: dict[str, int]) -> Iterator[None]:
-    """Add up the bytes of gradients that are sent, and those that are before backward ends."""
+    """Add up the bytes of sent gradients, and of those that are sent before backward ends."""
     before: dict[str, Any] = {
         "batch_isend_irecv": dist.batch_isend_irecv,
         "backward": torch.autograd.backward,
     }
     left, at_end = [0], [0]
-    # Where updated parameters are sent from.
+    # The memory that updated parameters are sent from.
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def send(messages: list[dist.P2POp]) -> Any:
@@ -188,7 +188,7 @@ def watching(model: torch.nn.Module, sent: dict[str, int]) -> Iterator[None]:
 
 
 def own_counts(workload: Workload, shards: int, index: int) -> tuple[float, float]:
-    """Launches and allocations of so many shards, and of an update, in a loop without onefold."""
+    """Return launches and allocations of the shards and an update, in a loop without onefold."""
     from tests.pretended import device
 
     where = torch.device("pretend", index)

@@ -1,12 +1,12 @@
-"""How fast gradients are exchanged between two processes: onefold against gloo, in turn.
+"""Speed of the gradient exchange between two processes: onefold and gloo, alternately.
 
     python benchmarks/exchange.py [--repeats 7] [--output FILE]
 
-An exchange is done when both processes have published their gradients, the sum is formed, and
-everyone may read what came of it. For onefold that is `collect` and `publish_parameters`, with no
-update between; `publish` is measured with them and without, for copying gradients into the shared
-memory is a part of a step, while DistributedDataParallel has its gradients where gloo takes them.
-For gloo it is `all_reduce`. Each process has one thread.
+An exchange is done when both processes have published their gradients, the sum is formed, and both
+may read the result. For onefold these are `collect` and `publish_parameters`, without an update in
+between; `publish` is measured with and without them, because copying gradients to shared memory is
+part of a step, while DistributedDataParallel has its gradients where gloo reads them. For gloo it
+is `all_reduce`. Each process has one thread.
 """
 
 import argparse
@@ -51,31 +51,31 @@ __all__ = ["main"]
 PROCESSES = 2
 SHARES = Shares.even(shards=PROCESSES, devices=PROCESSES)
 TENSORS = 4
-"""Parameters that share the bytes of an exchange equally."""
+"""Number of parameters that share the bytes of an exchange equally."""
 TIMEOUT_S = 60.0
 GLOO = "gloo all_reduce"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What was measured with one amount."""
+    """Results for one amount."""
 
     times_us: dict[str, list[float]]
-    """By name of the exchange, microseconds on the average of many, one a round."""
+    """Mean microseconds per exchange, one value per round, by name of the exchange."""
     others_cores: float
-    """How many cores worked for somebody else in the meantime: near 0 on a quiet machine."""
+    """Number of cores that other programs used: near 0 on an idle machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """How much is exchanged, and how often in one measurement."""
+    """Amount of data to exchange, and repetitions per measurement."""
 
     title: str
     size_bytes: int
     iterations: int
 
     def gradients(self, value: float) -> list[torch.Tensor]:
-        """`TENSORS` tensors of `value`, (size_bytes / 4 / TENSORS,) float32 each."""
+        """Return `TENSORS` tensors of `value`, (size_bytes / 4 / TENSORS,) float32 each."""
         numel = self.size_bytes // torch.float32.itemsize // TENSORS
         return [torch.full((numel,), value) for _ in range(TENSORS)]
 
@@ -87,11 +87,11 @@ AMOUNTS = [
 
 
 def main() -> None:
-    """Start the two processes, let them measure, and show what they found."""
+    """Start the two processes, let them measure, and show the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=7, help="measurements of each exchange")
+    parser.add_argument("--repeats", type=int, default=7, help="measurements per exchange")
     add_output(parser)
     args = parser.parse_args()
     found = run_processes(args.repeats)
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def run_processes(repeats: int) -> list[Found]:
-    """Have both processes measure; returns what they found, amount by amount."""
+    """Run both processes; return their results by amount."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         mp.spawn(run_process, args=(repeats, Path(folder) / "store", result), nprocs=PROCESSES)
@@ -111,21 +111,21 @@ def run_processes(repeats: int) -> list[Found]:
 
 
 def run_process(rank: int, repeats: int, store: Path, result: Path) -> None:
-    """One of the two processes; the first writes the result."""
+    """Run one of the two processes; the first one writes the result."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
     found = [measure(rank, amount, rounds=repeats) for amount in AMOUNTS]
     if rank == 0:
         torch.save(found, result)
-    dist.barrier()  # gloo may hang if one leaves before
+    dist.barrier()  # gloo may hang if one process leaves early
     dist.destroy_process_group()
 
 
 def measure(rank: int, amount: Amount, *, rounds: int) -> Found:
-    """Every exchange of one amount, in turn."""
+    """Measure every exchange of one amount, alternately."""
     exchanges = exchanges_of(rank, amount)
     for run in exchanges.values():
-        timed_us(run, max(1, amount.iterations // 10))  # warm up
+        timed_us(run, max(1, amount.iterations // 10))  # warmup
     before_s, cpu_before_s, start_s = machine_busy_s(), time.process_time(), time.perf_counter()
     times_us = in_turn(
         {name: partial(timed_us, run, amount.iterations) for name, run in exchanges.items()},
@@ -139,7 +139,7 @@ def measure(rank: int, amount: Amount, *, rounds: int) -> Found:
 
 
 def timed_us(run: Callable[[], object], iterations: int) -> float:
-    """Microseconds that `run` takes, on the average of many, in the slower of the processes."""
+    """Return the mean microseconds of `run`, in the slower process."""
     dist.barrier()
     start_s = time.perf_counter()
     for _ in range(iterations):
@@ -150,7 +150,7 @@ def timed_us(run: Callable[[], object], iterations: int) -> float:
 
 
 def exchanges_of(rank: int, amount: Amount) -> dict[str, Callable[[], object]]:
-    """Everything that is measured with one amount, by name."""
+    """Return everything to measure with one amount, by name."""
     shared, collective = new_shared(rank, amount), new_collective(rank, amount)
     for exchange in (shared, collective):
         check(exchange, rank, amount)
@@ -165,7 +165,7 @@ def exchanges_of(rank: int, amount: Amount) -> dict[str, Callable[[], object]]:
 
 
 def new_shared(rank: int, amount: Amount) -> Exchange:
-    """onefold's exchange in shared memory."""
+    """Make onefold's exchange in shared memory."""
     address = f"onefold-benchmark-{os.getppid()}-{amount.size_bytes}"
     mailbox = Mailbox(
         connected(address, rank, PROCESSES, TIMEOUT_S), rank=rank, timeout_s=TIMEOUT_S
@@ -176,10 +176,10 @@ def new_shared(rank: int, amount: Amount) -> Exchange:
 
 
 def new_collective(rank: int, amount: Amount) -> Exchange:
-    """onefold's exchange over torch.distributed."""
+    """Make onefold's exchange over torch.distributed."""
     group = dist.group.WORLD
     if group is None:
-        raise RuntimeError("torch.distributed made no process group")
+        raise RuntimeError("torch.distributed created no process group")
     store = dist.distributed_c10d._get_default_store()
     connections, lateness = Connections(), LateWatch(store, rank, PROCESSES)
     watch = PeerWatch({}, connections, lateness)
@@ -190,7 +190,7 @@ def new_collective(rank: int, amount: Amount) -> Exchange:
 
 
 def storage_of(amount: Amount) -> Storage:
-    """A model that has `amount` of parameters, and nothing else."""
+    """Return a model that consists of `amount` of parameters."""
     trained = lay_out({str(number): one for number, one in enumerate(amount.gradients(0.0))})
     return Storage(
         parameters=trained,
@@ -203,18 +203,18 @@ def storage_of(amount: Amount) -> Storage:
 
 
 def roster_of(storage: Storage) -> Assignment:
-    """Processors of one host, a shard for each."""
+    """Return CPU devices of one host, with one shard each."""
     devices = [torch.device("cpu")] * PROCESSES
     return Assignment.first(devices, shares=SHARES, segments=storage.segments)
 
 
 def start_of(amount: Amount) -> Start:
-    """The parameters that such a model starts with."""
+    """Return the initial parameters of such a model."""
     return Start(trained=amount.gradients(0.0), other=[], buffers=FlatTensors(lay_out({})))
 
 
 def check(exchange: Exchange, rank: int, amount: Amount) -> None:
-    """Exchange ones and twos, and raise `RuntimeError` unless threes come of it."""
+    """Exchange ones and twos, and raise `RuntimeError` unless the result is threes."""
     exchange.memory.start_step(SHARES)
     exchange.memory.publish(rank, 0, amount.gradients(rank + 1.0))
     exchange.collect(SHARES)
@@ -223,31 +223,31 @@ def check(exchange: Exchange, rank: int, amount: Amount) -> None:
     if wrong:
         raise RuntimeError(f"{type(exchange).__name__}: 1 and 2 did not add up to 3")
     exchange.memory.start_step(SHARES)
-    # What is added up over and over stays zero.
+    # Values that are added repeatedly must stay zero.
     exchange.memory.publish(rank, 0, amount.gradients(0.0))
 
 
 def trade(exchange: Exchange) -> None:
-    """An exchange whose gradients are already published."""
+    """Run an exchange whose gradients are already published."""
     exchange.memory.start_step(SHARES)
     finish(exchange)
 
 
 def finish(exchange: Exchange) -> None:
-    """What remains of an exchange once gradients are published."""
+    """Finish an exchange after the gradients are published."""
     exchange.collect(SHARES)
     exchange.publish_parameters()
 
 
 def publish_and_trade(exchange: Exchange, rank: int, gradients: Sequence[torch.Tensor]) -> None:
-    """An exchange with all that belongs to it."""
+    """Run a complete exchange."""
     exchange.memory.start_step(SHARES)
     exchange.memory.publish(rank, 0, gradients)
     finish(exchange)
 
 
 def summary(amount: Amount, found: Found) -> dict[str, Any]:
-    """What was found for one amount: microseconds, and how many times as fast as gloo."""
+    """Summarize one amount: microseconds, and speed relative to gloo."""
     times_us = found.times_us
     return {
         "amount": amount.title,
@@ -261,7 +261,7 @@ def summary(amount: Amount, found: Found) -> dict[str, Any]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> None:
-    """A table for each amount."""
+    """Print a table for each amount."""
     for one in results:
         faster = one["times_as_fast_as_gloo"]
         rows = [

@@ -1,13 +1,13 @@
-"""What onefold costs on one GPU, beside a plain loop, DDP and compiled code of PyTorch.
+"""The cost of onefold on one GPU, compared with a plain loop, DDP and compiled PyTorch.
 
     python benchmarks/gpu.py --workload resnet50 [--device cuda:0] [--seconds 60] [--lines FILE]
 
-Matrix products and convolutions in float32 have no TF32. Every side trains the same model on the
-same batches, which lie on the device. The sides of a group are measured in turn, a block of steps
-at a time, each with plain PyTorch among them; what counts is the time until the device has done the
-block. One line of JSON is written for a side as soon as it has trained, of two steps, and another
-with the medians when its group is done, which takes the place of the first: whatever comes
-afterwards may take too long, or fail. Sides for which no time is left are named.
+Matrix products and convolutions in float32 do not use TF32. Every side trains the same model on the
+same batches, which are on the device. The sides of a group are measured alternately, in blocks of
+steps, always together with plain PyTorch; the measured time ends when the device has finished the
+block. A line of JSON is written for a side after its first two steps, and another one with the
+medians at the end of its group, which replaces the first one, because later sides may take too long
+or fail. Sides without remaining time are listed.
 """
 
 import argparse
@@ -35,30 +35,30 @@ __all__ = ["GROUPS", "Side", "main"]
 PLAIN = "plain PyTorch"
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UP_STEPS = 6
-"""Checks that wait for the device are made in the first three."""
+"""Checks that wait for the device run in the first three steps."""
 FIRST_STEPS = 2
 BLOCK_S = 0.15
-"""About how long a block of steps takes, where there is the time for it."""
+"""Approximate duration of a block of steps if there is enough time, in seconds."""
 LEAST_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One way to train a workload."""
+    """A way to train a workload."""
 
     shards: int = 0
-    """0 for a plain loop of PyTorch."""
+    """Number of shards; 0 for a plain loop of PyTorch."""
     precision: str | None = None
     devices: int = 1
     compiled: bool = False
     ddp: bool = False
-    """Whether the plain loop has its model in DistributedDataParallel, with one process."""
+    """Whether the plain loop uses DistributedDataParallel, with one process."""
     repeatable: bool = False
-    """Whether the plain loop is restricted to kernels that repeat their bits, as onefold is."""
+    """Whether the plain loop is restricted to deterministic kernels, like onefold."""
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Name in the table."""
         words = [f"V = {self.shards}" if self.shards else "DDP" if self.ddp else PLAIN]
         words += [f"{self.devices} devices of the card"] if self.devices > 1 else []
         words += ["repeatable kernels"] if self.repeatable else []
@@ -68,7 +68,7 @@ class Side:
 
 
 def _group(precision: str | None) -> list[Side]:
-    # Kernels that repeat their bits have a price of their own.
+    # Deterministic kernels have a cost of their own.
     kinds: tuple[dict[str, bool], ...] = ({}, {"repeatable": True}, {"ddp": True})
     plain = [Side(precision=precision, **kind) for kind in kinds]
     of_onefold = ((1, 1), (4, 1), (4, 2))
@@ -84,7 +84,7 @@ GROUPS: dict[str, list[Side]] = {
         *(Side(precision="bf16", shards=shards, compiled=True) for shards in (0, 1)),
     ],
 }
-"""What is compared with what; the first of each is what the others are held against."""
+"""Groups of sides to compare; the first side of each is the reference."""
 
 
 def main() -> None:
@@ -95,24 +95,24 @@ def main() -> None:
     every = WORKLOADS | LARGE
     parser.add_argument("--workload", choices=every, required=True)
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for all groups together")
-    parser.add_argument("--batch-size", type=int, help="instead of the workload's own")
-    parser.add_argument("--lines", type=Path, help="write the lines here as well")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds for all groups")
+    parser.add_argument("--batch-size", type=int, help="override the workload's batch size")
+    parser.add_argument("--lines", type=Path, help="also write the lines to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    # PyTorch looks for it once, when cuBLAS is first used, and here a plain loop is the first.
+    # PyTorch reads it once, at the first use of cuBLAS, which here is in a plain loop.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     workload = every[args.workload]
     if args.batch_size:
         workload = workload.scaled(args.batch_size / workload.batch_size)
     device = torch.device(args.device)
     torch.backends.cudnn.allow_tf32 = False
-    # Only finds reads of uninitialized memory, and costs a pass over every new tensor.
+    # Only detects reads of uninitialized memory, and costs a pass over every new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     end = time.monotonic() + args.seconds
-    # PyTorch compiles for few kinds of devices.
+    # torch.compile supports few types of devices.
     groups = {
         name: sides
         for name, sides in GROUPS.items()
@@ -120,7 +120,7 @@ def main() -> None:
     }
     for number, (group, sides) in enumerate(groups.items()):
         left = len(groups) - number
-        # The last one compiles, which takes as long as two others.
+        # The last side compiles, which takes as long as two others.
         seconds = (end - time.monotonic()) / (left + (left > 1))
         for found in measured(workload, sides, device, seconds):
             line = {"workload": args.workload, "group": group, **found}
@@ -133,7 +133,7 @@ def main() -> None:
 def measured(
     workload: Workload, sides: Sequence[Side], device: torch.device, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Measure sides in turn; yields a record of each, and one of each that failed."""
+    """Measure sides alternately; yield a record of each side, or of its failure."""
     batches = workload.batches(device)
     end = time.monotonic() + seconds
     steps: dict[Side, Callable[[Batch], object]] = {}
@@ -171,7 +171,7 @@ def record(
     workload: Workload,
     bytes_of: Mapping[Side, int],
 ) -> dict[str, Any]:
-    """The medians of a side, and how it compares with the first, round by round."""
+    """Return the medians of a side, and its ratios to the first side, round by round."""
     whole = [seconds for seconds, _ in taken[side]]
     first = [seconds for seconds, _ in next(iter(taken.values()))]
     return {
@@ -192,7 +192,7 @@ def record(
 
 
 def new_step(workload: Workload, side: Side, device: torch.device) -> Callable[[Batch], object]:
-    """A step of a side, on a model of its own."""
+    """Make a step of a side, with its own model."""
     if not side.shards:
         return plain_step(workload, side, device)
     model, optimizer = workload.build(device)
@@ -210,7 +210,7 @@ def new_step(workload: Workload, side: Side, device: torch.device) -> Callable[[
 
 
 def plain_step(workload: Workload, side: Side, device: torch.device) -> Callable[[Batch], object]:
-    """The loop that every PyTorch user knows, with autocast and a scaler where it has them."""
+    """Make the plain PyTorch loop, with autocast and a gradient scaler if needed."""
     model, optimizer = workload.build(device)
     model.train()
     if side.ddp:
@@ -236,7 +236,7 @@ def plain_step(workload: Workload, side: Side, device: torch.device) -> Callable
 
 @cache
 def group_of_one(device: torch.device) -> dist.ProcessGroup:
-    """A process group of this process alone."""
+    """Make a process group of this process only."""
     backend = dist.Backend.default_device_backend_map[device.type]
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return dist.group.WORLD
@@ -245,7 +245,8 @@ def group_of_one(device: torch.device) -> dist.ProcessGroup:
 def train(
     step: Callable[[Batch], object], batches: Sequence[Batch], steps: int, device: torch.device
 ) -> tuple[float, float]:
-    """Seconds a step until the device has done some, and until the host had handed them over."""
+    """Return seconds per step until the device has finished, and until the host has submitted
+    it."""
     synchronize(device)
     start = time.perf_counter()
     for number in range(steps):
@@ -256,13 +257,13 @@ def train(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device.index)
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes of the device that are in use; the peak is counted from here."""
+    """Return the device's allocated bytes, and reset the peak."""
     if device.type == "cpu":
         return 0
     torch.accelerator.reset_peak_memory_stats(device.index)
@@ -270,7 +271,7 @@ def allocated(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes of the device that have been in use since `allocated`."""
+    """Return the peak of the device's allocated bytes since `allocated`."""
     if device.type == "cpu":
         return 0
     return int(torch.accelerator.max_memory_allocated(device.index))

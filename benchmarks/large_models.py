@@ -1,22 +1,23 @@
-"""What a large model takes of each process: memory, bytes sent, processor time, beside others.
+"""The demands of a large model on each process, compared: memory, bytes sent, CPU time.
 
     python benchmarks/large_models.py [--steps 4] [--sides ddp,fsdp2,...] [--json FILE]
         [--width 768 --layers 8 --vocabulary 10752 --batch-size 8 --shards 8] [--processes 4]
         [--hand-back]
 
-Every side trains the same text model from the same values on the same batch, on processors with a
-thread each: one side after the other, in processes of its own. What a side cannot do here is left
-out, and a line says why.
+Every side trains the same text model from the same values on the same batch, on CPUs with one
+thread each: one side after another, in separate processes. Sides that cannot run here are left
+out, and a line gives the reason.
 
-Memory is looked at from outside, every 50 ms while the model is built, in the warm-up steps, and in
-as many steps after the measured ones; not in these, for it takes processor time. It is the most
-that any one process had, beside what a process has that has only imported PyTorch. Pages that
-several share count in parts (Pss). Bytes sent are what the loopback's counters grow by, in a
-network namespace of its own; without the right to make one, what others send counts, too.
+Memory is measured from outside, every 50 ms while the model is built, in the warmup steps, and in
+the same number of steps after the timed ones; not in the timed steps, because measuring takes CPU
+time. It is the peak of any one process, minus a process that has only imported PyTorch. Pages that
+several processes share are divided among them (Pss). Bytes sent are the increase of the loopback
+counters in a separate network namespace; without permission to create one, other programs' traffic
+is included.
 
-By default the C allocator keeps what is freed in pieces of some sizes, and onefold has it keep all;
-so a process has more than it uses at any time. With `--hand-back` the processes of all sides give
-large blocks back to the system as soon as they are freed, which takes processor time.
+By default, the C allocator keeps freed blocks of some sizes, and onefold makes it keep all of them;
+so a process has more memory than it uses. With `--hand-back`, the processes of all sides return
+large blocks to the system as soon as they are freed, which takes CPU time.
 """
 
 import argparse
@@ -58,11 +59,11 @@ HAND_BACK = {"MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(M
 REFERENCE = "nothing"
 
 Kept = dict[str, int]
-"""Bytes by the names of `FIELDS`, the most of any process."""
+"""Bytes by the names of `FIELDS`, the maximum over processes."""
 
 
 def sides_of(processes: int) -> dict[str, SideSpec]:
-    """The sides by name, in the order in which they are measured and shown."""
+    """Return the sides by name, in the order of measurement and display."""
     torchrun = (*TORCHRUN, "--nproc-per-node", str(processes))
     onefold = {
         f"onefold-{placement}-{exchange}": SideSpec(
@@ -95,7 +96,7 @@ def sides_of(processes: int) -> dict[str, SideSpec]:
 
 
 def main() -> None:
-    """Measure the sides named on the command line, all if none is."""
+    """Measure the sides named on the command line, or all of them."""
     args = arguments()
     size = Size(**{field.name: getattr(args, field.name) for field in fields(Size)})
     sides = sides_of(args.processes)
@@ -127,38 +128,38 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line, read."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=4, help="that are measured")
-    parser.add_argument("--sides", default=",".join(sides_of(1)), help="separated by commas")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps")
+    parser.add_argument("--sides", default=",".join(sides_of(1)), help="comma-separated names")
     parser.add_argument("--processes", type=int, default=4)
     for field in fields(Size):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=field.default, metavar="N")
     parser.add_argument(
-        "--hand-back", action="store_true", help="no process keeps memory that is free"
+        "--hand-back", action="store_true", help="return freed memory to the system"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the record")
     args = parser.parse_args()
     args.sides = args.sides.split(",")
     if unknown := set(args.sides) - set(sides_of(1)):
-        parser.error(f"expected sides of {', '.join(sides_of(1))}, got {', '.join(unknown)}")
+        parser.error(f"expected sides of {', '.join(sides_of(1))}, but got {', '.join(unknown)}")
     if args.batch_size % args.processes or args.batch_size % args.shards:
-        parser.error("expected a batch that processes and shards divide evenly")
+        parser.error("processes and shards must divide the batch evenly")
     return args
 
 
 def kept_at_start(spec: SideSpec, size: Size) -> Kept:
-    """What a process has, in the company of as many others, when it has imported PyTorch."""
+    """Return the memory of a process among as many others that has only imported PyTorch."""
     with running(spec, size, {}) as side:
         return kept_by(side.pids)
 
 
 @contextmanager
 def running(spec: SideSpec, size: Size, environment: Mapping[str, str]) -> Iterator[Side]:
-    """The processes of a side, which have no model yet."""
+    """Start the processes of a side, which have no model yet."""
     if find_spec(spec.package) is None:
         raise SideError(f"{spec.package} is not installed")
     program = [str(PROGRAM), spec.loop, json.dumps(asdict(size))]
@@ -179,7 +180,7 @@ def running(spec: SideSpec, size: Size, environment: Mapping[str, str]) -> Itera
 def measured(
     spec: SideSpec, size: Size, *, steps: int, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Train with a side, and say what it took."""
+    """Train with a side, and return its demands."""
     with running(spec, size, environment) as side:
         with watched(side.pids) as while_built:
             side.train(0)
@@ -204,7 +205,7 @@ def measured(
 
 @contextmanager
 def watched(pids: Sequence[int]) -> Iterator[Kept]:
-    """The most that any of the processes has had in the meantime; known at the end."""
+    """Record the peak memory of any of the processes in the block; known at its end."""
     found: Kept = dict.fromkeys(FIELDS, 0)
     ended = threading.Event()
 
@@ -223,7 +224,7 @@ def watched(pids: Sequence[int]) -> Iterator[Kept]:
 
 
 def kept_by(pids: Sequence[int]) -> Kept:
-    """What each has of memory now, the most of any; of those that have ended, nothing."""
+    """Return the current memory of the processes, the maximum of each field; 0 for ended ones."""
     found: Kept = dict.fromkeys(FIELDS, 0)
     for pid in pids:
         try:
@@ -235,12 +236,12 @@ def kept_by(pids: Sequence[int]) -> Kept:
 
 
 def most(one: Kept, other: Kept) -> Kept:
-    """The greater of each."""
+    """Return the maximum of each field."""
     return {name: max(one[name], other[name]) for name in FIELDS}
 
 
 def reason_of(error: SideError) -> str:
-    """The last line of what an error reports that tells of an error itself."""
+    """Return the last line of an error report that names an error."""
     lines = [line.strip() for line in str(error).splitlines() if "Error: " in line]
     return lines[0].partition("]:")[2].strip() or lines[0] if lines else str(error).splitlines()[0]
 
@@ -251,7 +252,7 @@ def show(
     before: Kept,
     args: argparse.Namespace,
 ) -> None:
-    """A table in Markdown, and what has to be known to read it."""
+    """Print a table in Markdown, and notes on how to read it."""
     columns = ["side", "memory, MiB", "of it anonymous", "while built", "sent, MiB"]
     columns += ["processor s", "s a step", f"loss of step {WARM_UP_STEPS + args.steps}"]
     print(" | ".join(["", *columns, ""]).strip())

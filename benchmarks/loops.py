@@ -1,8 +1,8 @@
-"""The training loops of all sides: what a process of a side does with a batch.
+"""The training loops of all sides: the work of one process with a batch.
 
-Each is written as its own documentation has it, with the settings that make it fast. All train the
-same model with the same optimizer; where several processes share a batch, each takes its part.
-Accelerate and Lightning Fabric are imported only by the processes that train with them.
+Each loop follows its own documentation, with the fastest settings. All train the same model with
+the same optimizer; if several processes share a batch, each takes its part. Accelerate and
+Lightning Fabric are imported only by the processes that train with them.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from workloads import Batch, Workload
 __all__ = ["LOOPS", "Loop", "Step", "losses", "onefold_step", "part", "plain_step"]
 
 Step = Callable[[Batch], Callable[[], float]]
-"""Trains on one batch; returns what tells the loss to whoever asks for it."""
+"""Trains on one batch; returns a function that reads the loss."""
 
 BACKENDS: dict[Kind, str] = {"cpu": "gloo", "cuda": "nccl"}
 DDP_SETTINGS: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True}
-"""What makes DistributedDataParallel fastest for models that do the same in every step."""
+"""The fastest settings of DistributedDataParallel for models that do the same in every step."""
 
 
 def no_end() -> None:
-    """Nothing has to be taken down."""
+    """Do nothing at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """One process's part in the training of one workload."""
+    """One process's part in the training of a workload."""
 
     step: Step
     """Trains on one of the batches."""
     batches: list[Batch]
-    """What this process trains on, round and round."""
+    """Batches of this process, used in turn."""
     devices: tuple[torch.device, ...]
-    """Where it computes."""
+    """Devices of this process."""
     end: Callable[[], None] = no_end
-    """Called in all processes when the last step is done."""
+    """Called in all processes after the last step."""
 
 
 def devices_of(spec: SideSpec, kind: Kind) -> tuple[torch.device, ...]:
-    """What this process of a side computes on; launchers number the processes in LOCAL_RANK."""
+    """Return the devices of this process; launchers number the processes in LOCAL_RANK."""
     if kind == "cpu":
         return (torch.device("cpu"),) * spec.devices_a_process
     first = int(os.environ["LOCAL_RANK"]) if spec.processes > 1 else 0
@@ -60,7 +60,7 @@ def devices_of(spec: SideSpec, kind: Kind) -> tuple[torch.device, ...]:
 
 
 def plain(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
-    """One device, the loop that every PyTorch user knows."""
+    """Make the plain PyTorch loop on one device."""
     devices = devices_of(spec, kind)
     model, optimizer = workload.build(devices[0])
     step = plain_step(autocast(model.train(), workload, kind), optimizer)
@@ -68,7 +68,7 @@ def plain(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
 
 
 def dataparallel(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
-    """nn.DataParallel over several GPUs of one process."""
+    """Make a loop with nn.DataParallel over several GPUs of one process."""
     devices = devices_of(spec, kind)
     model, optimizer = workload.build(devices[0])
     model = nn.DataParallel(model, list(devices)).train()
@@ -86,7 +86,7 @@ def ddp(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
 
 
 def accelerate(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
-    """Accelerate, which wraps model and optimizer."""
+    """Make a loop with Accelerate, which wraps model and optimizer."""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     devices = devices_of(spec, kind)
@@ -99,7 +99,7 @@ def accelerate(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
 
 
 def fabric(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
-    """Lightning Fabric, which wraps model and optimizer."""
+    """Make a loop with Lightning Fabric, which wraps model and optimizer."""
     from lightning_fabric import Fabric
     from lightning_fabric.strategies import DDPStrategy
 
@@ -116,7 +116,7 @@ def fabric(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
 
 
 def onefolded(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
-    """onefold, on the devices that its launcher gave it, or else those of the specification."""
+    """Make a loop with onefold, on the devices of its launcher or of the specification."""
     devices = devices_of(spec, kind)
     model, optimizer = workload.build()
     trainer = onefold.Trainer(
@@ -140,24 +140,24 @@ LOOPS: dict[str, Callable[[Workload, SideSpec, Kind], Loop]] = {
     "fabric": fabric,
     "onefold": onefolded,
 }
-"""By the name that a `SideSpec` gives."""
+"""Loops by the name in a `SideSpec`."""
 
 
 def peer_loop(step: Step, workload: Workload, devices: tuple[torch.device, ...]) -> Loop:
-    """A loop of a process that takes its part of every batch, as its rank says."""
+    """Make a loop of a process that takes its rank's part of every batch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mine = [part(batch, rank, world_size) for batch in workload.batches(devices[0])]
     return Loop(step=step, batches=mine, devices=devices, end=leave_group)
 
 
 def part(batch: Batch, rank: int, world_size: int) -> Batch:
-    """The share of `batch` that belongs to `rank`."""
+    """Return the part of `batch` that belongs to `rank`."""
     inputs, labels = batch
     return inputs.tensor_split(world_size)[rank], labels.tensor_split(world_size)[rank]
 
 
 def leave_group() -> None:
-    """Leave the process group, with everybody else: gloo may hang if one leaves before."""
+    """Leave the process group together with all others, because gloo may hang otherwise."""
     dist.barrier()
     dist.destroy_process_group()
 
@@ -165,7 +165,7 @@ def leave_group() -> None:
 def autocast(
     model: nn.Module, workload: Workload, kind: Kind
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The model, computing in the workload's precision; its output is in float32."""
+    """Return the model in the workload's precision, with float32 output."""
     if workload.precision == "fp32":
         return model
 
@@ -181,7 +181,7 @@ def plain_step(
     optimizer: torch.optim.Optimizer,
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
 ) -> Step:
-    """A step of plain PyTorch."""
+    """Make a step of plain PyTorch."""
 
     def step(batch: Batch) -> Callable[[], float]:
         inputs, labels = batch
@@ -195,7 +195,7 @@ def plain_step(
 
 
 def onefold_step(trainer: onefold.Trainer) -> Step:
-    """A step of onefold."""
+    """Make a step of onefold."""
 
     def step(batch: Batch) -> Callable[[], float]:
         done = trainer.step(batch)
@@ -205,13 +205,13 @@ def onefold_step(trainer: onefold.Trainer) -> Step:
 
 
 def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The loss of every sample of a shard; of its pixels or tokens the mean."""
+    """Return the loss of every sample of a shard, averaged over its pixels or tokens."""
     inputs, labels = batch
     outputs = model(inputs)
-    if outputs.dim() != 3:  # of a sample, or of pixels
+    if outputs.dim() != 3:  # per sample, or per pixel
         found = F.cross_entropy(outputs, labels, reduction="none")
     else:
-        # Of tokens, whose logits lie side by side.
+        # Logits of tokens are in the last dimension.
         found = F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="none")
         found = found.view(labels.shape)
     return found if found.dim() == 1 else found.flatten(1).mean(1)

@@ -1,8 +1,8 @@
-"""What the benchmarks share: measuring in turn, medians, the table and the JSON record.
+"""Shared parts of the benchmarks: alternating measurements, medians, tables and JSON records.
 
-Nothing here knows what is measured. A benchmark hands over named measurements; they are taken in
-turn, there and back (A B C C B A ...), so that whatever else the machine does meets all of them
-alike and none has the better place in the row, and compared round by round.
+Nothing here knows what is measured. A benchmark passes named measurements, which are taken in the
+order A B C C B A ... and compared round by round, so that disturbances affect all of them equally
+and none has the better position.
 """
 
 import argparse
@@ -41,23 +41,23 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 DISTURBED_CORES = 0.1
-"""More cores than this at work for other programs spoil a measurement."""
+"""Number of cores used by other programs above which a measurement is disturbed."""
 VERSIONS_OF = ("onefold", "torch", "accelerate", "lightning-fabric")
-"""Packages whose versions a record tells, where they are installed."""
+"""Packages whose versions a record contains, if they are installed."""
 TABLE_COLUMNS = 180
-"""Width of the table where the output is not a terminal."""
+"""Width of tables if the output is not a terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """The median of several measurements, with the least and the greatest of them."""
+    """Median of several measurements, with their minimum and maximum."""
 
     median: float
     low: float
     high: float
 
     def text(self, decimals: int) -> str:
-        """The three numbers as `median (low-high)`."""
+        """Format the three numbers as `median (low-high)`."""
         median, low, high = (
             f"{value:,.{decimals}f}" for value in (self.median, self.low, self.high)
         )
@@ -65,28 +65,28 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Median, least and greatest of `values`; raises `ValueError` if there are none."""
+    """Return median, minimum and maximum of `values`; raises `ValueError` if there are none."""
     taken = sorted(values)
     if not taken:
-        raise ValueError("expected at least one measurement, got none")
+        raise ValueError("expected at least one measurement, but got none")
     return Spread(median=statistics.median(taken), low=taken[0], high=taken[-1])
 
 
 def middle_half(values: Sequence[float]) -> Spread:
-    """Median and quartiles of many `values`, where single ones say nothing."""
+    """Return median and quartiles of many `values`, of which single ones are noise."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return Spread(median=median, low=low, high=high)
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
-    """The spread of `over / under`, taken round by round and not between the medians."""
+    """Return the spread of `over / under`, computed round by round instead of from medians."""
     return spread(a / b for a, b in zip(over, under, strict=True))
 
 
 def in_turn(measurements: Mapping[K, Callable[[], T]], *, rounds: int) -> dict[K, list[T]]:
-    """Take every measurement once a round, in the order given and, every second time, backwards."""
+    """Take every measurement once per round, in the given order and every second time backwards."""
     if rounds < 1:
-        raise ValueError(f"expected at least one round, got {rounds}")
+        raise ValueError(f"expected at least one round, but got {rounds}")
     taken: dict[K, list[T]] = {name: [] for name in measurements}
     for number in range(rounds):
         row = list(measurements.items())
@@ -96,22 +96,22 @@ def in_turn(measurements: Mapping[K, Callable[[], T]], *, rounds: int) -> dict[K
 
 
 def busy_s(stat: str, *, ticks_per_s: int) -> float:
-    """Seconds that all cores together have worked since the start, in the text of /proc/stat.
+    """Return the total busy seconds of all cores since boot, given the text of /proc/stat.
 
-    What the host of a virtual machine took away counts as work: it is lost to us alike.
+    Time stolen by the host of a virtual machine counts as busy, because it is lost in the same way.
     """
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, stat.split()[1:9])
     return (user + nice + system + irq + softirq + steal) / ticks_per_s
 
 
 def machine_busy_s() -> float:
-    """Seconds that all cores of this machine have worked so far."""
+    """Return the total busy seconds of all cores of this machine."""
     stat = Path("/proc/stat").read_text(encoding="utf-8")
     return busy_s(stat, ticks_per_s=os.sysconf("SC_CLK_TCK"))
 
 
 def cpu_model(cpuinfo: str) -> str:
-    """The processor's name in the text of /proc/cpuinfo, "unknown" where it gives none."""
+    """Return the CPU's name given the text of /proc/cpuinfo, or "unknown"."""
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -122,7 +122,7 @@ def cpu_model(cpuinfo: str) -> str:
 def record(
     benchmark: str, *, settings: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """All that one run of a benchmark found, and on what it found it, ready for JSON."""
+    """Return the complete record of a benchmark run, with its environment, ready for JSON."""
     return {
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -134,21 +134,21 @@ def record(
 
 
 def versions() -> dict[str, str]:
-    """The versions that decide how fast things run."""
+    """Return the versions that affect speed."""
     installed = {one.name: one.version for one in metadata.distributions()}
     packages = {name: installed[name] for name in VERSIONS_OF if name in installed}
     return {"python": platform.python_version(), **packages}
 
 
 def hardware() -> dict[str, Any]:
-    """The processor's name, and how many cores this process may use."""
+    """Return the CPU's name, and the number of cores available to this process."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     return {"cpu": cpu_model(text), "cores": len(os.sched_getaffinity(0))}
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Show `rows` under `columns`; the first column is text, the others are numbers."""
+    """Print `rows` under `columns`; the first column is text, the others are numbers."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
@@ -161,25 +161,25 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def print_disturbance(others_cores: float, what: str) -> None:
-    """Say so if other programs were at work during the measurements of `what`."""
+    """Report if other programs were active during the measurements of `what`."""
     if others_cores > DISTURBED_CORES:
         print(f"Disturbed: other programs kept {others_cores:.2f} cores busy during {what}")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Let a benchmark's command line say where its record goes."""
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the record here as well")
+    """Add the option for the record's file to a command line."""
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file for the record")
 
 
 def deliver(found: Mapping[str, Any], output: Path | None) -> None:
-    """Print `found` as one line of JSON, and write it to `output` if there is one."""
+    """Print `found` as one line of JSON, and write it to `output` if given."""
     print(json.dumps(found, default=asdict), flush=True)
     if output is not None:
         write_record(found, output)
 
 
 def write_record(found: Mapping[str, Any], path: Path) -> None:
-    """Write `found` as indented JSON, whole or not at all."""
+    """Write `found` as indented JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.new")
     aside.write_text(json.dumps(found, default=asdict, indent=2) + "\n", encoding="utf-8")

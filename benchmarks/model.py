@@ -1,8 +1,8 @@
-"""What an exchange costs, by arithmetic: bytes, messages, memory and time against devices.
+"""A model of the exchange's cost: bytes, messages, memory and time by number of devices.
 
-Nothing here measures anything; `scaling.py` holds these numbers against measurements, and
-docs/studies/scaling.md says where the formulas come from. Amounts are for one step and one device,
-on the average over the devices, unless a name says otherwise.
+Nothing here is measured; `scaling.py` compares these numbers with measurements, and
+docs/studies/scaling.md derives the formulas. Amounts are for one step and one device, averaged over
+the devices, unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 4 << 20
-"""Longest message of partial sums or parameters, as `onefold.core.flat.cut_chunks` cuts them."""
+"""Maximum size of a message of partial sums or parameters: see `onefold.core.flat.cut_chunks`."""
 LARGE_BYTES = 256 << 10
-"""From here on a tensor is moved by itself, and copied only where others must see it."""
+"""Larger tensors are sent separately, and copied only if others must read them."""
 HEAD_BYTES = 144
-"""What a device states first in every step: step, samples, shares, checksums, and so on."""
+"""Size of a device's head in every step: step, samples, shares, checksums and so on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What is trained, and on how much."""
+    """The size of a training run."""
 
     parameter_bytes: int
-    """P: of the trained parameters in float32, and so of a gradient."""
+    """P: size of the trained parameters in float32, and so of a gradient."""
     devices: int
     """D."""
     shards: int
     """V."""
     devices_per_host: int
-    """g; all devices are on one host where there are no more than this."""
+    """g: devices per host; with fewer devices, all are on one host."""
     parameters: int = 1
-    """How many tensors the parameters are."""
+    """Number of parameter tensors."""
     small_bytes: int = 0
-    """Of those tensors that are less than `LARGE_BYTES`."""
+    """Total size of the tensors smaller than `LARGE_BYTES`."""
     chunks_each: float | None = None
-    """Messages of a partition, on average; reckoned for tensors of equal size if None."""
+    """Mean number of messages per partition; None to compute it for tensors of equal size."""
     buffers: int = 0
-    """How many buffers the model has."""
+    """Number of buffers of the model."""
     buffer_row_bytes: int = 0
-    """Of all buffers, as one shard leaves them."""
+    """Size of all buffers of one shard."""
     state_copies: int = 1
-    """Tensors that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam."""
+    """State tensors per parameter: 1 for momentum, 2 for Adam."""
     low: bool = False
-    """Whether a shard computes in 16 bits: its low parameters or gradients are there as well."""
+    """Whether shards compute in 16 bits, with additional low-precision parameters or gradients."""
     low_parameters: bool = False
-    """Whether models hold parameters of 16 bits, beside float32 masters of each partition."""
+    """Whether models hold 16-bit parameters, in addition to float32 masters of each partition."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.devices <= self.shards:
@@ -81,12 +81,12 @@ class Run:
             )
         if self.devices_per_host < 1 or self.parameter_bytes < 1:
             raise ValueError(
-                f"expected at least one device a host and one byte of parameters, got "
+                f"devices per host and bytes of parameters must be at least 1, but got "
                 f"{self.devices_per_host} and {self.parameter_bytes}"
             )
         if self.devices > self.devices_per_host and self.devices % self.devices_per_host:
             raise ValueError(
-                f"expected full hosts of {self.devices_per_host} devices, got {self.devices} in all"
+                f"expected full hosts of {self.devices_per_host} devices, got {self.devices}"
             )
 
     @property
@@ -96,87 +96,87 @@ class Run:
 
     @property
     def on_host(self) -> int:
-        """Devices that share a host: g, or all of them on a single host."""
+        """Number of devices that share a host: g, or all of them on a single host."""
         return min(self.devices, self.devices_per_host)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Shards of each device."""
+        """Number of shards of each device."""
         return Shares.even(shards=self.shards, devices=self.devices).counts
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Partial sums that each device publishes."""
+        """Number of partial sums that each device publishes."""
         return tuple(len(blocks) for blocks in _blocks(self))
 
     @property
     def k(self) -> float:
-        """Partial sums that a device publishes on the average: 1 where D divides V evenly enough
-        for every device's shards to be one block."""
+        """Mean number of partial sums per device: 1 if D divides V so evenly that every device's
+        shards are one block."""
         return sum(self.blocks) / self.devices
 
     @property
     def held_bytes(self) -> float:
-        """Of the parameters, as models hold them and as they are handed on."""
+        """Size of the parameters, as models hold and send them."""
         return self.parameter_bytes / 2 if self.low_parameters else self.parameter_bytes
 
     @property
     def away(self) -> float:
-        """The part of the parameters that others own."""
+        """Fraction of the parameters that other devices own."""
         return (self.devices - 1) / self.devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """How fast things go. All speeds are one way; the other way goes on at the same time."""
+    """Speeds of links, in one direction; both directions work at the same time."""
 
     host_bytes_per_s: float
-    """What leaves a host for others, over all its network cards."""
+    """Speed from a host to others, over all its network cards."""
     device_bytes_per_s: float
-    """What leaves a device, wherever it goes."""
+    """Speed from a device to anywhere."""
     memory_bytes_per_s: float
-    """Partial sums added up, or copied, in a device's own memory."""
+    """Speed of adding or copying partial sums in a device's own memory."""
     message_s: float
-    """What a device spends on sending one message and receiving one."""
+    """Time of a device for sending one message and receiving one."""
     delay_s: float
-    """From one host to another, one way."""
+    """Latency between hosts, one way."""
 
 
 # Through messages
 
 
 def collect_bytes(run: Run) -> float:
-    """Partial sums sent to the owners of their partitions: k P (D - 1) / D."""
+    """Return the bytes of partial sums sent to the owners of their partitions: k P (D - 1) / D."""
     return run.k * run.parameter_bytes * run.away
 
 
 def publish_bytes(run: Run) -> float:
-    """Updated partitions sent to everybody: P (D - 1) / D, or half of it if they are low."""
+    """Return the bytes of updated partitions sent to all: P (D - 1) / D, or half if low."""
     return run.held_bytes * run.away
 
 
 def table_bytes(run: Run) -> float:
-    """A device's head, its row and its shards' totals, sent to each of the others.
+    """Return the bytes of a device's head, row and shard totals, sent to each other device.
 
-    The row is four bytes a parameter, and for each shard a weight, a checksum of the values beside
-    its loss, how many samples were left out, and one byte a buffer; total and digest have sixteen.
+    The row has four bytes per parameter, and for each shard a weight, a checksum of the logged
+    metrics, the number of skipped samples, and one byte per buffer; total and digest have sixteen.
     """
     of_shards = (8 + 8 + 8 + run.buffers + 16) * run.shards / run.devices
     return (run.devices - 1) * (HEAD_BYTES + 4 * run.parameters + of_shards)
 
 
 def buffer_bytes(run: Run) -> float:
-    """Buffers as each shard left them, on the average of the devices."""
+    """Return the bytes of the shards' buffers, averaged over the devices."""
     return (run.devices - 1) * sum(run.counts) / run.devices * run.buffer_row_bytes
 
 
 def collective_bytes(run: Run) -> float:
-    """All that a device sends in a step."""
+    """Return all bytes that a device sends in a step."""
     return collect_bytes(run) + publish_bytes(run) + table_bytes(run) + buffer_bytes(run)
 
 
 def chunks(run: Run) -> float:
-    """Messages of a partition: tensors by themselves, in parts, or small ones side by side."""
+    """Return the messages per partition: tensors alone, in parts, or small ones together."""
     if run.chunks_each is not None:
         return run.chunks_each
     partition_bytes = run.parameter_bytes / run.devices
@@ -188,22 +188,22 @@ def chunks(run: Run) -> float:
 
 
 def collective_messages(run: Run) -> float:
-    """Messages sent: to each other device a head, a row, norms, k partitions there and one back."""
+    """Return the messages to each other device: head, row, norms, k partitions, and one back."""
     buffers = 1 if run.buffer_row_bytes else 0
     return (run.devices - 1) * (3 + (run.k + 1) * chunks(run) + buffers)
 
 
 def host_bytes(run: Run) -> float:
-    """Partial sums and parameters that all devices of one host send to other hosts."""
+    """Return the bytes of partial sums and parameters that a host sends to other hosts."""
     elsewhere = (run.devices - run.on_host) / run.devices
     return run.on_host * (run.k + 1) * run.parameter_bytes * elsewhere
 
 
 def collective_s(run: Run, links: Links) -> float:
-    """Seconds of `publish`, `collect` and `publish_parameters`.
+    """Return the seconds of `publish`, `collect` and `publish_parameters`.
 
-    The slower of what leaves a device and what leaves its host, messages one after the other, two
-    delays (there and back), and copying and adding up at the speed of memory.
+    This is the slower of a device's and its host's traffic, plus sequential messages, two latencies
+    (there and back), and copying and adding at the speed of memory.
     """
     leaving = max(
         collective_bytes(run) / links.device_bytes_per_s, host_bytes(run) / links.host_bytes_per_s
@@ -216,10 +216,10 @@ def collective_s(run: Run, links: Links) -> float:
 
 
 def collective_memory_bytes(run: Run) -> float:
-    """Of all devices together: what training adds to processes that hold no model.
+    """Return the additional bytes of training in all devices together, without the model.
 
-    Each has the parameters, room for its partition of everybody else's partial sums, the
-    gradients (its own partial sums among them), and its part of the optimizer's state.
+    Each device has the parameters, space for the other devices' partial sums of its partition, the
+    gradients (including its own partial sums), and its part of the optimizer state.
     """
     if run.devices == 1:
         return _solo_memory_bytes(run)
@@ -231,29 +231,30 @@ def collective_memory_bytes(run: Run) -> float:
 
 
 def shared_written_bytes(run: Run) -> float:
-    """Partial sums copied for others: k times their parts of large tensors, and all small ones."""
+    """Return the bytes copied for others: k times their parts of large tensors, and all small
+    ones."""
     if run.devices == 1:
         return 0.0
     return run.k * ((run.parameter_bytes - run.small_bytes) * run.away + run.small_bytes)
 
 
 def shared_read_bytes(run: Run) -> float:
-    """Partial sums that the owner of a partition adds up: D k P / D."""
+    """Return the bytes of partial sums that the owner of a partition adds: D k P / D."""
     return run.devices * run.k * run.parameter_bytes / run.devices if run.devices > 1 else 0.0
 
 
 def shared_messages(run: Run) -> float:
-    """Four meetings a step, at each of which every process tells every other one."""
+    """Return the messages of a step: four barriers, in which every process signals every other."""
     return 4 * (run.devices - 1)
 
 
 def shared_s(run: Run, *, memory_bytes_per_s: float, meeting_s: float) -> float:
-    """Seconds of a whole exchange where the processes have a core each.
+    """Return the seconds of a whole exchange if the processes have a core each.
 
     Args:
-        run: on one host.
-        memory_bytes_per_s: of one process.
-        meeting_s: a fixed cost of each meeting.
+        run: a run on one host.
+        memory_bytes_per_s: memory speed of one process.
+        meeting_s: fixed cost of each barrier.
     """
     meetings = 2 * meeting_s if run.devices > 1 else 0.0
     moved = shared_written_bytes(run) + shared_read_bytes(run)
@@ -261,9 +262,9 @@ def shared_s(run: Run, *, memory_bytes_per_s: float, meeting_s: float) -> float:
 
 
 def shared_memory_bytes(run: Run) -> float:
-    """Like `collective_memory_bytes`, where the parameters exist once a host.
+    """Like `collective_memory_bytes`, with the parameters once per host.
 
-    What others see of partial sums lies in shared memory beside the gradients.
+    Partial sums for others are in shared memory, in addition to the gradients.
     """
     if run.devices == 1:
         return _solo_memory_bytes(run)
@@ -274,12 +275,12 @@ def shared_memory_bytes(run: Run) -> float:
 
 
 def ring_bytes(run: Run) -> float:
-    """What a device sends in a ring all-reduce: 2 P (D - 1) / D."""
+    """Return the bytes that a device sends in a ring all-reduce: 2 P (D - 1) / D."""
     return 2 * run.parameter_bytes * run.away
 
 
 def ring_s(run: Run, links: Links) -> float:
-    """Seconds of a ring all-reduce whose ring enters and leaves every host once."""
+    """Return the seconds of a ring all-reduce whose ring enters and leaves every host once."""
     if run.devices == 1:
         return 0.0
     slowest = links.device_bytes_per_s
@@ -290,15 +291,15 @@ def ring_s(run: Run, links: Links) -> float:
 
 
 def folded_host_bytes(run: Run) -> float:
-    """What one host would send if its devices added up among themselves first: 2 P (H - 1) / H.
+    """Return a host's bytes if its devices added among themselves first: 2 P (H - 1) / H.
 
-    Not built. It needs every host's shards to be one block of the fold, for its order to stay.
+    Not built. To keep the order of addition, every host's shards must be one block of the fold.
     """
     return 2 * run.parameter_bytes * (run.hosts - 1) / run.hosts
 
 
 def folded_s(run: Run, links: Links) -> float:
-    """Seconds of such an exchange: inside the hosts, between them, and back. Not built."""
+    """Return the seconds of such an exchange: inside hosts, between them, and back. Not built."""
     inside = 2 * run.parameter_bytes * (run.on_host - 1) / run.on_host / links.device_bytes_per_s
     between = folded_host_bytes(run) / links.host_bytes_per_s
     talking = 2 * (run.on_host + run.hosts - 2) * links.message_s
@@ -312,18 +313,18 @@ def _solo_memory_bytes(run: Run) -> float:
 
 
 def _kept_bytes(run: Run) -> float:
-    """Of all devices: gradients, low-precision copies, and what owners keep of partitions."""
+    """Return all devices' bytes of gradients, low-precision copies, and owned partition state."""
     copies = _gradients(run) + run.state_copies + run.low_parameters
     low = run.devices * run.parameter_bytes / 2 if run.low else 0.0
     return run.parameter_bytes * copies + low
 
 
 def _gradients(run: Run) -> float:
-    """Gradients, all devices together, that are there at once toward the end of backward.
+    """Return the number of gradients, over all devices, that exist toward the end of backward.
 
-    A device keeps the sums of its earlier blocks while it runs the last one. In a block a shard's
-    gradient is made while the left halves of all nodes that it lies in the right half of wait: one
-    for every 1 in the binary number of the shard within its block.
+    A device keeps the sums of its earlier blocks while it runs the last one. Within a block, the
+    gradient of a shard coexists with the left half of each node that has the shard in its right
+    half: one for every 1 in the binary number of the shard within its block.
     """
     return sum(
         len(blocks) - 1 + max(_waiting(block.stop - block.start) for block in blocks) + 1
@@ -332,7 +333,7 @@ def _gradients(run: Run) -> float:
 
 
 def _waiting(shards: int) -> int:
-    """The most sums that wait while a shard of a block of so many is run."""
+    """Return the maximum number of waiting sums while a block of this many shards runs."""
     return max(number.bit_count() for number in range(shards))
 
 

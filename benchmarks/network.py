@@ -1,8 +1,8 @@
-"""Two hosts on one machine: network namespaces joined by a cable of known speed. Needs root.
+"""Two hosts on one machine: network namespaces joined by a link of known speed. Requires root.
 
-A namespace has its own loopback, addresses and ports, so processes in two of them see each other
-as two hosts would. What leaves either end of the cable passes a token bucket (`tc tbf`), and where
-a delay is asked for, a queue that holds it back (`tc netem`).
+A namespace has its own loopback, addresses and ports, so processes in two namespaces see each other
+like two hosts. Traffic leaving either end of the link passes a token bucket (`tc tbf`), and, for a
+latency, a delaying queue (`tc netem`).
 """
 
 import os
@@ -19,63 +19,63 @@ __all__ = ["Cable", "Host", "NetworkError", "alone_on_loopback", "two_hosts", "w
 
 TOOLS = ("ip", "tc", "unshare")
 NAMESPACES = Path("/run/netns")
-"""Where `ip` keeps the names of namespaces."""
+"""Where `ip` stores the names of namespaces."""
 BURST = "128kb"
 QUEUE = "16mb"
-"""Long enough that nothing is dropped: what TCP makes of losses is not measured here."""
+"""Long enough that nothing is dropped, because TCP's reaction to losses is not measured here."""
 END_LIMIT_S = 10.0
 
 
 class NetworkError(RuntimeError):
-    """The network could not be made."""
+    """The network could not be created."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cable:
-    """What joins two hosts."""
+    """The link between two hosts."""
 
     mbit_per_s: int
-    """Each way, headers included."""
+    """Speed in each direction, including headers."""
     delay_ms: float = 0.0
     """Each way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One end of the cable."""
+    """One end of the link."""
 
     name: str
-    """Of the namespace, and of the network interface in it."""
+    """Name of the namespace, and of the network interface in it."""
     address: str
     """Its IPv4 address."""
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """What runs `command` on this host."""
+        """Return the command that runs `command` on this host."""
         return ["ip", "netns", "exec", self.name, *command]
 
 
 def why_not() -> str | None:
-    """Why no network can be made here, in one line; None where it can."""
+    """Return why no network can be created here, in one line; None if it can."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
-        return f"needs {' and '.join(missing)}, which this machine lacks"
+        return f"needs {' and '.join(missing)}, which are not installed"
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
-        return "needs root, to make network namespaces"
+        return "requires root to create network namespaces"
     return None
 
 
 def alone_on_loopback(command: Sequence[str]) -> list[str]:
-    """What runs `command` in a namespace of its own, which has a loopback and nothing else."""
+    """Return the command that runs `command` in a separate namespace with only a loopback."""
     script = 'ip link set lo up && exec "$@"'
     return ["unshare", "--net", "sh", "-c", script, "sh", *command]
 
 
 @contextmanager
 def two_hosts(cable: Cable) -> Iterator[tuple[Host, Host]]:
-    """Two hosts joined by `cable`; they and all that runs on them are gone afterwards.
+    """Create two hosts joined by `cable`; remove them and all their processes at the end.
 
     Raises:
-        NetworkError: a command failed; the message says which.
+        NetworkError: a command failed. The message names it.
     """
     reason = why_not()
     if reason is not None:
@@ -86,7 +86,7 @@ def two_hosts(cable: Cable) -> Iterator[tuple[Host, Host]]:
     )
     with ExitStack() as undo:
         for host in hosts:
-            undo.callback(_remove, host)  # first: Ctrl-C may come as soon as the host is there
+            undo.callback(_remove, host)  # first, because Ctrl-C may follow immediately
             _do("ip", "netns", "add", host.name)
         first, second = hosts
         ends = ("type", "veth", "peer", "name", second.name, "netns", second.name)
@@ -117,7 +117,7 @@ def _do(*command: str) -> None:
 
 
 def _remove(host: Host) -> None:
-    """End what still runs on the host, and take it away, if it was made."""
+    """Stop remaining processes on the host, and remove it if it was created."""
     if not (NAMESPACES / host.name).exists():
         return
     limit_s = time.monotonic() + END_LIMIT_S
@@ -139,4 +139,4 @@ def _kill(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
-        return  # it has ended by itself
+        return  # it ended by itself

@@ -1,12 +1,12 @@
-"""What onefold itself takes of a step: the step, less forward, backward and optimizer.
+"""The overhead of onefold in a step: the step without forward, backward and optimizer.
 
     python benchmarks/overhead.py [--workload mlp thousand] [--seconds 15] [--output FILE]
 
-In one process with one thread, on one device, four loops train equal models in turn, a block of few
-steps at a time: `Trainer.step` with one shard, the same arithmetic as a bare loop of plain PyTorch,
-`Trainer.step` with two shards, and a bare loop over two half batches. What is told is the
-difference between neighbors, block by block. With one shard the bits of both must be the same in
-the end, so nothing can have been left out.
+In one process with one thread, on one device, four loops train equal models alternately, in blocks
+of a few steps: `Trainer.step` with one shard, the same arithmetic as a plain PyTorch loop,
+`Trainer.step` with two shards, and a plain loop over two half batches. The result is the difference
+between neighbors, block by block. With one shard, the bits of both must agree at the end, so that
+nothing can be left out.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from workloads import WORKLOADS, Batch, Workload
 __all__ = ["main"]
 
 BLOCK_S = 0.01
-"""About how long the bare loop takes for a block: short, so that the same happens to neighbors."""
+"""Approximate duration of a plain block: short, so that disturbances affect neighbors equally."""
 WARM_UP_STEPS = 5
 LEAST_ROUNDS = 2
 SHARDS = (1, 2)
@@ -47,7 +47,7 @@ SHARDS = (1, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """onefold and the bare loop over the same parts of a batch, each with a model of its own."""
+    """onefold and the plain loop over the same parts of a batch, each with its own model."""
 
     ours: Step
     bare: Step
@@ -56,14 +56,14 @@ class Pair:
 
 
 def main() -> None:
-    """Measure the workloads named on the command line, the two small ones if none is."""
+    """Measure the workloads named on the command line, or the two small ones."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--workload", nargs="+", choices=WORKLOADS, default=["mlp", "thousand"], metavar="NAME"
     )
-    parser.add_argument("--seconds", type=float, default=15.0, help="for each workload")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds per workload")
     add_output(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def measured(name: str, workload: Workload, seconds: float) -> dict[str, Any]:
-    """All loops of a workload, in turn."""
+    """Measure all loops of a workload, alternately."""
     batches = workload.batches()
     pairs = {shards: new_pair(workload, shards) for shards in SHARDS}
     steps = {
@@ -98,17 +98,17 @@ def measured(name: str, workload: Workload, seconds: float) -> dict[str, Any]:
 
 
 def ours(shards: int) -> str:
-    """What the loop of onefold with so many shards is called."""
+    """Return the name of onefold's loop with this number of shards."""
     return f"onefold, {shards} shard{'s' if shards > 1 else ''}"
 
 
 def bare(shards: int) -> str:
-    """What the bare loop over so many parts of a batch is called."""
+    """Return the name of the plain loop over this number of parts."""
     return f"bare loop, {shards} part{'s' if shards > 1 else ''}"
 
 
 def new_pair(workload: Workload, shards: int) -> Pair:
-    """Both loops of a number of shards, at the same start."""
+    """Make both loops for a number of shards, with the same start."""
     our_model, our_optimizer = workload.build()
     trainer = onefold.Trainer(
         our_model, our_optimizer, losses, shards=shards, devices=["cpu"], threads=1
@@ -126,7 +126,7 @@ def new_pair(workload: Workload, shards: int) -> Pair:
 
 
 def parts_step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: int) -> Step:
-    """A bare step that goes through a batch part by part and adds up the gradients."""
+    """Make a plain step that processes a batch part by part and adds the gradients."""
 
     def step(batch: Batch) -> Callable[[], float]:
         optimizer.zero_grad()
@@ -141,7 +141,7 @@ def parts_step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: int) -
 
 
 def step_us(step: Step, batches: Sequence[Batch], steps: int) -> float:
-    """Microseconds of a step, on the average of `steps`."""
+    """Return the mean microseconds per step over `steps` steps."""
     start_s = time.perf_counter()
     for number in range(steps):
         step(batches[number % len(batches)])
@@ -149,7 +149,8 @@ def step_us(step: Step, batches: Sequence[Batch], steps: int) -> float:
 
 
 def watched(measure: Callable[[], Any]) -> tuple[Any, float]:
-    """What `measure` returns, and how many cores worked for somebody else in the meantime."""
+    """Return the result of `measure`, and the number of cores that other programs used
+    meanwhile."""
     before_s, cpu_before_s, start_s = machine_busy_s(), time.process_time(), time.perf_counter()
     found = measure()
     elsewhere_s = machine_busy_s() - before_s - (time.process_time() - cpu_before_s)
@@ -157,16 +158,16 @@ def watched(measure: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def check_bits(pair: Pair) -> None:
-    """Raise `RuntimeError` unless both loops have come to the same parameters."""
+    """Raise `RuntimeError` unless both loops have the same parameters."""
     trained = zip(pair.our_model.parameters(), pair.bare_model.parameters(), strict=True)
     if not all(torch.equal(our, bare) for our, bare in trained):
-        raise RuntimeError("with one shard, onefold and the bare loop came to different bits")
+        raise RuntimeError("with one shard, onefold and the bare loop have different bits")
 
 
 def summary(
     name: str, taken: Mapping[str, Sequence[float]], *, block: int, others_cores: float
 ) -> dict[str, Any]:
-    """Microseconds of every loop, and of onefold itself for each number of shards."""
+    """Return the microseconds of every loop, and onefold's overhead for each number of shards."""
     return {
         "workload": name,
         "steps_a_block": block,
@@ -178,12 +179,12 @@ def summary(
 
 
 def difference(longer: Sequence[float], shorter: Sequence[float]) -> Spread:
-    """Median and quartiles of `longer - shorter`, block by block."""
+    """Return median and quartiles of `longer - shorter`, block by block."""
     return middle_half([a - b for a, b in zip(longer, shorter, strict=True)])
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """A table for each workload."""
+    """Print a table for each workload."""
     for found in results:
         rows = [[label, times.text(0)] for label, times in found["step_us"].items()]
         rows += [[f"{label}: itself", own.text(0)] for label, own in found["own_us"].items()]

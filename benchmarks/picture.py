@@ -1,12 +1,12 @@
-"""Draws how fast training goes, and writes the tables of docs/studies/speed.md.
+"""Draws training speeds, and writes the tables of docs/studies/speed.md.
 
-Both are made from the record that `training.py` has written, so that they never differ.
+Both use the record of `training.py`, so that they always agree.
 
     python benchmarks/picture.py [--results benchmarks/results] [--output docs/studies/speed.png]
                                  [--page docs/studies/speed.md]
 
-One panel a workload, one bar a side: speed as a multiple of that of the plain loop with one thread.
-The whiskers reach from the least to the greatest of the rounds.
+One panel per workload, one bar per side: speed as a multiple of the plain loop with one thread.
+The whiskers are the minimum and maximum over the rounds.
 """
 
 import argparse
@@ -25,7 +25,7 @@ __all__ = ["main"]
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH_PX, HEIGHT_PX, DPI = 960, 600, 100
 SHARPNESS = 2
-"""Pixels of the file for each that is shown."""
+"""Pixels of the file per displayed pixel."""
 COLUMNS = 4
 ROWS = 2
 GRAY, BLUE, LIGHT_BLUE, LINE = "#9aa0a6", "#1f6feb", "#8fb8f6", "#3c4043"
@@ -35,7 +35,7 @@ BEGIN, END = "<!-- tables: written by benchmarks/picture.py -->", "<!-- end of t
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A side that is drawn."""
+    """A side to draw."""
 
     side: str
     label: str
@@ -52,7 +52,7 @@ BARS = [
     Bar("onefold-2-collective", "onefold, 2 devices, by network", LIGHT_BLUE),
     Bar("onefold-2-shared", "onefold, 2 devices", BLUE),
 ]
-"""From the top down."""
+"""Bars from top to bottom."""
 
 TITLES = {
     "cnn-adam": "CNN, 26M parameters, Adam",
@@ -69,7 +69,7 @@ RATIOS = {
     "onefold, 2 devices / best of the others": "2 devices / best of DDP, Accelerate, Fabric",
     "onefold, 2 devices / plain, all threads": "2 devices / plain loop, all cores",
 }
-"""Columns of the second table: the record's name for a ratio, and the page's."""
+"""Columns of the second table: the ratio's name in the record, and on the page."""
 
 
 def main() -> None:
@@ -91,10 +91,10 @@ def main() -> None:
 
 
 def training_record(folder: Path) -> dict[str, Any]:
-    """The record of `training.py` among those in `folder`; ends the program if there is none.
+    """Find the record of `training.py` in `folder`; exit the program if there is none.
 
-    One in which all sides keep their memory, or compute in low precision, is another measurement,
-    and is passed over.
+    Records in which all sides keep their memory, or compute in low precision, are other
+    measurements and are skipped.
     """
     for path in sorted(folder.glob("*.json")):
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -102,14 +102,14 @@ def training_record(folder: Path) -> dict[str, Any]:
             continue
         if found["settings"].get("precisions", ["fp32"]) == ["fp32"]:
             return found
-    raise SystemExit(f"{folder} holds no record of training.py: run that first, with --output")
+    raise SystemExit(f"{folder} contains no record of training.py: first run training.py --output")
 
 
 # The picture
 
 
 def drawn(training: Mapping[str, Any]) -> Figure:
-    """The whole picture."""
+    """Draw the whole figure."""
     figure = Figure(figsize=(WIDTH_PX / DPI, HEIGHT_PX / DPI))
     panels = list(figure.subplots(ROWS, COLUMNS).flat)
     figure.subplots_adjust(left=0.19, right=0.985, top=0.84, bottom=0.05, wspace=0.09, hspace=0.25)
@@ -132,7 +132,7 @@ def drawn(training: Mapping[str, Any]) -> Figure:
 def draw_panel(
     panel: Axes, title: str, relative: Mapping[str, Mapping[str, float]], reach: float
 ) -> None:
-    """The bars of one workload, and right of them a column of the medians in figures."""
+    """Draw the bars of one workload, and a column with the medians."""
     panel.set_title(title, size=9, loc="left", pad=5)
     for row, bar in enumerate(BARS):
         if bar.side in relative:
@@ -150,7 +150,7 @@ def draw_panel(
 def draw_bar(
     panel: Axes, row: int, bar: Bar, speed: Mapping[str, float], *, figures_at: float
 ) -> None:
-    """One side: its median, how far the rounds lie apart, and the median in figures."""
+    """Draw one side: its median as a bar and as a number, and the spread of the rounds."""
     median, low, high = speed["median"], speed["low"], speed["high"]
     panel.barh(row, median, height=0.66, color=bar.color)
     panel.plot([low, high], [row, row], color=LINE, linewidth=1.0, solid_capstyle="butt")
@@ -159,12 +159,12 @@ def draw_bar(
 
 
 def highest(relative: Mapping[str, Mapping[str, float]]) -> float:
-    """As far as any whisker of a workload reaches."""
+    """Return the maximum of all whiskers of a workload."""
     return max(one["high"] for name, one in relative.items() if name in {b.side for b in BARS})
 
 
 def described(training: Mapping[str, Any]) -> str:
-    """The machine, the versions and the date."""
+    """Return the machine, the versions and the date."""
     hardware, versions = training["hardware"], training["versions"]
     names = {"torch": "PyTorch", "accelerate": "Accelerate", "lightning-fabric": "Lightning Fabric"}
     shown = [f"{title} {versions[name]}" for name, title in names.items() if name in versions]
@@ -173,7 +173,7 @@ def described(training: Mapping[str, Any]) -> str:
 
 
 def notes(settings: Mapping[str, Any]) -> str:
-    """What the reader needs to know."""
+    """Return the notes for the reader."""
     return (
         f"Bars and figures: medians of {settings['repeats']}\n"
         "rounds, all sides in turn.\n"
@@ -193,22 +193,22 @@ def notes(settings: Mapping[str, Any]) -> str:
 
 
 def with_tables(page: str, text: str) -> str:
-    """The page with its tables replaced; ends the program if it has no place for them."""
+    """Return the page with new tables; exit the program if it has no place for them."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"expected the lines {BEGIN} and {END} in the page, around its tables")
+        raise SystemExit(f"expected the lines {BEGIN} and {END} around the tables of the page")
     return f"{before}{BEGIN}\n{text}{END}{after}"
 
 
 def tables(training: Mapping[str, Any]) -> str:
-    """What the picture shows, and some ratios, as Markdown."""
+    """Return the numbers of the figure, and some ratios, as Markdown."""
     results = [one for one in training["results"] if one["relative"]]
     return f"\n{speed_table(results)}\n{ratio_table(results)}\n"
 
 
 def speed_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Each side's speed as a multiple of that of the plain loop."""
+    """Return each side's speed as a multiple of the plain loop."""
     rows = []
     for one in results:
         plain, relative = one["samples_per_s"]["plain-1"]["median"], one["relative"]
@@ -218,7 +218,7 @@ def speed_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def ratio_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Ratios of two sides: median, least and greatest of the rounds."""
+    """Return ratios of two sides: median, minimum and maximum over the rounds."""
     rows = []
     for one in results:
         found = [one["ratios"][name]["ratio"] if name in one["ratios"] else None for name in RATIOS]
@@ -228,7 +228,7 @@ def ratio_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def samples(value: float) -> str:
-    """A speed to three digits."""
+    """Format a speed with three digits."""
     digits = max(0, 2 - len(str(int(value))) + 1)
     return f"{float(f'{value:.3g}'):,.{digits}f}"
 

@@ -1,12 +1,12 @@
-"""What recording a run takes from training, and what auditing 1 % of its shards takes.
+"""The cost of recording a run, and of checking 1 % of its shards for silent data corruption.
 
     python benchmarks/recording.py [--workload mlp ...] [--devices 1 2] [--shards 2] [--rounds 15]
         [--seconds 0.3] [--output FILE]
 
-One run on each number of processors has three Trainers of the same model, which train in blocks, in
-turn: one plainly, one that is recorded, one that is audited at a rate of 1 %. What a block takes
-longer than the plain one of its round is told in percent of that. The size of the record is that of
-the file, divided by the steps in it.
+On each number of devices, one run has three Trainers of the same model, which train in blocks,
+alternately: plain, recorded, and audited at a rate of 1 %. The additional time of a block is given
+in percent of the plain block of its round. The size of the record is that of its file, divided by
+the number of steps in it.
 """
 
 import argparse
@@ -32,7 +32,8 @@ WARM_UP = 3
 
 
 def blocks(workload: str, shards: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """Train in blocks, on every device; return what each took, and the size of the record."""
+    """Train in blocks, on every device; return the time of each block, and the size of the
+    record."""
     folder = tempfile.TemporaryDirectory(prefix="onefold-")
     made: dict[str, Callable[[], object]] = {}
     trainers = []
@@ -100,7 +101,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line, read."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -110,7 +111,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--devices", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=0.3, help="about how long a block takes")
+    parser.add_argument("--seconds", type=float, default=0.3, help="duration of a block")
     add_output(parser)
     return parser.parse_args()
 

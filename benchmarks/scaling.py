@@ -1,17 +1,17 @@
-"""How the exchange grows with devices: bytes, messages and memory, measured and by the model.
+"""Growth of the exchange with devices: bytes, messages and memory, measured and modeled.
 
     python benchmarks/scaling.py [--devices 1 2 4 8] [--parameters N] [--output FILE]
         [--optimizer momentum|adamw] [--precision fp32 bf16-params ...]
     python benchmarks/scaling.py --network [--mbit 200 500 1000] [--delay-ms 0]
     python benchmarks/scaling.py --predict
 
-The first trains a plain network on each number of processes, through either exchange. On few cores
-the time of many processes says nothing, so it is not looked at. What goes over the wire is what the
-loopback's counters grow by while the steps run. Memory is that of all processes together, where
-pages that several share count once (Pss).
+The first form trains a plain network on each number of processes, with either exchange. With few
+cores, the time of many processes is meaningless and is not measured. Network traffic is the
+increase of the loopback counters during the steps. Memory is that of all processes together, with
+shared pages counted once (Pss).
 
-`--network` takes the time of the exchange between two hosts that a cable of known speed joins; it
-needs root. `--predict` shows what the model says of many devices, and measures nothing.
+`--network` times the exchange between two hosts joined by a link of known speed, and requires
+root. `--predict` shows the model's predictions for many devices, and measures nothing.
 """
 
 import argparse
@@ -49,7 +49,7 @@ PROGRAM = Path(__file__).with_name("_scaled.py")
 ONEFOLD = Path(sysconfig.get_path("scripts"), "onefold")
 EXCHANGES = ("collective", "shared")
 FRAME_SHARE = 1448 / 1514
-"""What a full Ethernet frame of TCP carries of its own length."""
+"""Payload fraction of a full Ethernet frame of TCP."""
 PORT = 29_400
 NETWORK_LIMIT_S = 300.0
 POLL_S = 0.1
@@ -65,7 +65,7 @@ ASSUMED = Links(
     message_s=10e-6,
     delay_s=20e-6,
 )
-"""Of `--predict`, but for the host's: devices with links of NVLink's class and memory of a GPU."""
+"""Links of `--predict`, except the host's: NVLink-class links and GPU memory."""
 ASSUMED_MODEL = {"parameter_bytes": 10**9, "parameters": 300, "devices_per_host": 8}
 
 
@@ -76,21 +76,21 @@ class Memory:
     pss: int
     """Pages that several processes share count once."""
     rss: int
-    """They count once for each."""
+    """Shared pages count once per process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """What a network interface has sent since it was made."""
+    """Bytes that a network interface has sent since it was created."""
 
     sent_bytes: int
     packets: int
 
 
 def main() -> None:
-    """Measure, or predict, what the command line asks for."""
+    """Measure, or predict, as the command line says."""
     args = arguments()
-    signal.signal(signal.SIGTERM, _end)  # so that networks are taken away then, too
+    signal.signal(signal.SIGTERM, _end)  # so that networks are removed then, too
     if args.predict:
         show_predictions([predicted(devices) for devices in PREDICTED_DEVICES])
         return
@@ -110,18 +110,18 @@ def _end(*_: object) -> None:
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, read; a program that cannot do what it says ends here, with one line."""
+    """Parse the command line; exit with one line if it cannot be executed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8], metavar="N")
     parser.add_argument("--shards", type=int, default=8)
-    parser.add_argument("--parameters", type=int, default=5_000_000, help="of the network, about")
-    parser.add_argument("--steps", type=int, default=5, help="that are measured")
+    parser.add_argument("--parameters", type=int, default=5_000_000, help="size of the network")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="momentum")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"])
     parser.add_argument("--exchange", nargs="+", choices=EXCHANGES, default=list(EXCHANGES))
-    parser.add_argument("--network", action="store_true", help="between two hosts; needs root")
+    parser.add_argument("--network", action="store_true", help="two hosts; requires root")
     parser.add_argument("--mbit", type=int, nargs="+", default=[200, 500, 1000])
     parser.add_argument("--delay-ms", type=float, nargs="+", default=[0.0], help="needs netem")
     parser.add_argument("--predict", action="store_true", help="measure nothing")
@@ -135,7 +135,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_of(parameters: int, *, devices: int, shards: int, devices_per_host: int) -> Run:
-    """What the model has to know of the network that `_scaled.py` trains."""
+    """Return the model's view of the network that `_scaled.py` trains."""
     with torch.device("meta"):
         network = new_model(parameters)
     trained = lay_out(dict(network.named_parameters()))
@@ -163,7 +163,7 @@ def run_of(parameters: int, *, devices: int, shards: int, devices_per_host: int)
 
 
 def over_devices(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each number of devices sends and takes, through each exchange."""
+    """Measure traffic and memory of each number of devices, with each exchange."""
     results = []
     for exchange, precision, devices in itertools.product(
         args.exchange, args.precision, args.devices
@@ -188,13 +188,13 @@ def over_devices(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def worker(mode: str, **options: int | str) -> list[str]:
-    """The command line of `_scaled.py`, but for the path at its end."""
+    """Return the command line of `_scaled.py`, except for the path at its end."""
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     return [str(PROGRAM), mode, *flags]
 
 
 def measured(run: Run, exchange: str, command: Sequence[str], *, steps: int) -> dict[str, Any]:
-    """Start the devices, let them train, and compare what they used with the model."""
+    """Start the devices, let them train, and compare their usage with the model."""
     apart = why_not() is None
     command = alone_on_loopback(command) if apart else command
     with tempfile.TemporaryDirectory() as name:
@@ -227,18 +227,18 @@ def measured(run: Run, exchange: str, command: Sequence[str], *, steps: int) -> 
 
 
 def answers(folder: Path) -> list[dict[str, Any]]:
-    """What the devices have written, in their order."""
+    """Return the results of the devices, in order."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
 def averages(amounts: Sequence[Mapping[str, int]], *, steps: int) -> dict[str, float]:
-    """Amounts of all devices, as those of one device in one step."""
+    """Convert totals of all devices to averages per device and step."""
     names = sorted({name for one in amounts for name in one})
     return {name: sum(one.get(name, 0) for one in amounts) / steps / len(amounts) for name in names}
 
 
 def predictions(run: Run, exchange: str) -> dict[str, float]:
-    """The model's amounts, named as those that are measured."""
+    """Return the model's amounts, with the names of the measured ones."""
     if exchange == "shared":
         return {
             "written": model.shared_written_bytes(run),
@@ -257,7 +257,7 @@ def predictions(run: Run, exchange: str) -> dict[str, float]:
 
 
 def memory_of(pids: Iterable[int]) -> Memory:
-    """What some processes use."""
+    """Return the memory of several processes."""
     rollups = [Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8") for pid in pids]
     return Memory(
         pss=sum(rollup_bytes(text, "Pss") for text in rollups),
@@ -266,30 +266,30 @@ def memory_of(pids: Iterable[int]) -> Memory:
 
 
 def rollup_bytes(text: str, field: str) -> int:
-    """A field of /proc/PID/smaps_rollup."""
+    """Return a field of /proc/PID/smaps_rollup."""
     for line in text.splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise ValueError(f"expected a line {field} in a rollup of memory, got {text!r}")
+    raise ValueError(f"expected a line {field} in a memory rollup, but got {text!r}")
 
 
 def wire_of(pid: int) -> Wire:
-    """What the loopback has sent, in the namespace of a process."""
+    """Return the loopback traffic in the network namespace of a process."""
     return sent_over(Path(f"/proc/{pid}/net/dev").read_text(encoding="utf-8"), "lo")
 
 
 def sent_over(counters: str, interface: str) -> Wire:
-    """What an interface has sent, in the text of /proc/net/dev."""
+    """Return the traffic of an interface, given the text of /proc/net/dev."""
     for line in counters.splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:
             fields = numbers.split()
             return Wire(sent_bytes=int(fields[8]), packets=int(fields[9]))
-    raise ValueError(f"expected counters of {interface}, got {counters!r}")
+    raise ValueError(f"expected counters of {interface}, but got {counters!r}")
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """A table of the traffic of each exchange, and one of memory."""
+    """Print a table of each exchange's traffic, and one of memory."""
     collective = [one for one in results if one["exchange"] == "collective"]
     shared = [one for one in results if one["exchange"] == "shared"]
     if collective:
@@ -322,7 +322,7 @@ def _three(name: str) -> list[str]:
 
 
 def collective_row(one: Mapping[str, Any]) -> list[str]:
-    """One line of the first table."""
+    """Return a row of the first table."""
     found, wanted = one["measured"], one["predicted"]
     parts = ("collect", "publish", "table", "buffers")
     sent, sent_wanted = (sum(amounts.get(p, 0.0) for p in parts) for amounts in (found, wanted))
@@ -339,7 +339,7 @@ def collective_row(one: Mapping[str, Any]) -> list[str]:
 
 
 def shared_row(one: Mapping[str, Any]) -> list[str]:
-    """One line of the second table."""
+    """Return a row of the second table."""
     found, wanted = one["measured"], one["predicted"]
     return [
         f"{one['devices']}",
@@ -352,7 +352,7 @@ def shared_row(one: Mapping[str, Any]) -> list[str]:
 
 
 def memory_rows(results: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """The lines of the third table; of each exchange, the fewest devices are what is one."""
+    """Yield the rows of the third table, relative to the fewest devices of each exchange."""
     for one in results:
         alike = [
             other
@@ -372,7 +372,7 @@ def memory_rows(results: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
 
 
 def compared(found: float, wanted: float, unit: float) -> list[str]:
-    """Measured, predicted, ratio."""
+    """Format measured, predicted, and ratio."""
     of = f"{found / wanted:.3f}" if wanted else "-"
     return [f"{found / unit:,.2f}", f"{wanted / unit:,.2f}", of]
 
@@ -381,7 +381,7 @@ def compared(found: float, wanted: float, unit: float) -> list[str]:
 
 
 def over_network(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The exchange between two hosts of one device each, timed over each cable."""
+    """Time the exchange between two hosts with one device each, over each link."""
     run = run_of(args.parameters, devices=2, shards=args.shards, devices_per_host=1)
     command = worker("run", parameters=args.parameters, shards=args.shards, steps=args.steps)
     results = []
@@ -397,7 +397,7 @@ def over_network(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def timed(run: Run, cable: Cable, command: Sequence[str]) -> dict[str, Any]:
-    """The seconds of the exchange over one cable, beside those of the model."""
+    """Return the seconds of the exchange over one link, and those of the model."""
     with tempfile.TemporaryDirectory() as name, two_hosts(cable) as hosts:
         folder = Path(name)
         with started(hosts, [*command, name], folder) as launchers:
@@ -405,7 +405,7 @@ def timed(run: Run, cable: Cable, command: Sequence[str]) -> dict[str, Any]:
         found = answers(folder)
     memory_bytes_per_s = statistics.mean(one["memory_bytes_per_s"] for one in found)
     links = cable_links(cable, memory_bytes_per_s=memory_bytes_per_s)
-    # The device that comes last waits for nobody: its time is the exchange's own.
+    # The last device waits for no other one, so its time is the exchange itself.
     own_s = [min(both) for both in zip(*(one["exchange_s"] for one in found), strict=True)]
     wanted_s = model.collective_s(run, links)
     return {
@@ -420,7 +420,7 @@ def timed(run: Run, cable: Cable, command: Sequence[str]) -> dict[str, Any]:
 
 
 def cable_links(cable: Cable, *, memory_bytes_per_s: float) -> Links:
-    """What the model has to know of a cable; nothing is assumed of the cost of a message."""
+    """Return the model's view of a link, assuming that messages cost nothing."""
     carried = cable.mbit_per_s * 1e6 / 8 * FRAME_SHARE
     return Links(
         host_bytes_per_s=carried,
@@ -435,7 +435,7 @@ def cable_links(cable: Cable, *, memory_bytes_per_s: float) -> Links:
 def started(
     hosts: Sequence[Host], command: Sequence[str], folder: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """PyTorch's launcher on every host, with one process each."""
+    """Start PyTorch's launcher on every host, with one process each."""
     launchers: list[subprocess.Popen[bytes]] = []
     try:
         for number, host in enumerate(hosts):
@@ -448,22 +448,23 @@ def started(
         yield launchers
     finally:
         for launcher in launchers:
-            launcher.kill()  # what it leaves behind ends with its host
+            launcher.kill()  # remaining processes end with their host
             launcher.wait()
 
 
 def torchrun(hosts: Sequence[Host], number: int, command: Sequence[str]) -> list[str]:
-    """The command line of PyTorch's launcher on one of the hosts."""
+    """Return the command line of PyTorch's launcher on one of the hosts."""
     lead = ["--master-addr", hosts[0].address, "--master-port", str(PORT)]
     nodes = ["--nnodes", str(len(hosts)), "--node-rank", str(number), "--nproc-per-node", "1"]
     return [sys.executable, "-m", "torch.distributed.run", *nodes, *lead, *command]
 
 
 def wait_for(launchers: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Until all have ended well.
+    """Wait until all have succeeded.
 
     Raises:
-        NetworkError: one failed, or they take too long; with the end of their output.
+        NetworkError: one failed, or they take too long. The message contains the end of their
+            output.
     """
     limit_s = time.monotonic() + NETWORK_LIMIT_S
     while None in (codes := [launcher.poll() for launcher in launchers]):
@@ -476,7 +477,7 @@ def wait_for(launchers: Sequence[subprocess.Popen[bytes]], folder: Path) -> None
 
 
 def show_network(results: Sequence[Mapping[str, Any]]) -> None:
-    """Measured and predicted times."""
+    """Print measured and predicted times."""
     rows = [
         [
             f"{one['mbit_per_s']:,} Mbit/s, {one['delay_ms']:g} ms",
@@ -494,7 +495,7 @@ def show_network(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def predicted(devices: int) -> dict[str, Any]:
-    """What the model says of many devices, of 1 GB of gradients."""
+    """Return the model's prediction for many devices and 1 GB of gradients."""
     run = Run(**ASSUMED_MODEL, devices=devices, shards=devices)
     links = {gbit: assumed_links(gbit) for gbit in PREDICTED_GBIT}
     return {
@@ -509,7 +510,7 @@ def predicted(devices: int) -> dict[str, Any]:
 
 
 def assumed_links(gbit: float) -> Links:
-    """What `--predict` assumes, with a network of so many Gbit/s a host."""
+    """Return the assumed links of `--predict`, with this network speed per host."""
     return Links(
         host_bytes_per_s=gbit * GIGABIT,
         device_bytes_per_s=ASSUMED.device_bytes_per_s,
@@ -520,7 +521,7 @@ def assumed_links(gbit: float) -> Links:
 
 
 def show_predictions(results: Sequence[Mapping[str, Any]]) -> None:
-    """A line for each number of devices."""
+    """Print a row for each number of devices."""
     kinds = [("exchange_s", "onefold"), ("ring_s", "ring"), ("folded_s", "hosts first")]
     columns = [f"{name}, {gbit}" for _, name in kinds for gbit in PREDICTED_GBIT]
     rows = [

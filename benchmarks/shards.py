@@ -1,14 +1,14 @@
-"""What many shards cost: on one device, and as accumulation on several.
+"""The cost of many shards: on one device, and as gradient accumulation on several.
 
     python benchmarks/shards.py [--workload lenet ...] [--shards 1 2 4 8 16] [--rounds 5]
     python benchmarks/shards.py --accumulation [--devices 2] [--each 1 2 5 10]
 
-The first trains with the same batch cut into more and more shards, on one device with one thread,
-and beside it a bare loop of plain PyTorch over as many parts: what the bare loop loses as well is
-the price of small kernels, and the rest is onefold's. All take turns, some steps at a time.
+The first form trains with the same batch split into more and more shards, on one device with one
+thread, alternately with a plain PyTorch loop over the same number of parts: the slowdown of the
+plain loop is the cost of small kernels, and the rest is onefold's.
 
-The second gives every device more and more shards of one size, as gradient accumulation does: the
-batch grows, and one exchange serves more samples. It also takes turns, inside of one run.
+The second form gives every device more and more shards of a fixed size, as gradient accumulation
+does: the batch grows, and one exchange serves more samples. It also alternates, within one run.
 """
 
 import argparse
@@ -38,14 +38,14 @@ from workloads import WORKLOADS, Batch
 __all__ = ["accumulated", "main", "measured"]
 
 BLOCK_S = 1.0
-"""About how long a block of steps takes with one shard."""
+"""Approximate duration of a block of steps with one shard, in seconds."""
 WARM_UP_STEPS = 2
 ACCUMULATED = "transformer"
 """The text model."""
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Measure as the command line says."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,10 +58,10 @@ def main() -> None:
     )
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="V")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--accumulation", action="store_true", help="the second measurement")
+    parser.add_argument("--accumulation", action="store_true", help="run the second form")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--each", type=int, nargs="+", default=[1, 2, 5, 10], metavar="SHARDS")
-    parser.add_argument("--samples", type=int, default=8, help="in a shard, with --accumulation")
+    parser.add_argument("--samples", type=int, default=8, help="samples per shard")
     add_output(parser)
     args = parser.parse_args()
     settings = {key: value for key, value in vars(args).items() if key != "output"}
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def measured(name: str, shards: Sequence[int], *, rounds: int) -> dict[str, Any]:
-    """A workload with each number of shards, and the bare loops beside them, in turn."""
+    """Measure a workload with each number of shards, and the plain loops, alternately."""
     workload = WORKLOADS[name]
     batches = workload.batches()
     steps: dict[str, Step] = {}
@@ -117,7 +117,7 @@ def measured(name: str, shards: Sequence[int], *, rounds: int) -> dict[str, Any]
 
 
 def seconds(step: Step, batches: Sequence[Batch], steps: int) -> float:
-    """Seconds that so many steps take."""
+    """Return the seconds of several steps."""
     start_s = time.perf_counter()
     for number in range(steps):
         step(batches[number % len(batches)])
@@ -125,7 +125,7 @@ def seconds(step: Step, batches: Sequence[Batch], steps: int) -> float:
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """Speeds as multiples of those with the first number of shards."""
+    """Print speeds as multiples of the first number of shards."""
     for found in results:
         rows = [
             [
@@ -145,7 +145,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def over_devices(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each number of shards a device, in turn, inside of one run."""
+    """Measure each number of shards per device, alternately, within one run."""
     choices = (args.devices, args.each, args.samples, args.rounds)
     taken: dict[str, list[tuple[float, float]]] = onefold.launch(
         accumulated, devices=f"cpu:{args.devices}", args=choices, timeout_s=300
@@ -165,7 +165,8 @@ def over_devices(args: argparse.Namespace) -> list[dict[str, Any]]:
 def accumulated(
     devices: int, each: Sequence[int], samples: int, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """In a device's process: seconds of a step, and of its exchange, by shards a device."""
+    """Return seconds per step and per exchange, by shards per device. Runs in a device's
+    process."""
     sides: dict[str, Callable[[], tuple[float, float]]] = {}
     for number in each:
         workload = WORKLOADS[ACCUMULATED].scaled(
@@ -175,7 +176,7 @@ def accumulated(
         trainer = onefold.Trainer(
             model, optimizer, losses, shards=devices * number, threads=1, timeout_s=300
         )
-        # As many samples in every block: fewer steps of more shards.
+        # The same number of samples in every block: fewer steps with more shards.
         steps = max(each) // number
         sides[str(number)] = partial(block_of, trainer, workload.batches(), steps)
     for side in sides.values():
@@ -184,7 +185,7 @@ def accumulated(
 
 
 def block_of(trainer: onefold.Trainer, batches: Sequence[Batch], steps: int) -> tuple[float, float]:
-    """Mean seconds of a step, and of its exchange."""
+    """Return mean seconds per step, and per exchange."""
     start_s, exchange_s = time.perf_counter(), 0.0
     for number in range(steps):
         exchange_s += trainer.step(batches[number % len(batches)]).seconds.exchange
@@ -192,7 +193,7 @@ def block_of(trainer: onefold.Trainer, batches: Sequence[Batch], steps: int) -> 
 
 
 def show_accumulation(results: Sequence[Mapping[str, Any]], devices: int) -> None:
-    """Samples and exchange by shards a device."""
+    """Print samples and exchange by shards per device."""
     rows = [
         [
             str(found["shards_a_device"]),
@@ -206,7 +207,7 @@ def show_accumulation(results: Sequence[Mapping[str, Any]], devices: int) -> Non
 
 
 def in_ms(found: Spread) -> Spread:
-    """Seconds as milliseconds."""
+    """Convert seconds to milliseconds."""
     return Spread(median=found.median * 1e3, low=found.low * 1e3, high=found.high * 1e3)
 
 

@@ -1,22 +1,22 @@
-"""onefold's jobs beside other libraries: the score on unseen data, time, and lines typed.
+"""onefold's jobs and other libraries: score on unseen data, time, and typed lines.
 
     python benchmarks/side_by_side.py prepare --source DATA --data FOLDER
     python benchmarks/side_by_side.py run --data FOLDER --results FILE
         [--python fastai=ENV/bin/python --python transformers=...] [--only text] [--seeds 0,1,2]
     python benchmarks/side_by_side.py show --results FILE
 
-What a user would type for each library is a file of `beside`, as short as the library's documents
-advise. All of them get the same folders: they train with `train`, may look at `val` (texts: `dev`)
-during training, and predict `test`. Scores come from the predictions that they write, by one rule
-for all. Pictures in `train` that are also in `test` are left out.
+What a user types for each library is a file in `beside`, as short as the library's documentation
+suggests. All sides get the same folders: they train on `train`, may use `val` (text: `dev`) during
+training, and predict `test`. Scores are computed from their written predictions, by the same rule
+for all. Images in `train` that are also in `test` are removed.
 
-How many epochs each side has is in `SIDES`: about as many as fill the budget of processor time on
-the machine of the published figures. Processor time is that of all processes of a side, each with
-one thread to compute with: on a busy machine, threads that wait for each other would count as work.
-One side runs at a time, each seed of all of them before the next.
+`SIDES` defines the number of epochs of each side: about as many as fit the budget of CPU time on
+the machine of the published figures. CPU time is that of all processes of a side, each with one
+computing thread, because on a busy machine, threads waiting for each other would count as work.
+Only one side runs at a time, and one seed of all sides before the next seed.
 
-A line counts as typed unless it is empty, a comment, or marked `# harness`. Python is in the format
-of ruff with lines of at most 100 characters.
+Every line counts as typed unless it is empty, a comment, or marked `# harness`. Python is formatted
+by ruff with a line length of 100.
 """
 
 import argparse
@@ -42,28 +42,28 @@ __all__ = ["SIDES", "main", "score_of", "typed_lines"]
 TIMES = ("minutes", "cpu_minutes")
 SCRIPTS = Path(__file__).with_name("beside")
 VALIDATION_EVERY = 10
-"""Of a training set without a validation set, every so many are one."""
+"""Every n-th sample is for validation, if a training set has no validation set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One library at one task."""
+    """One library for one task."""
 
     task: str
-    """Name of the data, and first word of the script's."""
+    """Name of the data, and first word of the script."""
     library: str
     script: str
-    """In `beside`, without its ending."""
+    """Name of the script in `beside`, without suffix."""
     epochs: int = 0
-    """How many fill the budget."""
+    """Number of epochs that fit the budget."""
     settings: tuple[tuple[str, str], ...] = ()
-    """Environment of the script beside its data, epochs and seed."""
+    """Environment variables of the script in addition to its data, epochs and seed."""
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one run of a side took and reached."""
+    """Cost and score of one run of a side."""
 
     task: str
     library: str
@@ -78,7 +78,7 @@ class Result:
 
 
 DATA = {"classify": "hotdog", "text": "sst2", "segment": "crackforest"}
-"""The folder of each task."""
+"""Data folder of each task."""
 SIDES = (
     Side(task="text", library="onefold", script="text_onefold", epochs=4),
     Side(task="text", library="transformers", script="text_transformers", epochs=4),
@@ -102,7 +102,7 @@ SIDES = (
 
 
 def prepare(source: Path, data: Path) -> None:
-    """Lay out the data that all sides get."""
+    """Lay out the data for all sides."""
     texts, folder = data / DATA["text"], source / DATA["text"]
     shutil.copytree(folder, texts)
     pictures = data / DATA["classify"]
@@ -135,8 +135,8 @@ def _copy(path: Path, to: Path) -> None:
 
 
 def _halve(path: Path, to: Path) -> None:
-    """Halve both sides: of a picture by the mean, of a mask by the brightest of four pixels."""
-    from PIL import Image  # not needed to show results
+    """Halve both sides: of an image by the mean, of a mask by the brightest of four pixels."""
+    from PIL import Image  # not required for showing results
 
     to.parent.mkdir(parents=True, exist_ok=True)
     image = Image.open(path)
@@ -150,7 +150,7 @@ def _halve(path: Path, to: Path) -> None:
 
 
 def run(side: Side, seed: int, data: Path, python: str, log: Path) -> Result:
-    """Run a side once, alone; its output goes to a file."""
+    """Run a side once, alone, with its output in a file."""
     folder = (data / DATA[side.task]).resolve()
     program = SCRIPTS / f"{side.script}.py"
     command = [python, str(program)]
@@ -214,12 +214,12 @@ def score_of(task: str, data: Path, work: Path) -> float:
         classes = {path.name: path.parent.name for path in data.glob("test/*/*.jpg")}
         truth = [classes.pop(Path(row["file"]).name) for row in rows]
         if classes:
-            raise ValueError(f"{len(classes)} pictures have no prediction, such as {min(classes)}")
+            raise ValueError(f"{len(classes)} images have no prediction, such as {min(classes)}")
     return mean(label == each for label, each in zip(truth, found, strict=True))
 
 
 def _mask(path: Path) -> np.ndarray:
-    from PIL import Image  # not needed to show results
+    from PIL import Image  # not required for showing results
 
     return np.asarray(Image.open(path).convert("L")) > 127
 
@@ -251,21 +251,21 @@ def show(results: list[Result]) -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("prepare", "run", "show"))
     parser.add_argument("--source", type=Path, help="folder with hotdog, sst2 and crackforest")
-    parser.add_argument("--data", type=Path, help="where they are laid out for all sides")
-    parser.add_argument("--results", type=Path, help="file of JSON lines that grows")
+    parser.add_argument("--data", type=Path, help="folder of the prepared data")
+    parser.add_argument("--results", type=Path, help="JSON lines file to append to")
     parser.add_argument("--python", action="append", default=[], help="LIBRARY=its Python")
-    parser.add_argument("--only", default="", help="tasks, or libraries, with commas")
+    parser.add_argument("--only", default="", help="comma-separated tasks or libraries")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--epochs", type=int, help="of all sides, to see how long one takes")
+    parser.add_argument("--epochs", type=int, help="epochs of all sides, for timing")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Prepare the data, run the sides, or show what came out."""
+    """Prepare the data, run the sides, or show the results."""
     options = parsed()
     if options.what == "prepare":
         prepare(options.source, options.data)

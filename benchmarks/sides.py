@@ -1,7 +1,7 @@
-"""The driver's end of a side: starts its processes, tells them to train, waits for their seconds.
+"""The driver's end of a side: starts its processes, requests training, and waits for the times.
 
 A side is one or more processes of `_side.py`. Each connects to a socket of its own driver; a
-measurement sends every one of them a number of steps and ends when the last has answered.
+measurement sends a number of steps to each of them and ends with the last answer.
 """
 
 import json
@@ -23,31 +23,31 @@ from measure import machine_busy_s
 __all__ = ["Measurement", "Side", "SideError"]
 
 START_LIMIT_S = 120.0
-"""How long the processes of a side may take to start and build their model."""
+"""Time limit for starting the processes of a side and building the model, in seconds."""
 STEPS_LIMIT_S = 600.0
-"""How long one measurement may take."""
+"""Time limit of a measurement, in seconds."""
 END_LIMIT_S = 30.0
-"""How long a side may take to end by itself."""
+"""Time limit for a side to end by itself, in seconds."""
 POLL_S = 0.5
 TAIL_CHARACTERS = 4000
 PEER = struct.Struct("3i")
-"""Process, user and group at the other end of a local socket, as Linux tells them."""
+"""Process, user and group at the other end of a local socket, in Linux's format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What came of telling a side to train."""
+    """Result of a training request."""
 
     seconds: float
-    """From the start to the end of its slowest process."""
+    """Seconds from the start to the end of the slowest process."""
     others_cores: float
-    """How many cores worked for somebody else in the meantime: near 0 on a quiet machine."""
+    """Number of cores that other programs used: near 0 on an idle machine."""
     peak_bytes: float = 0.0
-    """The most memory that its processes have held so far, added up; 0 if they do not tell."""
+    """Sum of the processes' peak memory so far; 0 if they do not report it."""
     cpu_s: float = 0.0
-    """Processor seconds of its processes, added up."""
+    """Sum of the processes' CPU seconds."""
     loss: float = 0.0
-    """Of the last step, on the average over the processes."""
+    """Loss of the last step, averaged over the processes."""
 
 
 class SideError(RuntimeError):
@@ -55,17 +55,18 @@ class SideError(RuntimeError):
 
 
 class Side:
-    """The processes of one side, from their start to their end; a context manager.
+    """The processes of one side, from start to end; a context manager.
 
     Args:
-        name: What messages and results call it.
-        command: Starts all processes of the side; the path of the driver's socket is added.
-        processes: How many of them there will be.
-        folder: Where the socket and the side's output are put.
-        environment: What its processes find in their environment beside the driver's own.
+        name: name in messages and results.
+        command: command that starts all processes of the side; the path of the driver's socket is
+            added.
+        processes: number of processes.
+        folder: folder for the socket and the side's output.
+        environment: environment variables of its processes in addition to the driver's own.
 
     Raises:
-        SideError: If a process dies, hangs, or its loss is not a finite number.
+        SideError: a process dies, hangs, or its loss is not finite.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Side:
         self._output = folder / f"{name}.txt"
         self._links: list[TextIO] = []
         self.pids: list[int] = []
-        """Of its processes, in the order in which they have called."""
+        """IDs of its processes, in the order in which they connected."""
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
@@ -114,7 +115,7 @@ class Side:
         self._undo.close()
 
     def train(self, steps: int) -> Measurement:
-        """Have every process of the side run `steps` steps, and wait for the slowest."""
+        """Let every process of the side run `steps` steps, and wait for the slowest."""
         busy_before_s = machine_busy_s()
         for link in self._links:
             link.write(f"{steps}\n")
@@ -137,13 +138,13 @@ class Side:
         except TimeoutError:
             raise self._failure(f"no answer within {STEPS_LIMIT_S:.0f} s") from None
         if not answer:
-            # Who launched it says why, once all of its processes have ended.
+            # The launcher reports the reason once all of its processes have ended.
             with suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(timeout=END_LIMIT_S)
             raise self._failure("a process ended early")
         done: dict[str, float] = json.loads(answer)
         if not math.isfinite(done["loss"]):
-            raise self._failure(f"the loss came to {done['loss']}")
+            raise self._failure(f"the loss is {done['loss']}")
         return done
 
     def _accept_all(self, listener: socket.socket) -> None:

@@ -1,6 +1,6 @@
-"""Models whose steps are so short that what surrounds the arithmetic counts.
+"""Models with such short steps that overhead matters.
 
-Nothing of onefold is imported here, so `_first_step.py` can time programs that do without it.
+Does not import onefold, so that `_first_step.py` can time programs without it.
 """
 
 import torch
@@ -10,16 +10,16 @@ __all__ = ["Ladder", "new_mlp"]
 
 
 def new_mlp() -> nn.Module:
-    """A perceptron 64-128-128-10; a step of it takes well under 2 ms."""
+    """Make an MLP 64-128-128-10, whose step takes well under 2 ms."""
     return nn.Sequential(
         nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
     )
 
 
 class Ladder(nn.Module):
-    """Many small linear layers, each added to what comes in: two parameter tensors a layer.
+    """Many small linear layers with residual connections: two parameter tensors per layer.
 
-    The sum of the layers is scaled by their number, so that the signal keeps its size.
+    The sum of the layers is scaled by their number, so that the signal keeps its magnitude.
     """
 
     def __init__(self, layers: int = 500, width: int = 16, classes: int = 10) -> None:
@@ -29,7 +29,7 @@ class Ladder(nn.Module):
         self.scale = layers**-0.5
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Logits (n, classes) of features (n, width) float32."""
+        """Return logits (n, classes) of features (n, width) float32."""
         for rung in self.rungs:
             features = features + torch.tanh(rung(features)) * self.scale
         return self.head(features)

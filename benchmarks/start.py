@@ -1,11 +1,11 @@
-"""How long it takes from the command until the first training step is done.
+"""Time from the command to the end of the first training step.
 
     python benchmarks/start.py [--repeats 5] [--output FILE]
 
-`onefold run` against `torchrun` with DistributedDataParallel, two processes each, and plain Python
-with one process for reference: the same small model, started in turn. The lead process notes the
-time after its first step on the clock that all processes of a Linux machine share. The first round
-is not counted: it brings files into memory.
+`onefold run` and `torchrun` with DistributedDataParallel, with two processes each, and plain Python
+with one process for reference: the same small model, started alternately. The lead process notes
+the time after its first step, on the clock that all processes of a Linux machine share. The first
+round does not count, because it loads files into memory.
 """
 
 import argparse
@@ -37,7 +37,7 @@ __all__ = ["main"]
 PROGRAM = Path(__file__).with_name("_first_step.py")
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 LIMIT_S = 120.0
-"""How long a program may take, from its command to its end."""
+"""Time limit of a program, in seconds."""
 REFERENCE = "torchrun, 2 processes, DDP"
 
 COMMANDS = {
@@ -51,16 +51,16 @@ COMMANDS = {
         *(str(PROGRAM), "onefold"),
     ],
 }
-"""The commands by name; the file for the note is added. The processor is named, for `--devices 2`
-would mean GPUs where there are some."""
+"""The commands by name; the path for the time is added. `cpu` is explicit, because `--devices 2`
+would mean GPUs if there are any."""
 
 
 def main() -> None:
-    """Start everything in turn, and show how long it took."""
+    """Start everything alternately, and show the times."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=5, help="counted starts of each program")
+    parser.add_argument("--repeats", type=int, default=5, help="counted starts per program")
     add_output(parser)
     args = parser.parse_args()
     before_s, cpu_before_s, start_s = machine_busy_s(), started_cpu_s(), time.monotonic()
@@ -77,13 +77,13 @@ def main() -> None:
 
 
 def first_step_s(command: Sequence[str]) -> float:
-    """Seconds from starting `command` until its lead has trained one step.
+    """Return the seconds from starting `command` until its lead has trained one step.
 
-    How it ends after that is not asked: gloo at times aborts a process whose peer leaves first.
+    Its exit code is ignored, because gloo sometimes aborts a process whose peer leaves first.
 
     Raises:
-        RuntimeError: it failed before that; with the end of what it said.
-        subprocess.TimeoutExpired: it did not end within `LIMIT_S`.
+        RuntimeError: it failed before that. The message contains the end of its output.
+        subprocess.TimeoutExpired: it exceeded `LIMIT_S`.
     """
     with tempfile.TemporaryDirectory() as folder:
         note = Path(folder, "note")
@@ -97,13 +97,13 @@ def first_step_s(command: Sequence[str]) -> float:
 
 
 def started_cpu_s() -> float:
-    """Processor seconds of all programs that this one has started and seen end."""
+    """Return the CPU seconds of all ended child processes."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def summary(seconds: Mapping[str, Sequence[float]], others_cores: float) -> dict[str, Any]:
-    """Seconds of every program, and how many times as long as the reference it took."""
+    """Return the seconds of every program, and its ratio to the reference."""
     return {
         "seconds": {name: spread(times) for name, times in seconds.items()},
         "times_the_reference": {
@@ -114,7 +114,7 @@ def summary(seconds: Mapping[str, Sequence[float]], others_cores: float) -> dict
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """A table of all programs."""
+    """Print a table of all programs."""
     rows = [
         [name, one.text(2), found["times_the_reference"][name].text(2)]
         for name, one in found["seconds"].items()

@@ -1,7 +1,7 @@
-"""Models of tokens: two small ones that classify sequences, and a language model.
+"""Models of tokens: two small sequence classifiers, and a language model.
 
-The small transformer is one of the workloads; tests of equal bits take it and the recurrent one.
-They are no models of the jobs, whose texts have lengths of their own.
+The small transformer is one of the workloads; tests of equal bits use it and the recurrent one.
+The jobs use other models, because their texts vary in length.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class TransformerClassifier(nn.Module):
 
     Args:
         vocabulary: number of different tokens.
-        width: size of the embeddings; a multiple of ``heads``.
+        width: embedding size; a multiple of ``heads``.
         layers: number of encoder layers.
-        heads: attention heads of each layer.
-        length: longest sequence that the model takes.
-        num_classes: number of logits for each sequence.
+        heads: attention heads per layer.
+        length: maximum sequence length.
+        num_classes: number of logits per sequence.
         dropout: dropout rate of the encoder layers.
 
     Example:
@@ -52,7 +52,7 @@ class TransformerClassifier(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits (n, num_classes) float32 for tokens (n, t) int64, t at most ``length``."""
+        """Return logits (n, num_classes) float32 for tokens (n, t) int64, t at most ``length``."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         encoded = self.encoder(self.tokens(tokens) + self.positions(places))
         logits: torch.Tensor = self.head(encoded.mean(dim=1))
@@ -66,7 +66,7 @@ class LSTMClassifier(nn.Module):
         vocabulary: number of different tokens.
         width: size of the embeddings and of the hidden state.
         layers: number of LSTM layers.
-        num_classes: number of logits for each sequence.
+        num_classes: number of logits per sequence.
         dropout: dropout rate between the layers and before the head.
 
     Example:
@@ -91,21 +91,21 @@ class LSTMClassifier(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits (n, num_classes) float32 for tokens (n, t) int64."""
+        """Return logits (n, num_classes) float32 for tokens (n, t) int64."""
         _, (final_states, _) = self.lstm(self.tokens(tokens))
         logits: torch.Tensor = self.head(self.dropout(final_states[-1]))
         return logits
 
 
 class GPT(nn.Module):
-    """A language model of GPT-2's sizes: 124 million parameters, with the embedding as its head.
+    """A language model of GPT-2's size: 124 million parameters, with tied embedding and head.
 
     Args:
         vocabulary: number of different tokens.
-        width: size of the embeddings; a multiple of ``heads``.
+        width: embedding size; a multiple of ``heads``.
         layers: number of blocks.
-        heads: attention heads of each block.
-        length: longest sequence that the model takes.
+        heads: attention heads per block.
+        length: maximum sequence length.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits (n, t, vocabulary) for tokens (n, t) int64."""
+        """Return logits (n, t, vocabulary) for tokens (n, t) int64."""
         found = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         found = self.norm(self.blocks(found))
         return F.linear(found, self.tokens.weight)
 
 
 class GPTBlock(nn.Module):
-    """Causal attention and a layer of four times the width, each behind a norm and beside a sum."""
+    """Causal attention and an MLP of four times the width, each with pre-norm and residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,18 +1,18 @@
-"""How fast training goes: plain PyTorch, onefold, and what others offer, measured in turn.
+"""Training speed of plain PyTorch, onefold and other libraries, measured alternately.
 
     python benchmarks/training.py [--workload lenet ...] [--sides plain-1 ddp-2 ...]
         [--devices cpu|cuda] [--precision fp32 bf16] [--repeats 5] [--seconds 2.5]
         [--batch-size-factor 1] [--keep-memory] [--output FILE]
 
 All sides (see `--help`) train the same model on the same batches. They are started once per
-workload, warmed up, and then measured one after the other, round after round; while one trains, the
-others wait. Each trains as many steps as take it about `--seconds`, so that what it costs to tell
-it so does not count, however short its steps. Several precisions are measured in turn as well: each
-side runs once for each of them.
+workload, warmed up, and then measured one after another, round by round; while one trains, the
+others wait. Each trains as many steps as take about `--seconds`, so that the cost of the request is
+negligible however short the steps are. Several precisions are measured alternately as well: each
+side runs once per precision.
 
-By default the C allocator hands large blocks back to the system and gets them anew in every step,
-cleared page by page. How often depends on the sizes, so it favors one side here and another one
-there; `--keep-memory` has the processes of all sides keep what they once got.
+By default, the C allocator returns large blocks to the system and gets them back in every step,
+cleared page by page. How often depends on the sizes, so it favors different sides in different
+places; with `--keep-memory`, the processes of all sides keep their memory.
 """
 
 import argparse
@@ -48,26 +48,26 @@ PROGRAM = Path(__file__).with_name("_side.py")
 WARM_UP_STEPS = 3
 TRIAL_STEPS = 2
 TRIAL_SECONDS = 0.1
-"""A step is timed over at least so long before its number is settled."""
+"""Minimum duration for timing a step before the number of steps is chosen, in seconds."""
 BASE = "plain-1"
-"""What the speeds of all sides are compared with."""
+"""Side that all speeds are compared with."""
 
 KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "THP_MEM_ALLOC_ENABLE": "0",
 }
-"""Tells glibc to get all memory from the heap and never to give it back, and PyTorch not to ask for
-large pages, which `onefold run` does by itself."""
+"""Make glibc allocate all memory from the heap and never return it, and PyTorch not request huge
+pages, as `onefold run` does by default."""
 
 
 Run = tuple[Precision, str]
-"""A precision, and the name of the side that computes in it."""
+"""A precision, and the name of the side that uses it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A ratio of speeds: of `over` to the one of `under` whose median is best."""
+    """A ratio of speeds: of `over` to the side in `under` with the best median."""
 
     title: str
     over: str
@@ -86,7 +86,7 @@ COMPARISONS = [
 
 
 def main() -> None:
-    """Measure the workloads named on the command line, all if none is."""
+    """Measure the workloads named on the command line, or all of them."""
     args = arguments()
     absent = left_out(args.sides, args.devices)
     for name, reason in absent.items():
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line, read."""
+    """Parse the command line."""
     described = "\n".join(f"  {name:22}{spec.description}" for name, spec in SIDES.items())
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\nsides:\n{described}",
@@ -128,15 +128,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--precision", nargs="+", choices=get_args(Precision), default=["fp32"], metavar="NAME"
     )
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of each side")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements per side")
     parser.add_argument(
-        "--seconds", type=float, default=2.5, help="about how long a measurement of a side takes"
+        "--seconds", type=float, default=2.5, help="approximate duration of a measurement"
     )
     parser.add_argument(
-        "--batch-size-factor", type=float, default=1.0, help="times the samples of every batch"
+        "--batch-size-factor", type=float, default=1.0, help="factor of every batch size"
     )
     parser.add_argument(
-        "--keep-memory", action="store_true", help="no side returns memory to the system"
+        "--keep-memory", action="store_true", help="let all sides keep freed memory"
     )
     add_output(parser)
     return parser.parse_args()
@@ -149,14 +149,14 @@ def command_of(
     precision: Precision = "fp32",
     batch_size_factor: float = 1.0,
 ) -> list[str]:
-    """The command of a side's processes, but for the socket."""
+    """Return the command of a side's processes, except for the socket."""
     program = [str(PROGRAM), side, workload, devices, precision, str(batch_size_factor)]
     return [sys.executable, *SIDES[side].command(devices), *program]
 
 
 @contextmanager
 def started(workload: str, args: argparse.Namespace) -> Iterator[dict[Run, Side]]:
-    """The sides of a workload in each precision, their processes running and warmed up."""
+    """Start and warm up the sides of a workload in each precision."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         sides = {}
         for run in itertools.product(args.precision, args.sides):
@@ -177,7 +177,7 @@ def started(workload: str, args: argparse.Namespace) -> Iterator[dict[Run, Side]
 def measured(
     workload: str, sides: Mapping[Run, Side], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Every side measured in turn, each over its own number of steps; a result per precision."""
+    """Measure every side alternately, each over its own number of steps; a result per precision."""
     steps = {run: steps_for(args.seconds, step_time_s(side)) for run, side in sides.items()}
     taken = in_turn(
         {run: partial(side.train, steps[run]) for run, side in sides.items()},
@@ -208,7 +208,7 @@ def measured(
 
 
 def step_time_s(side: Side) -> float:
-    """Roughly how long a step takes, from as many as can be timed well."""
+    """Return the approximate duration of a step."""
     steps = TRIAL_STEPS
     while (seconds := side.train(steps).seconds) < TRIAL_SECONDS:
         steps *= 2
@@ -216,19 +216,19 @@ def step_time_s(side: Side) -> float:
 
 
 def steps_for(seconds: float, step_s: float) -> int:
-    """Steps that keep a side busy for `seconds`."""
+    """Return the number of steps that take `seconds`."""
     return max(1, math.ceil(seconds / step_s))
 
 
 def relative(speeds: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
-    """Every side's speed in terms of the plain loop's, where that was measured."""
+    """Return every side's speed relative to the plain loop, if that was measured."""
     if BASE not in speeds:
         return {}
     return {name: ratio(speed, speeds[BASE]) for name, speed in speeds.items()}
 
 
 def compared(speeds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
-    """The comparisons whose sides were measured, by title."""
+    """Return the comparisons whose sides were measured, by title."""
     found: dict[str, dict[str, Any]] = {}
     for one in COMPARISONS:
         under = best_of(one.under, speeds)
@@ -239,13 +239,13 @@ def compared(speeds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]
 
 
 def best_of(names: Sequence[str], speeds: Mapping[str, Sequence[float]]) -> str | None:
-    """The side with the best median, over all rounds: not the best of each round."""
+    """Return the side with the best median over all rounds, not the best of each round."""
     there = [name for name in names if name in speeds]
     return max(there, key=lambda name: spread(speeds[name]).median, default=None)
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """A table of every workload's speeds, and one of the ratios."""
+    """Print a table of every workload's speeds, and one of the ratios."""
     for found in results:
         rows = [speed_row(name, found) for name in found["samples_per_s"]]
         title = (
@@ -267,7 +267,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def speed_row(name: str, found: Mapping[str, Any]) -> list[str]:
-    """A side's line in the table of a workload."""
+    """Return a side's row in the table of a workload."""
     times_base = found["relative"].get(name)
     shown = times_base.text(3) if times_base else ""
     held = f"{found['peak_bytes'][name] / 1e6:,.0f}"
@@ -276,13 +276,13 @@ def speed_row(name: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def ratio_cell(found: Mapping[str, Any], title: str) -> str:
-    """A workload's cell in the table of ratios; empty where the sides were not measured."""
+    """Return a workload's cell in the table of ratios; empty if the sides were not measured."""
     one = found["ratios"].get(title)
     return one["ratio"].text(2) if one else ""
 
 
 def best_peer(found: Mapping[str, Any]) -> str:
-    """Which of the others was best; empty where none was measured."""
+    """Return the best of the other libraries; empty if none was measured."""
     medians = {name: [one.median] for name, one in found["samples_per_s"].items()}
     return best_of(PEERS, medians) or ""
 

@@ -1,4 +1,4 @@
-"""The training workloads that are measured: a model, its optimizer and batches of random data.
+"""The training workloads of the benchmarks: a model, its optimizer and batches of random data.
 
 Every side of a benchmark builds its workload here, so all of them train the same model from the
 same start, with the same optimizer settings, on the same samples.
@@ -25,56 +25,56 @@ CPU = torch.device("cpu")
 SEED = 0
 CLASSES = 10
 BATCHES = 4
-"""How many different batches a side goes round in."""
+"""Number of different batches that a side cycles through."""
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """The fused Adam that every side uses."""
+    """Return the fused Adam of every side."""
     return torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """The fused SGD that every side uses."""
+    """Return the fused SGD of every side."""
     return torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
 
 
 def sgd_with_momentum(model: nn.Module) -> torch.optim.Optimizer:
-    """The fused SGD that every side uses, with momentum."""
+    """Return the fused SGD of every side, with momentum."""
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One thing to train, and how."""
+    """A model and how to train it."""
 
     title: str
-    """What the table calls it."""
+    """Name in the table."""
     new_model: Callable[[], nn.Module]
-    """Builds the model with PyTorch's default generator."""
+    """Builds the model, with PyTorch's default generator."""
     new_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    """Builds the optimizer over the parameters of a model."""
+    """Builds the optimizer for the parameters of a model."""
     batch_size: int
-    """Samples in a global batch."""
+    """Global batch size."""
     new_inputs: Callable[[int], torch.Tensor]
-    """Draws the inputs of so many samples."""
+    """Draws the inputs of several samples."""
     new_labels: Callable[[int], torch.Tensor] = lambda count: torch.randint(CLASSES, (count,))
-    """Draws the labels of so many samples."""
+    """Draws the labels of several samples."""
     precision: Precision = "fp32"
-    """What all sides compute in."""
+    """Precision of all sides."""
 
     def build(self, device: torch.device = CPU) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The model at its fixed start on `device`, and its optimizer."""
+        """Return the model with its fixed initial weights on `device`, and its optimizer."""
         torch.manual_seed(SEED)
         model = self.new_model().to(device)
         return model, self.new_optimizer(model)
 
     def batches(self, device: torch.device = CPU) -> list[Batch]:
-        """The same few global batches each time, on `device`."""
+        """Return the same few global batches each time, on `device`."""
         torch.manual_seed(SEED)
         return [self._draw(device) for _ in range(BATCHES)]
 
     def scaled(self, factor: float) -> Self:
-        """The same with `factor` times the samples in a batch, an even number of them."""
+        """Return the same workload with `factor` times the samples per batch, an even number."""
         return replace(self, batch_size=max(1, round(self.batch_size * factor / 2)) * 2)
 
     def _draw(self, device: torch.device) -> Batch:
@@ -83,22 +83,22 @@ class Workload:
 
 
 def images(count: int) -> torch.Tensor:
-    """Gray images (count, 1, 28, 28) float32."""
+    """Draw grayscale images (count, 1, 28, 28) float32."""
     return torch.randn(count, 1, 28, 28)
 
 
 def features(width: int, count: int) -> torch.Tensor:
-    """Features (count, width) float32."""
+    """Draw features (count, width) float32."""
     return torch.randn(count, width)
 
 
 def tokens(count: int) -> torch.Tensor:
-    """Sequences of tokens (count, 64) int64."""
+    """Draw token sequences (count, 64) int64."""
     return torch.randint(1000, (count, 64))
 
 
 def pictures(pixels: int, count: int) -> torch.Tensor:
-    """Colored pictures (count, 3, pixels, pixels) float32."""
+    """Draw color images (count, 3, pixels, pixels) float32."""
     return torch.randn(count, 3, pixels, pixels)
 
 

@@ -1,4 +1,4 @@
-"""A network learns what ten sensors say of the temperature. One of 80,000 readings is broken.
+"""A network learns the temperature from ten sensors. One of 80,000 readings is wrong.
 
 onefold run --checkpoint runs/sensors --save-every 1000 examples/loss_jump.py
 onefold why runs/sensors
@@ -13,7 +13,7 @@ READINGS, BATCH, BROKEN = 80_000, 16, 27_910
 torch.manual_seed(0)
 sensors = torch.randn(READINGS, 10)
 temperatures = 20 + sensors @ torch.linspace(-1, 1, 10) + 0.1 * torch.randn(READINGS)
-temperatures[BROKEN] = 2_031.0  # somebody lost a decimal point
+temperatures[BROKEN] = 2_031.0  # a lost decimal point
 
 model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

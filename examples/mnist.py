@@ -1,4 +1,4 @@
-"""LeNet on MNIST: the same model on one device as on many.
+"""LeNet on MNIST: the same model on any number of devices.
 
     python examples/mnist.py --data DIR
     onefold run --devices 2 examples/mnist.py --data DIR
@@ -34,8 +34,8 @@ def parse_options():
     parser = argparse.ArgumentParser(description="LeNet on MNIST")
     parser.add_argument("--data", required=True, help="folder with the four IDX files of MNIST")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=128, help="over all devices")
-    parser.add_argument("--lr", type=float, default=4e-3, help="where the cosine schedule begins")
+    parser.add_argument("--batch-size", type=int, default=128, help="global batch size")
+    parser.add_argument("--lr", type=float, default=4e-3, help="initial learning rate")
     return parser.parse_args()
 
 

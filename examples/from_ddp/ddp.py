@@ -28,7 +28,7 @@ def choose_device():
 
 
 def train_epoch(model, optimizer, loader, device):
-    """Mean training loss over the samples of all ranks."""
+    """Train for an epoch; return the mean loss over the samples of all ranks."""
     model.train()
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss, samples
     for images, labels in loader:
@@ -45,12 +45,12 @@ def train_epoch(model, optimizer, loader, device):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """Loss and accuracy over the whole test set, each sample counted once."""
+    """Return loss and accuracy over the whole test set, counting each sample once."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss, hits, samples
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)
-        # The bare module: DDP's forward would wait for ranks that have fewer batches.
+        # The unwrapped module: DDP's forward would wait for ranks with fewer batches.
         logits = model.module(images)
         totals[0] += F.cross_entropy(logits, labels, reduction="sum")
         totals[1] += (logits.argmax(dim=1) == labels).sum()
@@ -63,8 +63,8 @@ def main():
     parser = argparse.ArgumentParser(description="LeNet on MNIST with DDP")
     parser.add_argument("--data", required=True, help="folder with the four IDX files of MNIST")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=128, help="over all ranks")
-    parser.add_argument("--lr", type=float, default=4e-3, help="where the cosine schedule begins")
+    parser.add_argument("--batch-size", type=int, default=128, help="global batch size")
+    parser.add_argument("--lr", type=float, default=4e-3, help="initial learning rate")
     parser.add_argument("--output", default="lenet.pt", help="file for the trained weights")
     options = parser.parse_args()
 
@@ -74,13 +74,13 @@ def main():
     if options.batch_size % world_size:
         raise ValueError(f"the batch of {options.batch_size} does not divide by {world_size} ranks")
 
-    torch.manual_seed(0)  # the same first weights everywhere
+    torch.manual_seed(0)  # the same initial weights on all ranks
     model = DistributedDataParallel(
         LeNet().to(device), device_ids=[device.index] if device.type == "cuda" else None
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
-    torch.manual_seed(1 + rank)  # other random numbers on every rank from here on
+    torch.manual_seed(1 + rank)  # different random numbers on each rank from here on
 
     train_set = mnist(options.data, train=True)
     sampler = DistributedSampler(train_set, shuffle=True, seed=0)
@@ -90,7 +90,7 @@ def main():
         sampler=sampler,
         pin_memory=device.type == "cuda",
     )
-    # DistributedSampler would repeat samples to make the shares equal.
+    # DistributedSampler would repeat samples to equalize the ranks' shares.
     test_set = mnist(options.data, train=False)
     own_share = Subset(test_set, range(rank, len(test_set), world_size))
     test_loader = DataLoader(own_share, batch_size=1000)

@@ -1,4 +1,4 @@
-"""LeNet on MNIST with onefold: what ddp.py does, on one device or many.
+"""LeNet on MNIST with onefold: the script of ddp.py, for one or several devices.
 
     torchrun --nproc-per-node 2 examples/from_ddp/with_onefold.py --data DIR
     onefold run --devices 2 examples/from_ddp/with_onefold.py --data DIR
@@ -31,7 +31,7 @@ def score(model, batch):
 
 
 def train_epoch(trainer, loader):
-    """Mean training loss over the samples."""
+    """Train for an epoch; return the mean loss over the samples."""
     total = samples = 0
     for batch in loader:
         step = trainer.step(batch)
@@ -44,8 +44,8 @@ def main():
     parser = argparse.ArgumentParser(description="LeNet on MNIST with onefold")
     parser.add_argument("--data", required=True, help="folder with the four IDX files of MNIST")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=128, help="over all devices")
-    parser.add_argument("--lr", type=float, default=4e-3, help="where the cosine schedule begins")
+    parser.add_argument("--batch-size", type=int, default=128, help="global batch size")
+    parser.add_argument("--lr", type=float, default=4e-3, help="initial learning rate")
     parser.add_argument("--output", default="lenet.pt", help="file for the trained weights")
     options = parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""What with_onefold.py does, with Accelerate.
+"""The task of with_onefold.py, with Accelerate.
 
 accelerate launch --num_processes 2 examples/move/with_accelerate.py
 """

@@ -1,4 +1,4 @@
-"""What with_onefold_fp16.py does, with NVIDIA's Apex: mixed precision and DistributedDataParallel.
+"""The task of with_onefold_fp16.py, with NVIDIA's Apex: mixed precision and DDP.
 
 torchrun --standalone --nproc-per-node 2 examples/move/with_apex.py
 """

@@ -1,4 +1,4 @@
-"""What with_onefold.py does, with DataParallel: one process for all GPUs of a machine.
+"""The task of with_onefold.py, with DataParallel: one process for all GPUs of a machine.
 
 python examples/move/with_dataparallel.py
 """

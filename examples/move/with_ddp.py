@@ -1,4 +1,4 @@
-"""What with_onefold.py does, with DistributedDataParallel.
+"""The task of with_onefold.py, with DistributedDataParallel.
 
 torchrun --standalone --nproc-per-node 2 examples/move/with_ddp.py
 """

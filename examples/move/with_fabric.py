@@ -1,4 +1,4 @@
-"""What with_onefold.py does, with Lightning Fabric.
+"""The task of with_onefold.py, with Lightning Fabric.
 
 python examples/move/with_fabric.py
 """

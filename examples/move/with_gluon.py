@@ -1,4 +1,4 @@
-"""What with_onefold.py does, with the Trainer of MXNet's Gluon.
+"""The task of with_onefold.py, with the Trainer of MXNet's Gluon.
 
 python examples/move/with_gluon.py
 """

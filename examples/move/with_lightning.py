@@ -1,4 +1,4 @@
-"""What with_onefold.py does, with Lightning.
+"""The task of with_onefold.py, with Lightning.
 
 python examples/move/with_lightning.py
 """

@@ -1,8 +1,8 @@
-"""A network learns where two numbers have the same sign: by onefold, on any number of devices.
+"""A network learns whether two numbers have the same sign: with onefold, on any number of devices.
 
     onefold run --devices 2 examples/move/with_onefold.py
 
-The other scripts of this folder train it with other libraries. docs/move has the differences.
+The other scripts in this folder train it with other libraries. docs/move explains the differences.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A network learns where two numbers have the same sign, in mixed precision with batch norm.
+"""A network learns whether two numbers have the same sign, in mixed precision with batch norm.
 
 onefold run --devices 2 examples/move/with_onefold_fp16.py
 """

@@ -1,4 +1,4 @@
-"""What with_transformers.py does, on any number of devices.
+"""The task of with_transformers.py, on any number of devices.
 
 onefold run --devices 2 examples/move/with_onefold_transformers.py
 """

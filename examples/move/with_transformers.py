@@ -1,4 +1,4 @@
-"""A small language model, by transformers' own Trainer.
+"""A small language model, with the Trainer of transformers.
 
 python examples/move/with_transformers.py
 """

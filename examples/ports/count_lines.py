@@ -1,7 +1,7 @@
-"""How many lines of a plain loop change: with onefold, and with other ways to distribute it.
+"""Count the lines of a plain loop that change with onefold and with other libraries.
 
-Prints a Markdown table of lines out and in, as ``git diff --no-index --numstat`` counts them from
-``plain/NAME.py`` to ``NAME.py``, ``ddp/NAME.py`` and ``accelerate/NAME.py``, each without its
+Prints a Markdown table of removed and added lines, as ``git diff --no-index --numstat`` counts them
+from ``plain/NAME.py`` to ``NAME.py``, ``ddp/NAME.py`` and ``accelerate/NAME.py``, each without its
 docstring.
 
     python examples/ports/count_lines.py
@@ -17,18 +17,18 @@ from pathlib import Path
 PORTS = Path(__file__).resolve().parent
 WAYS = {"onefold": PORTS, "DDP": PORTS / "ddp", "Accelerate": PORTS / "accelerate"}
 ALIKE_EVERYWHERE = ("--no-ext-diff", "--no-color", "--diff-algorithm=myers")
-"""What a user's own settings of git must not change."""
+"""Options that override the user's own git settings."""
 
 
 def without_docstring(script: Path) -> str:
-    """The script's text after its docstring and the empty lines that follow it."""
+    """Return a script's text without its docstring and the empty lines after it."""
     text = script.read_text(encoding="utf-8")
     docstring = ast.parse(text).body[0]
     return "".join(text.splitlines(keepends=True)[docstring.end_lineno :]).lstrip("\n")
 
 
 def compared(before: Path, after: Path, *options: str) -> str:
-    """What ``git diff`` prints of two scripts without their docstrings."""
+    """Return the output of ``git diff`` for two scripts without their docstrings."""
     with tempfile.TemporaryDirectory() as folder:
         for name, script in (("before", before), ("after", after)):
             (Path(folder) / name).write_text(without_docstring(script), encoding="utf-8")
@@ -37,15 +37,15 @@ def compared(before: Path, after: Path, *options: str) -> str:
             cwd=folder,
             capture_output=True,
             text=True,
-            check=False,  # 1 says that the files differ
+            check=False,  # exit code 1: the files differ
         )
     if done.returncode not in (0, 1):
-        raise RuntimeError(f"git diff was to compare {before} and {after}; it said: {done.stderr}")
+        raise RuntimeError(f"git diff {before} {after} failed: {done.stderr}")
     return done.stdout
 
 
 def lines_changed(before: Path, after: Path) -> tuple[int, int]:
-    """How many lines go out of ``before``, and how many come in, to make it ``after``."""
+    """Return the number of removed and of added lines from ``before`` to ``after``."""
     found = compared(before, after, "--numstat")
     if not found:
         return 0, 0
@@ -54,7 +54,7 @@ def lines_changed(before: Path, after: Path) -> tuple[int, int]:
 
 
 def counts() -> dict[str, dict[str, tuple[int, int]]]:
-    """By script and by way, for the scripts that exist: lines out, lines in."""
+    """Return removed and added lines by script and library, for existing scripts."""
     return {
         plain.stem: {
             way: lines_changed(plain, folder / plain.name)
@@ -70,7 +70,7 @@ def cells(found: tuple[int, int] | None) -> str:
 
 
 def table() -> str:
-    """The Markdown table of all counts; a cell is empty where there is no such script."""
+    """Return the Markdown table of all counts; a cell is empty if there is no such script."""
     ways = "".join(f" {way}: out | in |" for way in WAYS)
     lines = [f"| script |{ways}", "|---|" + "---|" * (2 * len(WAYS))]
     for name, found in counts().items():

@@ -1,12 +1,12 @@
-"""DCGAN: two networks, two optimizers, and two updates for each batch.
+"""DCGAN: two networks, two optimizers, and two updates per batch.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- The trainer is given both networks, both optimizers and both losses, by name;
-  `trainer.step(batch, NAME)` updates what the optimizer of that name holds, and nothing else.
-- Fakes are drawn inside each loss, anew for the second update. Such scripts often use those of the
-  first once more; here a loss is computed from parameters and samples alone.
-- The numbers for the log are returned beside the loss.
+- Trainer receives both networks, both optimizers and both losses by name;
+  `trainer.step(batch, NAME)` updates only the parameters of the optimizer with that name.
+- Each loss draws its own fakes. Such scripts often reuse the fakes of the first update for the
+  second; here a loss depends only on parameters and samples.
+- The losses also return the logged metrics.
 
     python examples/ports/dcgan.py
     onefold run --devices 2 examples/ports/dcgan.py
@@ -22,7 +22,7 @@ LATENT, WIDTH, BATCH = 16, 16, 40
 
 
 def make_pictures(size):
-    """Bright discs of different places and sizes: (size, 1, 16, 16) float32 of -1 to 1."""
+    """Make bright discs of different positions and sizes: (size, 1, 16, 16) float32, -1 to 1."""
     generator = torch.Generator().manual_seed(1)
     center = 5 + 6 * torch.rand(size, 2, 1, 1, generator=generator)
     radius = 2 + 3 * torch.rand(size, 1, 1, generator=generator)
@@ -64,7 +64,7 @@ def start_weights(module):
 
 
 def against(logits, truth):
-    """One loss a sample, for logits (n,) of which all should be true or all false."""
+    """Return one loss per sample, for logits (n,) that should all be true or all be false."""
     wanted = torch.full_like(logits, float(truth))
     return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
 

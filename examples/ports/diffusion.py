@@ -1,11 +1,11 @@
-"""A diffusion model: it learns to tell the noise from the data, and its average draws samples.
+"""A diffusion model: it learns to separate noise from data, and its EMA weights draw samples.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- `trainer.average` keeps the exponential average of the weights, also through checkpoints.
-- `trainer.averaged` is the block in which the model holds it, to draw samples or to be saved.
-- Noise and moments are drawn inside the loss: nothing to do, each shard has its own numbers.
-- Samples are drawn between steps, with a generator of their own.
+- `trainer.average` keeps an exponential moving average of the weights, also in checkpoints.
+- Inside `trainer.averaged`, the model has the averaged weights, to draw samples or to save them.
+- The loss draws noise and timesteps. This needs no change: each shard has its own random numbers.
+- Samples are drawn between steps, with a separate generator.
 
     python examples/ports/diffusion.py
     onefold run --devices 2 examples/ports/diffusion.py
@@ -22,20 +22,20 @@ MOMENTS = 40
 
 
 def centers():
-    """Where the data lie: six places on a circle, (6, 2) float32."""
+    """Return the centers of the data: six points on a circle, (6, 2) float32."""
     turn = torch.arange(6) * math.pi / 3
     return torch.stack([turn.cos(), turn.sin()], dim=1)
 
 
 def make_points(size, seed):
-    """Points near the six places: (size, 2) float32."""
+    """Make points near the six centers: (size, 2) float32."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(6, (size,), generator=generator)
     return centers()[chosen] + 0.05 * torch.randn(size, 2, generator=generator)
 
 
 class NoiseModel(nn.Module):
-    """Tells the noise in points (n, 2) at moments (n,)."""
+    """Predicts the noise in points (n, 2) at timesteps (n,)."""
 
     def __init__(self, width=128):
         super().__init__()
@@ -45,7 +45,7 @@ class NoiseModel(nn.Module):
         self.outside = nn.Sequential(nn.SiLU(), nn.Linear(width, width), nn.SiLU())
         self.last = nn.Linear(width, 2)
         kept = (1 - torch.linspace(1e-3, 0.2, MOMENTS)).cumprod(dim=0)
-        self.register_buffer("kept", kept)  # (MOMENTS,) how much of the data is left
+        self.register_buffer("kept", kept)  # (MOMENTS,) remaining fraction of the data
 
     def forward(self, points, moments):
         hidden = self.inside(points) + self.moments(moments)
@@ -63,8 +63,8 @@ def loss(model, points):
 
 @torch.no_grad()
 def draw_points(model, size):
-    """Begin with noise and take it away, moment by moment: (size, 2) float32 on the host."""
-    generator = torch.Generator().manual_seed(5)  # its own, so nobody else's numbers are shifted
+    """Start from noise and remove it step by step: (size, 2) float32 on the host."""
+    generator = torch.Generator().manual_seed(5)  # separate, so that no other random numbers change
     device = model.kept.device
     points = torch.randn(size, 2, generator=generator).to(device)
     for moment in reversed(range(MOMENTS)):
@@ -93,7 +93,7 @@ def main(epochs=15):
             step = trainer.step(batch)
             total, samples = total + step.loss * step.samples, samples + step.samples
         near = 0.0
-        if not trainer.replaying:  # what the model draws here, no record of a stopped run knows
+        if not trainer.replaying:  # the record of a stopped run does not contain these draws
             with trainer.averaged():
                 distances = torch.cdist(draw_points(trainer.model, 300), centers()).amin(dim=1)
             near = float((distances < 0.2).float().mean())

@@ -1,12 +1,12 @@
-"""Distillation: a large teacher, and a small student that learns from what the teacher says.
+"""Distillation: a large teacher, and a small student that learns from the teacher's outputs.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- The trainer is given both networks by name, so that the buffers of both belong to the model, are
-  compared between devices and are in the checkpoint.
-- The teacher would come from a file in such a script. Here the first epochs train it: the same
-  trainer, another loss.
-- Each network keeps its modes: the teacher stays in `eval()` while the student trains.
+- Trainer receives both networks by name, so that the buffers of both belong to the model, are
+  compared between devices and are saved in checkpoints.
+- Usually the teacher is loaded from a file. Here the first epochs train it: the same
+  trainer with another loss.
+- Each network keeps its mode: the teacher stays in `eval()` while the student trains.
 
     python examples/ports/distillation.py
     onefold run --devices 2 examples/ports/distillation.py
@@ -22,7 +22,7 @@ CLASSES, TEMPERATURE, SOFT = 5, 4.0, 0.7
 
 
 def make_points(size, seed):
-    """Points in rings round the origin, with two directions that say nothing: (size, 4)."""
+    """Make points in rings around the origin, with two irrelevant features: (size, 4)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (size,), generator=generator)
     turn = 6.283 * torch.rand(size, generator=generator)

@@ -1,10 +1,10 @@
-"""Domain-adversarial training: a source with labels and a target without, side by side.
+"""Domain-adversarial training: a labeled source domain and an unlabeled target domain.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- `trainer.step` takes the pair of batches that `zip` makes; both have the same number of samples
+- `trainer.step` takes the pair of batches from `zip`; both have the same number of samples
   in each shard, so the losses of their samples can be added.
-- The target is scored by `trainer.evaluate`, which visits each sample once.
+- `trainer.evaluate` scores the target domain, and visits each sample once.
 
     python examples/ports/domains.py
     onefold run --devices 2 examples/ports/domains.py
@@ -22,7 +22,7 @@ SIZE, BATCH = 240, 24
 
 
 def make_points(turn, seed):
-    """Two half moons, turned: points (SIZE, 2) float32 and whose moon each is on (SIZE,)."""
+    """Make two rotated half moons: points (SIZE, 2) float32 and the moon of each (SIZE,)."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.randint(2, (SIZE,), generator=generator)
     angle = math.pi * torch.rand(SIZE, generator=generator)
@@ -34,7 +34,7 @@ def make_points(turn, seed):
 
 
 class Reversal(torch.autograd.Function):
-    """Passes values on as they are, and gradients with the other sign."""
+    """Passes values on unchanged, and reverses the sign of gradients."""
 
     @staticmethod
     def forward(ctx, x, factor):

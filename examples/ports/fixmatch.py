@@ -1,10 +1,10 @@
-"""FixMatch: few pictures with labels and many without, from two loaders side by side.
+"""FixMatch: few labeled and many unlabeled images, from two loaders in parallel.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- `trainer.step` takes the pair of batches that `zip` makes. Each is cut into shards by its own
+- `trainer.step` takes the pair of batches from `zip`. Each is split into shards by its own
   size, and each device reads its own shards of both.
-- The two terms have different numbers of samples, so each is an `onefold.Mean` of its own.
+- The two terms have different numbers of samples, so each is a separate `onefold.Mean`.
 
     python examples/ports/fixmatch.py
     onefold run --devices 2 examples/ports/fixmatch.py
@@ -20,7 +20,7 @@ CLASSES, LABELED, RATIO, SURE = 4, 16, 3, 0.8
 
 
 def make_bars(size, seed):
-    """Bars in one of four directions: (size, 1, 8, 8) float32 and their directions (size,)."""
+    """Make bars in one of four directions: (size, 1, 8, 8) float32 and directions (size,)."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.randint(CLASSES, (size,), generator=generator)
     row, column = torch.meshgrid(torch.arange(8.0), torch.arange(8.0), indexing="ij")
@@ -45,7 +45,7 @@ def make_model():
 
 
 def weak(pictures):
-    """A shift of up to one pixel, another one for each picture."""
+    """Shift each image by up to one pixel."""
     moves = torch.randint(3, (2, len(pictures), 1), device=pictures.device)
     place = torch.arange(8, device=pictures.device)
     rows, columns = place + moves[0], place + moves[1]

@@ -1,13 +1,13 @@
-"""nanoGPT's kind of loop: random windows of one long text, counted in steps and not in epochs.
+"""A loop like nanoGPT's: random windows of one long text, counted in steps instead of epochs.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- Gradient accumulation is `shards`: a device that has several runs them one after the other.
-- Autocast, clipping and the update are the trainer's. The learning rate is still set by hand.
-- `trainer.batches` takes the function that draws a batch, with a generator for it: a run that goes
-  on from a checkpoint sees the batches that it would have seen. What lies between two evaluations
-  is an epoch.
-- The loss on the rest of the text is over all of it, and not over a few random windows.
+- `shards` replaces gradient accumulation: a device with several shards runs them one by one.
+- The trainer does autocast, clipping and the update. The script still sets the learning rate.
+- `trainer.batches` takes the function that draws a batch, and passes it a generator: a run that
+  resumes from a checkpoint sees the same batches as an uninterrupted run. The steps between two
+  evaluations are an epoch.
+- The held-out loss covers all of the held-out text instead of a few random windows.
 
     python examples/ports/gpt.py
     onefold run --devices 2 examples/ports/gpt.py
@@ -27,7 +27,7 @@ RATE, LOWEST, WARM_UP = 1e-2, 1e-3, 10
 
 
 def make_text(words=6000):
-    """A text of invented words as numbers of letters, and how many letters there are."""
+    """Make a text of invented words as letter numbers; also return the number of letters."""
     draw = random.Random(0)
     known = ["".join(draw.choices("abcdefghijk", k=draw.randint(2, 6))) for _ in range(40)]
     text = " ".join(draw.choices(known, k=words))
@@ -78,14 +78,14 @@ def score(model, batch):
 
 
 def draw_batch(text, generator):
-    """Windows of the text, and the same windows one letter later: (BATCH, CONTEXT) int64 each."""
+    """Draw windows of the text, and the same windows one letter later: (BATCH, CONTEXT) int64."""
     starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=generator)
     places = starts[:, None] + torch.arange(CONTEXT)
     return text[places], text[places + 1]
 
 
 def rate_of(step, steps):
-    """Linear warm-up, then a cosine down to the lowest rate."""
+    """Return the learning rate: linear warmup, then cosine decay to the minimum."""
     if step < WARM_UP:
         return RATE * (step + 1) / (WARM_UP + 1)
     done = (step - WARM_UP) / max(1, steps - WARM_UP)

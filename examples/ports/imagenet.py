@@ -1,12 +1,12 @@
-"""The official ImageNet example's shape: a residual network, SGD, a rate that falls by epochs.
+"""Like the official ImageNet example: a residual network, SGD, and a learning rate schedule.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- `train` and `validate` lose the moving to devices and the meters for averages over devices.
-- The batch size is that of all devices, whatever their number.
-- The training accuracy is returned beside the loss.
-- The rate falls at the end of an epoch, which the trainer does, so that it is in the checkpoint.
-- The checkpoint, the best one beside it and going on from them are one line each.
+- `train` and `validate` no longer move data to devices or average meters over devices.
+- `batch_size` is the global batch size, for any number of devices.
+- The loss function also returns the training accuracy.
+- The trainer steps the scheduler at the end of an epoch, and saves it in checkpoints.
+- Saving the last checkpoint, saving the best one, and resuming take one line each.
 
     python examples/ports/imagenet.py
     onefold run --devices 2 examples/ports/imagenet.py
@@ -24,7 +24,7 @@ CLASSES, BATCH = 6, 50
 
 
 class Gratings(torch.utils.data.Dataset):
-    """Noisy stripes in one of six directions; in training mirrored at random, in noise anew."""
+    """Noisy stripes in one of six directions; training flips them and draws new noise."""
 
     def __init__(self, size, *, seed, augment):
         generator = torch.Generator().manual_seed(seed)
@@ -43,7 +43,7 @@ class Gratings(torch.utils.data.Dataset):
     def __getitem__(self, index):
         image, label = self.images[index], self.labels[index]
         if self.augment and torch.rand(()) < 0.5:
-            image = image.flip(-1, -2)  # turned by half a circle: the direction stays
+            image = image.flip(-1, -2)  # rotated by 180 degrees: the direction stays the same
         return image, label
 
 

@@ -1,12 +1,12 @@
 """The word language model: an LSTM whose hidden state is carried from batch to batch.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- The state is a pair of buffers, as large as one shard, with the rule `"per_shard"`: each shard
-  goes on with what it left, wherever it runs next, also after a checkpoint.
-- `trainer.batches` takes the function that cuts the next piece out of the text. Rows are the first
-  dimension here, and not time.
-- The script steps the scheduler, which divides the rate by four if the score does not improve; the
+- The state is a pair of buffers of the size of a shard, with the rule `"per_shard"`: each shard
+  continues with its own state, whichever device runs it, also after a checkpoint.
+- `trainer.batches` takes the function that cuts the next segment of the text. Rows are the first
+  dimension here, not time.
+- The script steps the scheduler, which divides the learning rate by four without progress; the
   trainer saves it.
 
     python examples/ports/language_model.py
@@ -25,7 +25,7 @@ WORDS, ROWS, SHARDS, TIME = 40, 16, 4, 16
 
 
 def make_text(length, seed):
-    """Words of which each is followed by one of three others: (length,) int64."""
+    """Make words, each followed by one of three others: (length,) int64."""
     follows = torch.randint(WORDS, (WORDS, 3), generator=torch.Generator().manual_seed(0)).tolist()
     choices = torch.randint(3, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     text = [0]
@@ -35,7 +35,7 @@ def make_text(length, seed):
 
 
 def in_rows(text):
-    """The text in ROWS pieces of equal length, one under the other: (ROWS, length)."""
+    """Split the text into ROWS rows of equal length: (ROWS, length)."""
     return text[: len(text) // ROWS * ROWS].view(ROWS, -1)
 
 
@@ -50,7 +50,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, words, begins):
         rows = len(words)
-        kept = 1 - begins.to(self.hidden.dtype)[None, :, None]  # 0 where a text begins
+        kept = 1 - begins.to(self.hidden.dtype)[None, :, None]  # 0 at the beginning of a text
         state = self.hidden[:, :rows] * kept, self.cell[:, :rows] * kept
         found, state = self.lstm(self.dropout(self.words(words)), state)
         if self.training:

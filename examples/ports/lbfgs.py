@@ -1,11 +1,11 @@
-"""LBFGS with a closure, on all of the data at once: a recurrent network continues sine waves.
+"""LBFGS with a closure, on all data at once: a recurrent network continues sine waves.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- `trainer.gradient` takes the place of `zero_grad`, forward and `backward` in the closure: each
-  call of it is shared out among the devices.
-- The optimizer is the script's, so the update stands in `with trainer.modifying():` on every
-  device, and its state goes through the checkpoint by `extra=`.
+- `trainer.gradient` replaces `zero_grad`, forward and `backward` in the closure: each
+  call is distributed over the devices.
+- The script owns the optimizer, so the update is inside `with trainer.modifying():` on every
+  device, and `extra=` saves its state in checkpoints.
 
     python examples/ports/lbfgs.py
     onefold run --devices 2 examples/ports/lbfgs.py
@@ -21,14 +21,14 @@ LENGTH = 24
 
 
 def make_waves(size, seed):
-    """Sine waves that begin anywhere: (size, LENGTH) float64."""
+    """Make sine waves with random phases: (size, LENGTH) float64."""
     generator = torch.Generator().manual_seed(seed)
     starts = 6.283 * torch.rand(size, 1, generator=generator, dtype=torch.float64)
     return torch.sin(starts + torch.arange(LENGTH, dtype=torch.float64) / 4)
 
 
 class Continues(nn.Module):
-    """The next value of each wave (n, time), and ``future`` ones more."""
+    """Predicts the next value of each wave (n, time), and ``future`` more."""
 
     def __init__(self, width=16):
         super().__init__()
@@ -51,7 +51,7 @@ def loss(model, batch):
 
 
 def score(model, batch):
-    """How far off the second half of a wave is, if only the first half is known."""
+    """Return the error of the second half of a wave, given only the first half."""
     (waves,) = batch
     half = LENGTH // 2
     said = model(waves[:, :half], future=half - 1)[:, half - 1 :]
@@ -67,7 +67,7 @@ def main(epochs=8, checkpoint=None):
     found = None if checkpoint is None else trainer.load(checkpoint, if_any=True)
     if found is not None:
         optimizer.load_state_dict(found.extra)
-    while trainer.steps < epochs:  # each is one step, over all of the data
+    while trainer.steps < epochs:  # each epoch is one step over all data
         with trainer.modifying():
             value = optimizer.step(lambda: trainer.gradient(waves).loss)
         scores = trainer.evaluate(score, held_out, batch_size=16)

@@ -1,10 +1,10 @@
-"""Low-rank adapters on a frozen model: a few numbers are trained, the others stay as they are.
+"""Low-rank adapters on a frozen model: only a few parameters are trained.
 
-What changes against the plain loop: nothing but the loop. What does not require a gradient is not
-trained, exchanged or given to the optimizer; dropout in the adapters and modes stay the script's.
+Changes from the plain loop: only the loop itself. Parameters that require no gradient are not
+trained, exchanged or optimized; the script still controls modes and the adapters' dropout.
 
-The base would come from a file in such a script (`onefold.load_weights(model, FILE)`). Here it has
-random features, which are enough for the task.
+Usually the base is loaded from a file (`onefold.load_weights(model, FILE)`). Here it has
+random features, which are sufficient for the task.
 
     python examples/ports/lora.py
     onefold run --devices 2 examples/ports/lora.py
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 
 class Base(nn.Module):
-    """A small transformer that reads words (n, time) int64 and tells one of four classes."""
+    """A small transformer that classifies words (n, time) int64 into one of four classes."""
 
     def __init__(self, width=64, layers=2):
         super().__init__()
@@ -55,7 +55,7 @@ class Base(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, and a low-rank one beside it that begins as zero."""
+    """A frozen linear layer plus a low-rank layer that is initially zero."""
 
     def __init__(self, frozen, rank=4, scale=2.0):
         super().__init__()
@@ -76,7 +76,7 @@ def add_adapters(model):
 
 
 def make_texts(size, seed):
-    """Texts in which the words of one class are a little more frequent than others."""
+    """Make texts in which the words of one class are slightly more frequent than others."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (size,), generator=generator)
     words = torch.randint(WORDS, (size, LENGTH), generator=generator)

@@ -1,10 +1,11 @@
-"""Muon for the matrices of a language model, AdamW for all else: two optimizers, one loss.
+"""Muon for the matrices of a language model, AdamW for the rest: two optimizers, one loss.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- Trainer is given both optimizers, and both schedulers, in lists; all of them make each update.
-- Muon sees whole matrices, on whichever device updates them; the norm is that of all parameters.
-- Windows are drawn by `trainer.batches`, so that a run which is stopped goes on with the same ones.
+- Trainer receives both optimizers and both schedulers in lists; each update uses all
+  of them.
+- Muon sees whole matrices, whichever device updates them; the norm covers all parameters.
+- `trainer.batches` draws the windows, so that a resumed run continues with the same ones.
 
     python examples/ports/muon.py
     onefold run --devices 2 examples/ports/muon.py
@@ -20,7 +21,7 @@ WORDS, LENGTH, WIDTH, BATCH = 32, 24, 32, 16
 
 
 def make_text(size=6000):
-    """Words of which each mostly decides the next: (size,) int64."""
+    """Make words that mostly determine the next one: (size,) int64."""
     generator = torch.Generator().manual_seed(1)
     follows = torch.randint(WORDS, (WORDS, 2), generator=generator)
     choices = torch.rand(size, generator=generator)
@@ -63,7 +64,7 @@ class Model(nn.Module):
 
 
 def make_optimizers(model):
-    """Muon for the matrices of the blocks, AdamW for all else."""
+    """Return Muon for the matrices of the blocks, and AdamW for the rest."""
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if all(p is not m for m in matrices)]
     return [

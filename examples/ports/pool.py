@@ -1,10 +1,10 @@
-"""Translation between two kinds of pictures, judged by a pool of those that were made before.
+"""Translation between two kinds of images, with a discriminator that sees a pool of earlier images.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- The first loss returns the pictures that it made as outputs, one a sample; `step.outputs["made"]`
-  has those of the whole batch on every device, and the pool is the script's, alike everywhere.
-- `batch.whole()` gives the real pictures of the whole batch, for a second batch beside the pool's.
+- The first loss returns its generated images as per-sample outputs; `step.outputs["made"]`
+  has those of the whole batch on every device. The script owns the pool, equal on all devices.
+- `batch.whole()` returns the real images of the whole batch, for a batch next to the pool's.
 - The pool is saved with the run as ``extra``.
 
     python examples/ports/pool.py
@@ -20,7 +20,7 @@ SIZE, BATCH, ROOM = 160, 16, 24
 
 
 def make_strokes(slanted, seed):
-    """Strokes that are upright, or slanted: (SIZE, 1, 12, 12) float32 of -1 to 1."""
+    """Make strokes that are upright or slanted: (SIZE, 1, 12, 12) float32, -1 to 1."""
     generator = torch.Generator().manual_seed(seed)
     shift = 3 + 6 * torch.rand(SIZE, 1, 1, generator=generator)
     row, column = torch.meshgrid(torch.arange(12.0), torch.arange(12.0), indexing="ij")
@@ -53,7 +53,7 @@ def make_judge():
 
 
 class Pool:
-    """Pictures that were made before: half of those that are asked for are exchanged with them."""
+    """Pool of earlier images: half of the requested images are exchanged with it."""
 
     def __init__(self):
         self.kept = []

@@ -1,11 +1,11 @@
-"""Policy gradients: episodes in an environment of one's own, and batches that differ in size.
+"""Policy gradients: episodes in a custom environment, and batches of different sizes.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- Every device plays the same episodes, with a generator that is seeded from the number of the
-  step, and `trainer.step` cuts the whole batch. Playing is not shared out; learning is.
-- Returns are normalized before the step, over all samples, so no shard needs the others.
-- Nothing else: a batch of another size in each step is nothing special.
+- Every device plays the same episodes, with a generator that is seeded by the step number,
+  and `trainer.step` splits the whole batch. Only learning is distributed, playing is not.
+- Returns are normalized before the step over all samples, so shards stay independent.
+- Batches whose size changes from step to step need no change.
 
     python examples/ports/reinforce.py
     onefold run --devices 2 examples/ports/reinforce.py
@@ -21,7 +21,7 @@ EPISODES, LONGEST, DISCOUNT = 16, 60, 0.97
 
 
 class Balance:
-    """Many poles at once, each tilted by (angle, speed), pushed to the left (0) or right (1)."""
+    """Many poles at once, each with (angle, speed), pushed to the left (0) or right (1)."""
 
     def __init__(self, generator):
         self.generator = generator
@@ -37,7 +37,7 @@ class Balance:
 
 @torch.no_grad()
 def play(policy, step):
-    """Play all episodes to their ends; states (n, 2), actions (n,), returns (n,), mean length."""
+    """Play all episodes to the end; states (n, 2), actions (n,), returns (n,), mean length."""
     generator = torch.Generator().manual_seed(7000 + step)
     game = Balance(generator)
     up = torch.ones(EPISODES, dtype=torch.bool)
@@ -50,7 +50,7 @@ def play(policy, step):
         up = up & game.push(actions[-1])
     played = torch.stack(alive)
     returns, later = [], torch.zeros(EPISODES)
-    for moment in reversed(played.float()):  # one point for each push
+    for moment in reversed(played.float()):  # one point per push
         later = moment * (1 + DISCOUNT * later)
         returns.insert(0, later)
     episodes = torch.stack(states)[played], torch.stack(actions)[played]

@@ -1,12 +1,12 @@
-"""Double Q-learning with prioritized replay: how wrong the model was on each sample goes back.
+"""Double Q-learning with prioritized replay: the loss returns the error of each sample.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- The loss returns the errors as outputs of one row a sample; `step.outputs["td"]` has those of the
-  whole batch, in its order, on every device.
-- The target network is copied in `trainer.modifying`.
-- Play and replay are the script's, alike on every device, and are saved with the run as ``extra``;
-  what they draw comes from a generator that is seeded anew in each step.
+- The loss returns the errors as per-sample outputs; `step.outputs["td"]` has those of the
+  whole batch, in order, on every device.
+- The target network is copied inside `trainer.modifying`.
+- The script owns play and replay, equal on all devices, and saves them with the run as ``extra``;
+  their draws come from a generator that is seeded in each step.
 
     python examples/ports/replay.py
     onefold run --devices 2 examples/ports/replay.py
@@ -22,7 +22,7 @@ CELLS, ROOM, BATCH, DISCOUNT = 9, 512, 32, 0.9
 
 
 class Corridor:
-    """A walk along cells, left or right; the last one gives 1 and ends, the first one 0.1."""
+    """A walk along cells, left or right: the last cell gives 1 and ends, the first gives 0.1."""
 
     def __init__(self):
         self.cell = CELLS // 2
@@ -38,7 +38,7 @@ class Corridor:
 
 
 class Replay:
-    """Keeps transitions, and draws those more often of which the model was more wrong."""
+    """Stores transitions, and draws those with larger errors more often."""
 
     def __init__(self):
         self.kept = []

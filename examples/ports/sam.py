@@ -1,10 +1,10 @@
-"""Sharpness-aware minimization: each batch's gradient twice, the second time a little uphill.
+"""Sharpness-aware minimization: two gradients per batch, the second one slightly uphill.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
 - `trainer.gradient` leaves the gradient of the whole batch in `.grad`, on every device. Both calls
-  see the same batch, and so the same random numbers: they are one step.
-- Climbing and updating are the script's own, in `with trainer.modifying():` on every device.
+  see the same batch and the same random numbers: they are one step.
+- The script climbs and updates inside `with trainer.modifying():` on every device.
 
     python examples/ports/sam.py
     onefold run --devices 2 examples/ports/sam.py
@@ -20,7 +20,7 @@ RADIUS, CLASSES = 0.05, 3
 
 
 def make_spirals(size, seed):
-    """Points of three arms of a spiral, with noise: (size, 2) float32 and (size,) int64."""
+    """Make noisy points on three arms of a spiral: (size, 2) float32 and (size,) int64."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (size,), generator=generator)
     along = torch.rand(size, generator=generator)
@@ -32,7 +32,7 @@ def make_spirals(size, seed):
 
 @torch.no_grad()
 def climb(parameters):
-    """Go uphill by RADIUS, and return where the parameters were."""
+    """Move the parameters uphill by RADIUS; return their previous values."""
     norm = torch.stack([p.grad.norm() for p in parameters]).norm()
     before = [p.clone() for p in parameters]
     for parameter in parameters:

@@ -1,11 +1,11 @@
-"""SimCLR: two augmented views of each picture, compared with all others of the whole batch.
+"""SimCLR: two augmented views of each image, compared with all others in the batch.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
 - `onefold.gather` inside the loss: a shard sees the features of all shards, with gradients.
-- The second view needs no loader of its own: the data set gives both, each with its own random
+- The second view needs no separate loader: the dataset returns both, each with its own random
   numbers.
-- The features of all pictures, for the nearest neighbors, come from `trainer.predict`.
+- `trainer.predict` returns the features of all images, for the nearest neighbors.
 
     python examples/ports/simclr.py
     onefold run --devices 2 examples/ports/simclr.py
@@ -21,7 +21,7 @@ KINDS, TEMPERATURE = 8, 0.2
 
 
 def make_pictures(size, seed):
-    """Pictures of one of eight blurred patterns, somewhat shifted: (size, 1, 12, 12), (size,)."""
+    """Make shifted images of eight blurred patterns: (size, 1, 12, 12), (size,)."""
     patterns = torch.randn(KINDS, 1, 12, 12, generator=torch.Generator().manual_seed(0))
     patterns = 2 * F.avg_pool2d(patterns, 3, stride=1, padding=1)
     generator = torch.Generator().manual_seed(seed)
@@ -32,7 +32,7 @@ def make_pictures(size, seed):
 
 
 class TwoViews(torch.utils.data.Dataset):
-    """Two views of a picture: shifted, brighter or darker, and partly covered."""
+    """Two views of an image: shifted, brighter or darker, and partly covered."""
 
     def __init__(self, pictures):
         self.pictures = pictures
@@ -71,7 +71,7 @@ class Encoder(nn.Module):
 
 
 def loss(model, batch):
-    """NT-Xent over the whole batch: the same number in every shard."""
+    """Return NT-Xent over the whole batch, the same in every shard."""
     first, second = (onefold.gather(model(view)) for view in batch)
     both = torch.cat([first, second])  # (2N, 32): all first views, then all second ones
     alike = both @ both.T / TEMPERATURE
@@ -85,7 +85,7 @@ def features(model, pictures):
 
 
 def neighbors(trainer, known, asked):
-    """How many pictures have a nearest neighbor of their own kind."""
+    """Return the fraction of images whose nearest neighbor is of the same kind."""
     (pictures, kinds), (others, answers) = known, asked
     known_features = trainer.predict(features, pictures, batch_size=100)["features"]
     asked_features = trainer.predict(features, others, batch_size=100)["features"]

@@ -1,12 +1,12 @@
-"""Training from a stream: samples that have no index and come one after the other.
+"""Training from a stream: samples without an index that arrive one after another.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- No splitting of the stream by workers and ranks: each device reads all of it, in one order, and
-  keeps what belongs to its shards.
+- The stream is not split by workers and ranks: each device reads all of it in the same order, and
+  keeps the samples of its shards.
 - The stream shuffles in a buffer with the global generator, which the trainer seeds for each pass.
-- A run that was stopped in the middle of a pass goes on with the next sample: the stream is read
-  from its beginning, and what was used is left out.
+- A run that was stopped within a pass resumes at the next sample: the stream is read
+  from its beginning, and used samples are skipped.
 
     python examples/ports/stream.py
     onefold run --devices 2 examples/ports/stream.py
@@ -23,10 +23,10 @@ WORDS, LENGTH, BUFFER = 50, 8, 64
 
 
 class Sentences(IterableDataset):
-    """Sentences as they come from a pipe, shuffled in a buffer.
+    """Sentences like those from a pipe, shuffled in a buffer.
 
-    Each is a dict of words (LENGTH,) and the word that follows; that is, after a pattern of the
-    invented language, twice the last word but one plus the last.
+    Each is a dict of words (LENGTH,) and the next word, which follows a pattern of the
+    invented language: twice the second-to-last word plus the last.
     """
 
     def __init__(self, samples):

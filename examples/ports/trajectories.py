@@ -1,10 +1,10 @@
-"""A neural differential equation: trajectories beside the times at which all of them are seen.
+"""A neural differential equation: trajectories that are observed at common times.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- The times are for every shard as they are: `onefold.Broadcast`. The places have the samples in
-  their second dimension: `onefold.Scatter` says so.
-- Stretches are drawn by `trainer.batches`, so that a run which is stopped goes on with the same.
+- Every shard receives all times: `onefold.Broadcast`. The positions have the samples in
+  their second dimension, which `onefold.Scatter` declares.
+- `trainer.batches` draws the segments, so that a resumed run continues with the same ones.
 
     python examples/ports/trajectories.py
     onefold run --devices 2 examples/ports/trajectories.py
@@ -19,7 +19,7 @@ TIMES, PATHS, BATCH, WINDOW = 60, 40, 24, 10
 
 
 def make_paths():
-    """Spirals: when each was seen (TIMES,), and where (TIMES, PATHS, 2), float32."""
+    """Make spirals: observation times (TIMES,) and positions (TIMES, PATHS, 2), float32."""
     times = torch.linspace(0, 4, TIMES)
     start = torch.randn(PATHS, 2, generator=torch.Generator().manual_seed(1))
     turn = torch.tensor([[-0.1, 2.0], [-2.0, -0.1]])
@@ -28,7 +28,7 @@ def make_paths():
 
 
 class Field(nn.Module):
-    """How fast a place moves: (n, 2) to (n, 2)."""
+    """Velocity at a position: (n, 2) to (n, 2)."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Field(nn.Module):
 
 
 def solved(field, start, times):
-    """Where places (n, 2) are at all times (t,), by Runge and Kutta's method: (t, n, 2)."""
+    """Integrate positions (n, 2) over times (t,) with the Runge-Kutta method: (t, n, 2)."""
     found = [start]
     for step in times.diff():
         here = found[-1]
@@ -57,7 +57,7 @@ def loss(field, batch):
 
 
 def draw(times, places, generator):
-    """Stretches of paths: starts (n, 2), their times (t,) and the places then (t, n, 2)."""
+    """Draw segments of paths: starts (n, 2), times (t,) and positions (t, n, 2)."""
     begin = torch.randint(TIMES - WINDOW, (BATCH,), generator=generator)
     path = torch.randint(PATHS, (BATCH,), generator=generator)
     rows = begin + torch.arange(WINDOW).unsqueeze(1)

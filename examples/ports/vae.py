@@ -1,10 +1,10 @@
-"""A variational autoencoder: a loss that is a sum, and noise that is drawn inside the model.
+"""A variational autoencoder: a loss that is a sum, and noise drawn inside the model.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- `reduction="sum"` comes from `onefold.losses`, and the divergence is an `onefold.Sum`: neither is
-  divided by anything, on any number of devices. (A plain scalar would be taken for a mean.)
-- The noise needs no line: each shard of each step has random numbers of its own.
+- `onefold.losses` supports `reduction="sum"`, and the divergence is an `onefold.Sum`: neither is
+  divided by anything, on any number of devices. (A plain scalar would count as a mean.)
+- The noise needs no change: each shard of each step has its own random numbers.
 
     python examples/ports/vae.py
     onefold run --devices 2 examples/ports/vae.py
@@ -18,12 +18,12 @@ import onefold
 
 
 def make_pictures(size, seed):
-    """Bright rectangles on dark ground with a little noise: (size, 144) float32 of 0 to 1."""
+    """Make bright rectangles on a dark, noisy background: (size, 144) float32, 0 to 1."""
     generator = torch.Generator().manual_seed(seed)
     first = torch.randint(1, 6, (size, 2, 1), generator=generator)
     last = first + torch.randint(2, 6, (size, 2, 1), generator=generator)
     places = torch.arange(12)
-    inside = ((places >= first) & (places < last)).float()  # by rows, and by columns
+    inside = ((places >= first) & (places < last)).float()  # by rows and by columns
     pictures = inside[:, 0, :, None] * inside[:, 1, None, :]
     noise = 0.1 * torch.rand(size, 12, 12, generator=generator)
     return (0.9 * pictures + noise).flatten(1)
@@ -70,7 +70,7 @@ def main(epochs=12):
     for epoch in trainer.epochs(epochs):
         total = samples = 0
         for batch in loader:
-            step = trainer.step(batch)  # its loss is the sum over the batch
+            step = trainer.step(batch)  # the loss is the sum over the batch
             total, samples = total + step.loss, samples + step.samples
         scores = trainer.evaluate(score, held_out, batch_size=100)
         print(

@@ -1,10 +1,10 @@
-"""Rare classes drawn more often: a WeightedRandomSampler in a DataLoader, as scripts have them.
+"""Rare classes drawn more often: a WeightedRandomSampler in a DataLoader.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- `trainer.loader(...)` round the DataLoader, whose batch size is that of all devices together. The
-  sampler draws from the trainer's seed, alike on every device.
-- The DataLoader is made before the trainer, as the scheduler asks for its length.
+- `trainer.loader(...)` wraps the DataLoader, whose batch size is the global batch size. The
+  sampler uses the trainer's seed, and draws the same on every device.
+- The DataLoader is created before Trainer, because the scheduler needs its length.
 
     python examples/ports/weighted_sampler.py
     onefold run --devices 2 examples/ports/weighted_sampler.py
@@ -21,7 +21,7 @@ SHARES = (0.9, 0.07, 0.03)
 
 
 def make_points(size, seed):
-    """Points in three clouds that overlap, most of them in the first: (size, 8) and (size,)."""
+    """Make points in three overlapping clouds, most of them in the first: (size, 8), (size,)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.multinomial(torch.tensor(SHARES), size, True, generator=generator)
     centers = 0.8 * torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -36,7 +36,7 @@ def loss(model, batch):
 
 
 def score(model, batch):
-    """The share that is found of each class; a class that a shard lacks has no weight in it."""
+    """Return the recall of each class; a class missing from a shard has weight 0 there."""
     points, labels = batch
     right = model(points).argmax(dim=1) == labels
     of_class = [labels == each for each in range(len(SHARES))]

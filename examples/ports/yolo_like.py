@@ -1,13 +1,13 @@
-"""A one-stage detector in YOLO's manner: losses with several divisors, pictures of changing size.
+"""A one-stage detector like YOLO: losses with several denominators, images of changing size.
 
-What changes against the plain loop:
+Changes from the plain loop:
 
-- Each term says what it is divided by: boxes by the objects of the whole batch, cells by its
-  cells. A plain mean within a shard would weigh objects by how many their shard happens to have.
-- `collate` joins the boxes of a shard's pictures with their places, as such scripts do; onefold
-  never cuts what `collate` has made.
-- The size is drawn in a block whose random numbers all shards of a batch have alike.
-- The terms are numbers of the log, each as it is averaged.
+- Each term names its denominator: boxes the objects of the whole batch, cells its
+  cells. A mean within a shard would weight objects by the number of objects in their shard.
+- `collate` concatenates the boxes of a shard's images with image numbers, as usual; onefold
+  never splits the result of `collate`.
+- The size is drawn in a context in which all shards of a batch draw the same random numbers.
+- Each term is logged with its own average.
 
     python examples/ports/yolo_like.py
     onefold run --devices 2 examples/ports/yolo_like.py
@@ -25,8 +25,8 @@ CLASSES, SIZES = 3, (32, 40, 48)
 
 
 def draw(generator):
-    """A picture (3, 48, 48) of up to four squares, each of one of three colors, and their boxes:
-    (objects, 5) class, center, width and height, as parts of the picture."""
+    """Make an image (3, 48, 48) with up to four squares of three colors, and their boxes:
+    (objects, 5) class, center, width and height, relative to the image."""
     picture, boxes = 0.3 * torch.rand(3, 48, 48, generator=generator), []
     for _ in range(int(torch.randint(5, (), generator=generator))):
         kind = int(torch.randint(CLASSES, (), generator=generator))
@@ -45,13 +45,13 @@ def make_pictures(size, seed):
 
 
 def collate(samples):
-    """Pictures (n, 3, 48, 48), and all boxes with the place of their picture: (objects, 6)."""
+    """Return images (n, 3, 48, 48), and all boxes with their image's number: (objects, 6)."""
     boxes = [F.pad(boxes, (1, 0), value=place) for place, (_, boxes) in enumerate(samples)]
     return torch.stack([picture for picture, _ in samples]), torch.cat(boxes)
 
 
 def make_detector(width=32):
-    """Tells a box (4) for each cell of 8 x 8 pixels, whether there is an object, and its class."""
+    """Make a network that predicts box (4), objectness and class of each 8 x 8 cell."""
     return nn.Sequential(
         nn.Conv2d(3, width // 2, 3, 2, padding=1),
         nn.ReLU(),
@@ -64,7 +64,7 @@ def make_detector(width=32):
 
 
 def overlap(boxes, others):
-    """Intersection over union, box by box, of (objects, 4) each: center, width and height."""
+    """Return the IoU of each pair of boxes, (objects, 4) each: center, width and height."""
     low = torch.maximum(boxes[:, :2] - boxes[:, 2:] / 2, others[:, :2] - others[:, 2:] / 2)
     high = torch.minimum(boxes[:, :2] + boxes[:, 2:] / 2, others[:, :2] + others[:, 2:] / 2)
     shared = (high - low).clamp(min=0).prod(dim=1)
@@ -72,14 +72,14 @@ def overlap(boxes, others):
 
 
 def resized(pictures):
-    """The pictures in one of three sizes, the same for the whole batch."""
+    """Resize the images to one of three sizes, the same for the whole batch."""
     with onefold.same_rng_for_all_shards():
         size = random.choice(SIZES)
     return F.interpolate(pictures, (size, size), mode="bilinear", align_corners=False)
 
 
 def compare(model, pictures, targets):
-    """What is said of the cells with objects and what is true, and the same of all cells."""
+    """Return predictions and targets of the cells with objects, and of all cells."""
     said = model(pictures).permute(0, 2, 3, 1)  # (n, cells, cells, 8)
     cells = said.shape[1]
     place, kind, boxes = targets[:, 0].long(), targets[:, 1].long(), targets[:, 2:]
@@ -97,7 +97,7 @@ def loss(model, batch):
     overlaps, classes, objects = compare(model, resized(pictures), targets)
     terms = {
         "box": onefold.Mean((1 - overlaps).sum(), len(overlaps)),
-        "class": onefold.losses.cross_entropy(*classes),  # knows its divisor: the objects
+        "class": onefold.losses.cross_entropy(*classes),  # its denominator is the number of objects
         "object": onefold.losses.binary_cross_entropy_with_logits(*objects),
     }
     return 2 * terms["box"] + terms["class"] + 4 * terms["object"], terms

@@ -12,20 +12,20 @@ MOMENTS = 40
 
 
 def centers():
-    """Where the data lie: six places on a circle, (6, 2) float32."""
+    """Return the centers of the data: six points on a circle, (6, 2) float32."""
     turn = torch.arange(6) * math.pi / 3
     return torch.stack([turn.cos(), turn.sin()], dim=1)
 
 
 def make_points(size, seed):
-    """Points near the six places: (size, 2) float32."""
+    """Make points near the six centers: (size, 2) float32."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(6, (size,), generator=generator)
     return centers()[chosen] + 0.05 * torch.randn(size, 2, generator=generator)
 
 
 class NoiseModel(nn.Module):
-    """Tells the noise in points (n, 2) at moments (n,)."""
+    """Predicts the noise in points (n, 2) at timesteps (n,)."""
 
     def __init__(self, width=128):
         super().__init__()
@@ -35,7 +35,7 @@ class NoiseModel(nn.Module):
         self.outside = nn.Sequential(nn.SiLU(), nn.Linear(width, width), nn.SiLU())
         self.last = nn.Linear(width, 2)
         kept = (1 - torch.linspace(1e-3, 0.2, MOMENTS)).cumprod(dim=0)
-        self.register_buffer("kept", kept)  # (MOMENTS,) how much of the data is left
+        self.register_buffer("kept", kept)  # (MOMENTS,) remaining fraction of the data
 
     def forward(self, points, moments):
         hidden = self.inside(points) + self.moments(moments)
@@ -53,8 +53,8 @@ def loss(model, points, kept):
 
 @torch.no_grad()
 def draw_points(model, size):
-    """Begin with noise and take it away, moment by moment: (size, 2) float32 on the host."""
-    generator = torch.Generator().manual_seed(5)  # its own, so nobody else's numbers are shifted
+    """Start from noise and remove it step by step: (size, 2) float32 on the host."""
+    generator = torch.Generator().manual_seed(5)  # separate, so that no other random numbers change
     device = model.kept.device
     points = torch.randn(size, 2, generator=generator).to(device)
     for moment in reversed(range(MOMENTS)):
@@ -72,7 +72,7 @@ def draw_points(model, size):
 def main(epochs=15):
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
     data = make_points(4000, seed=1)
-    set_seed(0, device_specific=True)  # other noise on each process
+    set_seed(0, device_specific=True)  # different noise on each process
     model = NoiseModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = torch.utils.data.DataLoader(data, batch_size=200, shuffle=True)

@@ -14,7 +14,7 @@ WORDS, LONGEST, PADDING, BATCH = 80, 24, 0, 32
 
 
 def make_texts(size, seed):
-    """Texts of 6 to 24 words, as dicts; the label says which kind of word is more frequent."""
+    """Make texts of 6 to 24 words, as dicts; the label is the more frequent kind of word."""
     generator = torch.Generator().manual_seed(seed)
     texts = []
     while len(texts) < size:
@@ -27,7 +27,7 @@ def make_texts(size, seed):
 
 
 def collate(texts):
-    """Texts padded to the longest of them, and which of their places are words."""
+    """Pad texts to the longest one, and return the mask of their words."""
     words = pad_sequence([text["input_ids"] for text in texts], True, PADDING)
     labels = torch.tensor([text["label"] for text in texts])
     return {"input_ids": words, "attention_mask": words != PADDING, "labels": labels}
@@ -70,7 +70,7 @@ def logits_of(model, batches, accelerator):
 
 
 def metric(predictions, references):
-    """Accuracy and F1, of which the latter is no mean over samples."""
+    """Return accuracy and F1; F1 is not a mean over samples."""
     right = int(((predictions == 1) & (references == 1)).sum())
     both = int((predictions == 1).sum() + (references == 1).sum())
     accuracy = float((predictions == references).float().mean())
@@ -78,7 +78,7 @@ def metric(predictions, references):
 
 
 def grouped(model):
-    """No weight decay for biases and normalization."""
+    """Return parameter groups without weight decay for biases and normalization."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     return [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
@@ -89,7 +89,7 @@ def main(epochs=5, checkpoint=None):
     train_set, dev_set = make_texts(480, seed=1), make_texts(160, seed=2)
     dev = DataLoader(dev_set, batch_size=64, collate_fn=collate)
     references = torch.tensor([text["label"] for text in dev_set])
-    set_seed(0, device_specific=True)  # other noise on each process
+    set_seed(0, device_specific=True)  # different noise on each process
     model = Classifier()
     optimizer = torch.optim.AdamW(grouped(model), lr=2e-3)
     plain = DataLoader(train_set, batch_size=BATCH, shuffle=True, collate_fn=collate)

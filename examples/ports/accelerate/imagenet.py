@@ -15,7 +15,7 @@ CLASSES, BATCH = 6, 50
 
 
 class Gratings(torch.utils.data.Dataset):
-    """Noisy stripes in one of six directions; in training mirrored at random, in noise anew."""
+    """Noisy stripes in one of six directions; training flips them and draws new noise."""
 
     def __init__(self, size, *, seed, augment):
         generator = torch.Generator().manual_seed(seed)
@@ -34,7 +34,7 @@ class Gratings(torch.utils.data.Dataset):
     def __getitem__(self, index):
         image, label = self.images[index], self.labels[index]
         if self.augment and torch.rand(()) < 0.5:
-            image = image.flip(-1, -2)  # turned by half a circle: the direction stays
+            image = image.flip(-1, -2)  # rotated by 180 degrees: the direction stays the same
         return image, label
 
 
@@ -98,7 +98,7 @@ def main(epochs=6, checkpoint=None):
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
     train_set = Gratings(400, seed=1, augment=True)
     held_out = Gratings(200, seed=2, augment=False)
-    set_seed(0, device_specific=True)  # other noise on each process
+    set_seed(0, device_specific=True)  # different noise on each process
     model = small_resnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)

@@ -12,7 +12,7 @@ WORDS, ROWS, TIME = 40, 16, 16
 
 
 def make_text(length, seed):
-    """Words of which each is followed by one of three others: (length,) int64."""
+    """Make words, each followed by one of three others: (length,) int64."""
     follows = torch.randint(WORDS, (WORDS, 3), generator=torch.Generator().manual_seed(0)).tolist()
     choices = torch.randint(3, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     text = [0]
@@ -22,7 +22,7 @@ def make_text(length, seed):
 
 
 def in_rows(text):
-    """The text in ROWS pieces of equal length, one under the other: (ROWS, length)."""
+    """Split the text into ROWS rows of equal length: (ROWS, length)."""
     return text[: len(text) // ROWS * ROWS].view(ROWS, -1)
 
 
@@ -55,7 +55,7 @@ def main(epochs=8):
     accelerator = Accelerator()
     text, held_out = in_rows(make_text(6000, seed=1)), in_rows(make_text(2000, seed=2))
     rank, world = accelerator.process_index, accelerator.num_processes
-    text = text[rank::world].to(accelerator.device)  # the rows of this process
+    text = text[rank::world].to(accelerator.device)  # this process's rows
     held_out = held_out[rank::world].to(accelerator.device)
     pieces = (text.shape[1] - 1) // TIME
 
@@ -63,7 +63,7 @@ def main(epochs=8):
         start = number * TIME
         return text[:, start : start + TIME + 1]
 
-    set_seed(0, device_specific=True)  # other noise on each process
+    set_seed(0, device_specific=True)  # different noise on each process
     model = LanguageModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0)

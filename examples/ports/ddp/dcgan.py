@@ -13,7 +13,7 @@ LATENT, WIDTH, BATCH = 16, 16, 40
 
 
 def make_pictures(size):
-    """Bright discs of different places and sizes: (size, 1, 16, 16) float32 of -1 to 1."""
+    """Make bright discs of different positions and sizes: (size, 1, 16, 16) float32, -1 to 1."""
     generator = torch.Generator().manual_seed(1)
     center = 5 + 6 * torch.rand(size, 2, 1, 1, generator=generator)
     radius = 2 + 3 * torch.rand(size, 1, 1, generator=generator)
@@ -55,7 +55,7 @@ def start_weights(module):
 
 
 def against(logits, truth):
-    """One loss a sample, for logits (n,) of which all should be true or all false."""
+    """Return one loss per sample, for logits (n,) that should all be true or all be false."""
     wanted = torch.full_like(logits, float(truth))
     return F.binary_cross_entropy_with_logits(logits, wanted)
 
@@ -79,7 +79,7 @@ def generator_loss(models, batch):
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -96,7 +96,7 @@ def mean_over_ranks(value):
 
 def main(epochs=8):
     rank, world, device = set_up()
-    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    torch.manual_seed(rank)  # different noise on each rank; DDP broadcasts rank 0's weights
     models = {"generator": make_generator(), "discriminator": make_discriminator()}
     optimizers = {}
     for name, model in models.items():

@@ -14,7 +14,7 @@ CELL, LARGEST = 8, 48
 
 
 def draw(generator):
-    """A picture of 32 to 48 pixels with one to three bright rectangles, and their boxes."""
+    """Make an image of 32 to 48 pixels with one to three bright rectangles, and their boxes."""
     height, width = (8 * torch.randint(4, 7, (2,), generator=generator)).tolist()
     picture, boxes = 0.3 * torch.rand(1, height, width, generator=generator), []
     for _ in range(int(torch.randint(1, 4, (), generator=generator))):
@@ -42,7 +42,7 @@ def moved(batch, device):
 
 
 class Detector(nn.Module):
-    """In training a dict of losses, as torchvision's models have; else a dict for each picture."""
+    """Returns a dict of losses in training, like torchvision's models; else a dict per image."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -54,12 +54,12 @@ class Detector(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv2d(width, 5, 1))
 
     def forward(self, pictures, targets=None):
-        # All are padded to one size, so that a picture's result does not depend on the others.
+        # Pad all images to one size, so that an image's result does not depend on the others.
         padded = [F.pad(p, (0, LARGEST - p.shape[2], 0, LARGEST - p.shape[1])) for p in pictures]
         said = self.layers(torch.stack(padded)).permute(0, 2, 3, 1)  # (n, cells, cells, 5)
         row, column = torch.meshgrid(*(torch.arange(s) for s in said.shape[1:3]), indexing="ij")
         middle = (torch.stack([column, row], dim=-1) + 0.5).to(said) * CELL
-        reach = F.softplus(said[..., :4]) * CELL  # from the middle of the cell to the four sides
+        reach = F.softplus(said[..., :4]) * CELL  # from the center of the cell to the four sides
         boxes = torch.cat([middle - reach[..., :2], middle + reach[..., 2:]], dim=-1)
         if targets is None:
             return [self.found(*each) for each in zip(boxes, said[..., 4].sigmoid(), strict=True)]
@@ -73,7 +73,7 @@ class Detector(nn.Module):
         is_object = torch.zeros_like(logits)
         is_object[numbers, row, column] = 1
         off = (boxes[numbers, row, column] - wanted).abs() / CELL
-        # DDP takes the mean over the ranks: divided by what a rank has in the mean.
+        # DDP averages over the ranks, so divide by a rank's mean number of boxes.
         boxes_in_all = torch.tensor(len(wanted), device=logits.device)
         dist.all_reduce(boxes_in_all)
         divisor = boxes_in_all / dist.get_world_size()
@@ -103,7 +103,7 @@ def predictions(model, batches, device):
 
 
 def recall(found, dataset):
-    """The share of the true boxes that a found one overlaps by half."""
+    """Return the fraction of true boxes that a predicted box overlaps by half."""
     hits = boxes = 0
     for each, (_, target) in zip(found, dataset, strict=True):
         true, said = target["boxes"][:, None].to(each["boxes"]), each["boxes"][None]
@@ -118,7 +118,7 @@ def recall(found, dataset):
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -136,7 +136,7 @@ def mean_over_ranks(value):
 def main(epochs=8):
     rank, world, device = set_up()
     train_set, held_out = make_pictures(320, seed=1), make_pictures(80, seed=2)
-    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    torch.manual_seed(rank)  # different noise on each rank; DDP broadcasts rank 0's weights
     model = Detector().to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -13,7 +13,7 @@ CLASSES, TEMPERATURE, SOFT = 5, 4.0, 0.7
 
 
 def make_points(size, seed):
-    """Points in rings round the origin, with two directions that say nothing: (size, 4)."""
+    """Make points in rings around the origin, with two irrelevant features: (size, 4)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (size,), generator=generator)
     turn = 6.283 * torch.rand(size, generator=generator)
@@ -74,7 +74,7 @@ def evaluate(model, batches, device):
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -92,7 +92,7 @@ def mean_over_ranks(value):
 def main(epochs=10):
     rank, world, device = set_up()
     train_set, held_out = make_points(800, seed=1), make_points(300, seed=2)
-    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    torch.manual_seed(rank)  # different noise on each rank; DDP broadcasts rank 0's weights
     models = {"teacher": make_network(96), "student": make_network(16)}
     models = {name: DistributedDataParallel(model.to(device)) for name, model in models.items()}
     optimizers = {n: torch.optim.Adam(m.parameters(), lr=5e-3) for n, m in models.items()}

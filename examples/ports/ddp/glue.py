@@ -15,7 +15,7 @@ WORDS, LONGEST, PADDING, BATCH = 80, 24, 0, 32
 
 
 def make_texts(size, seed):
-    """Texts of 6 to 24 words, as dicts; the label says which kind of word is more frequent."""
+    """Make texts of 6 to 24 words, as dicts; the label is the more frequent kind of word."""
     generator = torch.Generator().manual_seed(seed)
     texts = []
     while len(texts) < size:
@@ -28,7 +28,7 @@ def make_texts(size, seed):
 
 
 def collate(texts):
-    """Texts padded to the longest of them, and which of their places are words."""
+    """Pad texts to the longest one, and return the mask of their words."""
     words = pad_sequence([text["input_ids"] for text in texts], True, PADDING)
     labels = torch.tensor([text["label"] for text in texts])
     return {"input_ids": words, "attention_mask": words != PADDING, "labels": labels}
@@ -61,7 +61,7 @@ def loss(model, batch):
 
 @torch.no_grad()
 def logits_of(model, batches, device, size):
-    """The logits of all samples in their order: rank r has those of r, r + world, ..."""
+    """Return the logits of all samples in order: rank r has samples r, r + world, ..."""
     model.eval()
     logits = []
     for batch in batches:
@@ -69,7 +69,7 @@ def logits_of(model, batches, device, size):
         logits.append(model(batch["input_ids"], batch["attention_mask"]))
     model.train()
     world = dist.get_world_size()
-    own = torch.zeros(-(-size // world), 2, device=device)  # gathering needs equal shapes
+    own = torch.zeros(-(-size // world), 2, device=device)  # all_gather requires equal shapes
     found = torch.cat(logits)
     own[: len(found)] = found
     gathered = [torch.empty_like(own) for _ in range(world)]
@@ -78,7 +78,7 @@ def logits_of(model, batches, device, size):
 
 
 def metric(predictions, references):
-    """Accuracy and F1, of which the latter is no mean over samples."""
+    """Return accuracy and F1; F1 is not a mean over samples."""
     right = int(((predictions == 1) & (references == 1)).sum())
     both = int((predictions == 1).sum() + (references == 1).sum())
     accuracy = float((predictions == references).float().mean())
@@ -86,14 +86,14 @@ def metric(predictions, references):
 
 
 def grouped(model):
-    """No weight decay for biases and normalization."""
+    """Return parameter groups without weight decay for biases and normalization."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     return [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -114,7 +114,7 @@ def main(epochs=5, checkpoint=None):
     shard = torch.utils.data.Subset(dev_set, range(rank, len(dev_set), world))
     dev = DataLoader(shard, batch_size=64, collate_fn=collate)
     references = torch.tensor([text["label"] for text in dev_set])
-    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    torch.manual_seed(rank)  # different noise on each rank; DDP broadcasts rank 0's weights
     model = Classifier().to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(grouped(model), lr=2e-3)

@@ -17,7 +17,7 @@ RATE, LOWEST, WARM_UP = 1e-2, 1e-3, 10
 
 
 def make_text(words=6000):
-    """A text of invented words as numbers of letters, and how many letters there are."""
+    """Make a text of invented words as letter numbers; also return the number of letters."""
     draw = random.Random(0)
     known = ["".join(draw.choices("abcdefghijk", k=draw.randint(2, 6))) for _ in range(40)]
     text = " ".join(draw.choices(known, k=words))
@@ -74,7 +74,7 @@ def evaluate(model, held_out):
 
 
 def draw_batch(text, generator):
-    """This rank's windows of the text, and the same windows one letter later."""
+    """Draw this rank's windows of the text, and the same windows one letter later."""
     size = BATCH // dist.get_world_size()
     starts = torch.randint(len(text) - CONTEXT, (size,), generator=generator)
     places = starts[:, None] + torch.arange(CONTEXT)
@@ -82,7 +82,7 @@ def draw_batch(text, generator):
 
 
 def rate_of(step, steps):
-    """Linear warm-up, then a cosine down to the lowest rate."""
+    """Return the learning rate: linear warmup, then cosine decay to the minimum."""
     if step < WARM_UP:
         return RATE * (step + 1) / (WARM_UP + 1)
     done = (step - WARM_UP) / max(1, steps - WARM_UP)
@@ -90,7 +90,7 @@ def rate_of(step, steps):
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -112,7 +112,7 @@ def main(steps=60, evaluate_every=10, checkpoint=None):
     windows = rest[: len(rest) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     held_out = torch.utils.data.TensorDataset(windows[:, :-1], windows[:, 1:])
 
-    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    torch.manual_seed(rank)  # different noise on each rank; DDP broadcasts rank 0's weights
     model = GPT(letters).to(device)
     ddp = DistributedDataParallel(model)
     decayed = [p for p in model.parameters() if p.dim() > 1]

@@ -16,7 +16,7 @@ CLASSES, BATCH = 6, 50
 
 
 class Gratings(torch.utils.data.Dataset):
-    """Noisy stripes in one of six directions; in training mirrored at random, in noise anew."""
+    """Noisy stripes in one of six directions; training flips them and draws new noise."""
 
     def __init__(self, size, *, seed, augment):
         generator = torch.Generator().manual_seed(seed)
@@ -35,7 +35,7 @@ class Gratings(torch.utils.data.Dataset):
     def __getitem__(self, index):
         image, label = self.images[index], self.labels[index]
         if self.augment and torch.rand(()) < 0.5:
-            image = image.flip(-1, -2)  # turned by half a circle: the direction stays
+            image = image.flip(-1, -2)  # rotated by 180 degrees: the direction stays the same
         return image, label
 
 
@@ -101,7 +101,7 @@ def evaluate(model, batches, device):
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -120,7 +120,7 @@ def main(epochs=6, checkpoint=None):
     rank, world, device = set_up()
     train_set = Gratings(400, seed=1, augment=True)
     held_out = Gratings(200, seed=2, augment=False)
-    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    torch.manual_seed(rank)  # different noise on each rank; DDP broadcasts rank 0's weights
     model = small_resnet().to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)

@@ -13,7 +13,7 @@ WORDS, ROWS, TIME = 40, 16, 16
 
 
 def make_text(length, seed):
-    """Words of which each is followed by one of three others: (length,) int64."""
+    """Make words, each followed by one of three others: (length,) int64."""
     follows = torch.randint(WORDS, (WORDS, 3), generator=torch.Generator().manual_seed(0)).tolist()
     choices = torch.randint(3, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     text = [0]
@@ -23,7 +23,7 @@ def make_text(length, seed):
 
 
 def in_rows(text):
-    """The text in ROWS pieces of equal length, one under the other: (ROWS, length)."""
+    """Split the text into ROWS rows of equal length: (ROWS, length)."""
     return text[: len(text) // ROWS * ROWS].view(ROWS, -1)
 
 
@@ -53,7 +53,7 @@ def evaluate(model, words):
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -71,7 +71,7 @@ def mean_over_ranks(value):
 def main(epochs=8):
     rank, world, device = set_up()
     text, held_out = in_rows(make_text(6000, seed=1)), in_rows(make_text(2000, seed=2))
-    text = text[rank::world].to(device)  # each rank carries the state of its own rows
+    text = text[rank::world].to(device)  # each rank keeps the state of its own rows
     held_out = held_out[rank::world].to(device)
     pieces = (text.shape[1] - 1) // TIME
 
@@ -79,7 +79,7 @@ def main(epochs=8):
         start = number * TIME
         return text[:, start : start + TIME + 1]
 
-    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    torch.manual_seed(rank)  # different noise on each rank; DDP broadcasts rank 0's weights
     model = LanguageModel().to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=20.0)

@@ -12,14 +12,14 @@ LENGTH = 24
 
 
 def make_waves(size, seed):
-    """Sine waves that begin anywhere: (size, LENGTH) float64."""
+    """Make sine waves with random phases: (size, LENGTH) float64."""
     generator = torch.Generator().manual_seed(seed)
     starts = 6.283 * torch.rand(size, 1, generator=generator, dtype=torch.float64)
     return torch.sin(starts + torch.arange(LENGTH, dtype=torch.float64) / 4)
 
 
 class Continues(nn.Module):
-    """The next value of each wave (n, time), and ``future`` ones more."""
+    """Predicts the next value of each wave (n, time), and ``future`` more."""
 
     def __init__(self, width=16):
         super().__init__()
@@ -42,7 +42,7 @@ def loss(model, batch):
 
 
 def score(model, batch):
-    """How far off the second half of a wave is, if only the first half is known."""
+    """Return the error of the second half of a wave, given only the first half."""
     (waves,) = batch
     half = LENGTH // 2
     said = model(waves[:, :half], future=half - 1)[:, half - 1 :]
@@ -50,7 +50,7 @@ def score(model, batch):
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -84,7 +84,7 @@ def main(epochs=8, checkpoint=None):
         optimizer.zero_grad()
         value = loss(ddp, waves)
         value.backward()
-        return mean_over_ranks(value)  # LBFGS decides by it: alike on all ranks
+        return mean_over_ranks(value)  # LBFGS branches on it, so it must be equal on all ranks
 
     for epoch in range(first, epochs):
         value = optimizer.step(closure)

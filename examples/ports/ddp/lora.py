@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 class Base(nn.Module):
-    """A small transformer that reads words (n, time) int64 and tells one of four classes."""
+    """A small transformer that classifies words (n, time) int64 into one of four classes."""
 
     def __init__(self, width=64, layers=2):
         super().__init__()
@@ -47,7 +47,7 @@ class Base(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, and a low-rank one beside it that begins as zero."""
+    """A frozen linear layer plus a low-rank layer that is initially zero."""
 
     def __init__(self, frozen, rank=4, scale=2.0):
         super().__init__()
@@ -68,7 +68,7 @@ def add_adapters(model):
 
 
 def make_texts(size, seed):
-    """Texts in which the words of one class are a little more frequent than others."""
+    """Make texts in which the words of one class are slightly more frequent than others."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (size,), generator=generator)
     words = torch.randint(WORDS, (size, LENGTH), generator=generator)
@@ -103,7 +103,7 @@ def evaluate(model, batches, device):
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -120,7 +120,7 @@ def mean_over_ranks(value):
 
 def main(epochs=6, output=None):
     rank, world, device = set_up()
-    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    torch.manual_seed(rank)  # different noise on each rank; DDP broadcasts rank 0's weights
     model = Base()
     add_adapters(model)
     model = model.to(device)

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-EPISODES = 16 // int(os.environ.get("WORLD_SIZE", "1"))  # of this rank
+EPISODES = 16 // int(os.environ.get("WORLD_SIZE", "1"))  # on this rank
 LONGEST, DISCOUNT = 60, 0.97
 
 
 class Balance:
-    """Many poles at once, each tilted by (angle, speed), pushed to the left (0) or right (1)."""
+    """Many poles at once, each with (angle, speed), pushed to the left (0) or right (1)."""
 
     def __init__(self, generator):
         self.generator = generator
@@ -29,8 +29,8 @@ class Balance:
 
 @torch.no_grad()
 def play(policy, step, device):
-    """Play all episodes to their ends; states (n, 2), actions (n,), returns (n,), mean length."""
-    seed = 7000 + step * dist.get_world_size() + dist.get_rank()  # other episodes on each rank
+    """Play all episodes to the end; states (n, 2), actions (n,), returns (n,), mean length."""
+    seed = 7000 + step * dist.get_world_size() + dist.get_rank()  # different episodes on each rank
     generator = torch.Generator().manual_seed(seed)
     game = Balance(generator)
     up = torch.ones(EPISODES, dtype=torch.bool)
@@ -43,7 +43,7 @@ def play(policy, step, device):
         up = up & game.push(actions[-1])
     played = torch.stack(alive)
     returns, later = [], torch.zeros(EPISODES)
-    for moment in reversed(played.float()):  # one point for each push
+    for moment in reversed(played.float()):  # one point per push
         later = moment * (1 + DISCOUNT * later)
         returns.insert(0, later)
     episodes = torch.stack(states)[played], torch.stack(actions)[played]
@@ -53,7 +53,7 @@ def play(policy, step, device):
 
 @torch.no_grad()
 def normalized(returns):
-    """The returns, normalized over all ranks, and how many there are on all of them."""
+    """Return the returns, normalized over all ranks, and their number on all ranks."""
     sums = torch.stack([torch.ones_like(returns), returns, returns.square()]).sum(dim=1)
     dist.all_reduce(sums)
     count, total, squares = sums
@@ -67,12 +67,12 @@ def loss(policy, batch):
     logits = policy(states)
     entropy = -(logits.softmax(dim=1) * logits.log_softmax(dim=1)).sum(dim=1)
     losses = advantages * F.cross_entropy(logits, actions, reduction="none")
-    # DDP takes the mean over ranks, which have unequal numbers of pushes.
+    # DDP averages over ranks, which have unequal numbers of pushes.
     return (losses - 0.01 * entropy).sum() * dist.get_world_size() / count
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:

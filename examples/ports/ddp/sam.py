@@ -13,7 +13,7 @@ RADIUS, CLASSES = 0.05, 3
 
 
 def make_spirals(size, seed):
-    """Points of three arms of a spiral, with noise: (size, 2) float32 and (size,) int64."""
+    """Make noisy points on three arms of a spiral: (size, 2) float32 and (size,) int64."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (size,), generator=generator)
     along = torch.rand(size, generator=generator)
@@ -25,7 +25,7 @@ def make_spirals(size, seed):
 
 @torch.no_grad()
 def climb(parameters):
-    """Go uphill by RADIUS, and return where the parameters were."""
+    """Move the parameters uphill by RADIUS; return their previous values."""
     norm = torch.stack([p.grad.norm() for p in parameters]).norm()
     before = [p.clone() for p in parameters]
     for parameter in parameters:
@@ -68,7 +68,7 @@ def evaluate(model, batches, device):
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -85,7 +85,7 @@ def mean_over_ranks(value):
 
 def main(epochs=8, checkpoint=None):
     rank, world, device = set_up()
-    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    torch.manual_seed(rank)  # different noise on each rank; DDP broadcasts rank 0's weights
     model = nn.Sequential(
         nn.Linear(2, 48), nn.ReLU(), nn.Dropout(0.1), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 3)
     )

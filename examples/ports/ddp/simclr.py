@@ -14,7 +14,7 @@ KINDS, TEMPERATURE = 8, 0.2
 
 
 def make_pictures(size, seed):
-    """Pictures of one of eight blurred patterns, somewhat shifted: (size, 1, 12, 12), (size,)."""
+    """Make shifted images of eight blurred patterns: (size, 1, 12, 12), (size,)."""
     patterns = torch.randn(KINDS, 1, 12, 12, generator=torch.Generator().manual_seed(0))
     patterns = 2 * F.avg_pool2d(patterns, 3, stride=1, padding=1)
     generator = torch.Generator().manual_seed(seed)
@@ -25,7 +25,7 @@ def make_pictures(size, seed):
 
 
 class TwoViews(torch.utils.data.Dataset):
-    """Two views of a picture: shifted, brighter or darker, and partly covered."""
+    """Two views of an image: shifted, brighter or darker, and partly covered."""
 
     def __init__(self, pictures):
         self.pictures = pictures
@@ -64,7 +64,7 @@ class Encoder(nn.Module):
 
 
 def loss(model, batch):
-    """NT-Xent over the whole batch: the same number on every rank."""
+    """Return NT-Xent over the whole batch, the same on every rank."""
     found = model(torch.cat(batch))
     first, second = (torch.cat(all_gather(view)) for view in found.chunk(2))
     both = torch.cat([first, second])  # (2N, 32): all first views, then all second ones
@@ -80,7 +80,7 @@ def features(model, pictures):
 
 
 def neighbors(model, known, asked):
-    """How many pictures have a nearest neighbor of their own kind."""
+    """Return the fraction of images whose nearest neighbor is of the same kind."""
     (pictures, kinds), (others, answers) = known, asked
     known_features = features(model, pictures)
     asked_features = features(model, others)
@@ -89,7 +89,7 @@ def neighbors(model, known, asked):
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -102,7 +102,7 @@ def main(epochs=6):
     rank, world, device = set_up()
     known, asked = make_pictures(512, seed=1), make_pictures(200, seed=2)
     known, asked = ([each.to(device) for each in both] for both in (known, asked))
-    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    torch.manual_seed(rank)  # different noise on each rank; DDP broadcasts rank 0's weights
     model = Encoder().to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-6)

@@ -13,10 +13,10 @@ WORDS, LENGTH, BUFFER = 50, 8, 64
 
 
 class Sentences(IterableDataset):
-    """Sentences as they come from a pipe, shuffled in a buffer.
+    """Sentences like those from a pipe, shuffled in a buffer.
 
-    Each is a dict of words (LENGTH,) and the word that follows; that is, after a pattern of the
-    invented language, twice the last word but one plus the last.
+    Each is a dict of words (LENGTH,) and the next word, which follows a pattern of the
+    invented language: twice the second-to-last word plus the last.
     """
 
     def __init__(self, samples):
@@ -61,7 +61,7 @@ def loss(model, batch):
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -78,7 +78,7 @@ def mean_over_ranks(value):
 
 def main(epochs=5):
     rank, world, device = set_up()
-    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    torch.manual_seed(rank)  # different noise on each rank; DDP broadcasts rank 0's weights
     model = NextWord().to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)

@@ -11,12 +11,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def make_pictures(size, seed):
-    """Bright rectangles on dark ground with a little noise: (size, 144) float32 of 0 to 1."""
+    """Make bright rectangles on a dark, noisy background: (size, 144) float32, 0 to 1."""
     generator = torch.Generator().manual_seed(seed)
     first = torch.randint(1, 6, (size, 2, 1), generator=generator)
     last = first + torch.randint(2, 6, (size, 2, 1), generator=generator)
     places = torch.arange(12)
-    inside = ((places >= first) & (places < last)).float()  # by rows, and by columns
+    inside = ((places >= first) & (places < last)).float()  # by rows and by columns
     pictures = inside[:, 0, :, None] * inside[:, 1, None, :]
     noise = 0.1 * torch.rand(size, 12, 12, generator=generator)
     return (0.9 * pictures + noise).flatten(1)
@@ -68,7 +68,7 @@ def evaluate(model, batches, device):
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -87,7 +87,7 @@ def main(epochs=12):
     rank, world, device = set_up()
     train_set = torch.utils.data.TensorDataset(make_pictures(1000, seed=1))
     held_out = torch.utils.data.TensorDataset(make_pictures(200, seed=2))
-    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    torch.manual_seed(rank)  # different noise on each rank; DDP broadcasts rank 0's weights
     model = VAE().to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
@@ -102,7 +102,7 @@ def main(epochs=12):
             batch = [each.to(device) for each in batch]
             optimizer.zero_grad()
             value = loss(ddp, batch)
-            (value * world).backward()  # a sum, of which DDP would make a mean
+            (value * world).backward()  # DDP would average the sum
             optimizer.step()
             total, samples = total + mean_over_ranks(value).item(), samples + len(batch[0])
         scores = evaluate(model, held_loader, device)

@@ -13,7 +13,7 @@ SHARES = (0.9, 0.07, 0.03)
 
 
 def make_points(size, seed):
-    """Points in three clouds that overlap, most of them in the first: (size, 8) and (size,)."""
+    """Make points in three overlapping clouds, most of them in the first: (size, 8), (size,)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.multinomial(torch.tensor(SHARES), size, True, generator=generator)
     centers = 0.8 * torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -29,7 +29,7 @@ def loss(model, batch):
 
 
 def score(model, batch):
-    """The share that is found of each class; a class that a shard lacks has no weight in it."""
+    """Return the recall of each class; a class missing from a shard has weight 0 there."""
     points, labels = batch
     right = model(points).argmax(dim=1) == labels
     of_class = [labels == each for each in range(len(SHARES))]
@@ -53,7 +53,7 @@ def evaluate(model, batches, device):
 
 
 def set_up():
-    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    """Join torchrun's process group; return rank, world size and device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -69,7 +69,7 @@ def mean_over_ranks(value):
 
 
 class ShareOfSampler(torch.utils.data.Sampler):
-    """Every rank draws all indices, alike, and keeps each world-th."""
+    """Draws the same indices on every rank, and keeps every world-th one."""
 
     def __init__(self, sampler, rank, world):
         self.sampler, self.rank, self.world = sampler, rank, world
@@ -91,7 +91,7 @@ def main(epochs=8):
     drawn = WeightedRandomSampler(weights.tolist(), len(train_set), generator=alike)
     sampler = ShareOfSampler(drawn, rank, world)
     plain = DataLoader(train_set, batch_size=50 // world, sampler=sampler)
-    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    torch.manual_seed(rank)  # different noise on each rank; DDP broadcasts rank 0's weights
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, len(SHARES))).to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

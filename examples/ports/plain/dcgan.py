@@ -8,7 +8,7 @@ LATENT, WIDTH, BATCH = 16, 16, 40
 
 
 def make_pictures(size):
-    """Bright discs of different places and sizes: (size, 1, 16, 16) float32 of -1 to 1."""
+    """Make bright discs of different positions and sizes: (size, 1, 16, 16) float32, -1 to 1."""
     generator = torch.Generator().manual_seed(1)
     center = 5 + 6 * torch.rand(size, 2, 1, 1, generator=generator)
     radius = 2 + 3 * torch.rand(size, 1, 1, generator=generator)
@@ -50,7 +50,7 @@ def start_weights(module):
 
 
 def against(logits, truth):
-    """One loss a sample, for logits (n,) of which all should be true or all false."""
+    """Return one loss per sample, for logits (n,) that should all be true or all be false."""
     wanted = torch.full_like(logits, float(truth))
     return F.binary_cross_entropy_with_logits(logits, wanted)
 

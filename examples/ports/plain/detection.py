@@ -9,7 +9,7 @@ CELL, LARGEST = 8, 48
 
 
 def draw(generator):
-    """A picture of 32 to 48 pixels with one to three bright rectangles, and their boxes."""
+    """Make an image of 32 to 48 pixels with one to three bright rectangles, and their boxes."""
     height, width = (8 * torch.randint(4, 7, (2,), generator=generator)).tolist()
     picture, boxes = 0.3 * torch.rand(1, height, width, generator=generator), []
     for _ in range(int(torch.randint(1, 4, (), generator=generator))):
@@ -31,7 +31,7 @@ def collate(samples):
 
 
 class Detector(nn.Module):
-    """In training a dict of losses, as torchvision's models have; else a dict for each picture."""
+    """Returns a dict of losses in training, like torchvision's models; else a dict per image."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -43,12 +43,12 @@ class Detector(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv2d(width, 5, 1))
 
     def forward(self, pictures, targets=None):
-        # All are padded to one size, so that a picture's result does not depend on the others.
+        # Pad all images to one size, so that an image's result does not depend on the others.
         padded = [F.pad(p, (0, LARGEST - p.shape[2], 0, LARGEST - p.shape[1])) for p in pictures]
         said = self.layers(torch.stack(padded)).permute(0, 2, 3, 1)  # (n, cells, cells, 5)
         row, column = torch.meshgrid(*(torch.arange(s) for s in said.shape[1:3]), indexing="ij")
         middle = (torch.stack([column, row], dim=-1) + 0.5).to(said) * CELL
-        reach = F.softplus(said[..., :4]) * CELL  # from the middle of the cell to the four sides
+        reach = F.softplus(said[..., :4]) * CELL  # from the center of the cell to the four sides
         boxes = torch.cat([middle - reach[..., :2], middle + reach[..., 2:]], dim=-1)
         if targets is None:
             return [self.found(*each) for each in zip(boxes, said[..., 4].sigmoid(), strict=True)]
@@ -88,7 +88,7 @@ def predictions(model, batches):
 
 
 def recall(found, dataset):
-    """The share of the true boxes that a found one overlaps by half."""
+    """Return the fraction of true boxes that a predicted box overlaps by half."""
     hits = boxes = 0
     for each, (_, target) in zip(found, dataset, strict=True):
         true, said = target["boxes"][:, None], each["boxes"][None]

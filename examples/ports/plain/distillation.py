@@ -8,7 +8,7 @@ CLASSES, TEMPERATURE, SOFT = 5, 4.0, 0.7
 
 
 def make_points(size, seed):
-    """Points in rings round the origin, with two directions that say nothing: (size, 4)."""
+    """Make points in rings around the origin, with two irrelevant features: (size, 4)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (size,), generator=generator)
     turn = 6.283 * torch.rand(size, generator=generator)

@@ -10,7 +10,7 @@ SIZE, BATCH = 240, 24
 
 
 def make_points(turn, seed):
-    """Two half moons, turned: points (SIZE, 2) float32 and whose moon each is on (SIZE,)."""
+    """Make two rotated half moons: points (SIZE, 2) float32 and the moon of each (SIZE,)."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.randint(2, (SIZE,), generator=generator)
     angle = math.pi * torch.rand(SIZE, generator=generator)
@@ -22,7 +22,7 @@ def make_points(turn, seed):
 
 
 class Reversal(torch.autograd.Function):
-    """Passes values on as they are, and gradients with the other sign."""
+    """Passes values on unchanged, and reverses the sign of gradients."""
 
     @staticmethod
     def forward(ctx, x, factor):

@@ -8,7 +8,7 @@ CLASSES, LABELED, RATIO, SURE = 4, 16, 3, 0.8
 
 
 def make_bars(size, seed):
-    """Bars in one of four directions: (size, 1, 8, 8) float32 and their directions (size,)."""
+    """Make bars in one of four directions: (size, 1, 8, 8) float32 and directions (size,)."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.randint(CLASSES, (size,), generator=generator)
     row, column = torch.meshgrid(torch.arange(8.0), torch.arange(8.0), indexing="ij")
@@ -33,7 +33,7 @@ def make_model():
 
 
 def weak(pictures):
-    """A shift of up to one pixel, another one for each picture."""
+    """Shift each image by up to one pixel."""
     moves = torch.randint(3, (2, len(pictures), 1), device=pictures.device)
     place = torch.arange(8, device=pictures.device)
     rows, columns = place + moves[0], place + moves[1]

@@ -14,7 +14,7 @@ RATE, LOWEST, WARM_UP = 1e-2, 1e-3, 10
 
 
 def make_text(words=6000):
-    """A text of invented words as numbers of letters, and how many letters there are."""
+    """Make a text of invented words as letter numbers; also return the number of letters."""
     draw = random.Random(0)
     known = ["".join(draw.choices("abcdefghijk", k=draw.randint(2, 6))) for _ in range(40)]
     text = " ".join(draw.choices(known, k=words))
@@ -70,14 +70,14 @@ def evaluate(model, held_out):
 
 
 def draw_batch(text, generator):
-    """Windows of the text, and the same windows one letter later: (BATCH, CONTEXT) int64 each."""
+    """Draw windows of the text, and the same windows one letter later: (BATCH, CONTEXT) int64."""
     starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=generator)
     places = starts[:, None] + torch.arange(CONTEXT)
     return text[places], text[places + 1]
 
 
 def rate_of(step, steps):
-    """Linear warm-up, then a cosine down to the lowest rate."""
+    """Return the learning rate: linear warmup, then cosine decay to the minimum."""
     if step < WARM_UP:
         return RATE * (step + 1) / (WARM_UP + 1)
     done = (step - WARM_UP) / max(1, steps - WARM_UP)

@@ -13,7 +13,7 @@ CLASSES, BATCH = 6, 50
 
 
 class Gratings(torch.utils.data.Dataset):
-    """Noisy stripes in one of six directions; in training mirrored at random, in noise anew."""
+    """Noisy stripes in one of six directions; training flips them and draws new noise."""
 
     def __init__(self, size, *, seed, augment):
         generator = torch.Generator().manual_seed(seed)
@@ -32,7 +32,7 @@ class Gratings(torch.utils.data.Dataset):
     def __getitem__(self, index):
         image, label = self.images[index], self.labels[index]
         if self.augment and torch.rand(()) < 0.5:
-            image = image.flip(-1, -2)  # turned by half a circle: the direction stays
+            image = image.flip(-1, -2)  # rotated by 180 degrees: the direction stays the same
         return image, label
 
 

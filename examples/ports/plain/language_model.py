@@ -10,7 +10,7 @@ WORDS, ROWS, TIME = 40, 16, 16
 
 
 def make_text(length, seed):
-    """Words of which each is followed by one of three others: (length,) int64."""
+    """Make words, each followed by one of three others: (length,) int64."""
     follows = torch.randint(WORDS, (WORDS, 3), generator=torch.Generator().manual_seed(0)).tolist()
     choices = torch.randint(3, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     text = [0]
@@ -20,7 +20,7 @@ def make_text(length, seed):
 
 
 def in_rows(text):
-    """The text in ROWS pieces of equal length, one under the other: (ROWS, length)."""
+    """Split the text into ROWS rows of equal length: (ROWS, length)."""
     return text[: len(text) // ROWS * ROWS].view(ROWS, -1)
 
 

@@ -10,14 +10,14 @@ LENGTH = 24
 
 
 def make_waves(size, seed):
-    """Sine waves that begin anywhere: (size, LENGTH) float64."""
+    """Make sine waves with random phases: (size, LENGTH) float64."""
     generator = torch.Generator().manual_seed(seed)
     starts = 6.283 * torch.rand(size, 1, generator=generator, dtype=torch.float64)
     return torch.sin(starts + torch.arange(LENGTH, dtype=torch.float64) / 4)
 
 
 class Continues(nn.Module):
-    """The next value of each wave (n, time), and ``future`` ones more."""
+    """Predicts the next value of each wave (n, time), and ``future`` more."""
 
     def __init__(self, width=16):
         super().__init__()
@@ -40,7 +40,7 @@ def loss(model, batch):
 
 
 def score(model, batch):
-    """How far off the second half of a wave is, if only the first half is known."""
+    """Return the error of the second half of a wave, given only the first half."""
     (waves,) = batch
     half = LENGTH // 2
     said = model(waves[:, :half], future=half - 1)[:, half - 1 :]

@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 
 class Base(nn.Module):
-    """A small transformer that reads words (n, time) int64 and tells one of four classes."""
+    """A small transformer that classifies words (n, time) int64 into one of four classes."""
 
     def __init__(self, width=64, layers=2):
         super().__init__()
@@ -43,7 +43,7 @@ class Base(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, and a low-rank one beside it that begins as zero."""
+    """A frozen linear layer plus a low-rank layer that is initially zero."""
 
     def __init__(self, frozen, rank=4, scale=2.0):
         super().__init__()
@@ -64,7 +64,7 @@ def add_adapters(model):
 
 
 def make_texts(size, seed):
-    """Texts in which the words of one class are a little more frequent than others."""
+    """Make texts in which the words of one class are slightly more frequent than others."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (size,), generator=generator)
     words = torch.randint(WORDS, (size, LENGTH), generator=generator)

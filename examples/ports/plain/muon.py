@@ -8,7 +8,7 @@ WORDS, LENGTH, WIDTH, BATCH = 32, 24, 32, 16
 
 
 def make_text(size=6000):
-    """Words of which each mostly decides the next: (size,) int64."""
+    """Make words that mostly determine the next one: (size,) int64."""
     generator = torch.Generator().manual_seed(1)
     follows = torch.randint(WORDS, (WORDS, 2), generator=generator)
     choices = torch.rand(size, generator=generator)
@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 def make_optimizers(model):
-    """Muon for the matrices of the blocks, AdamW for all else."""
+    """Return Muon for the matrices of the blocks, and AdamW for the rest."""
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if all(p is not m for m in matrices)]
     return [

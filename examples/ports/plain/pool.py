@@ -10,7 +10,7 @@ SIZE, BATCH, ROOM = 160, 16, 24
 
 
 def make_strokes(slanted, seed):
-    """Strokes that are upright, or slanted: (SIZE, 1, 12, 12) float32 of -1 to 1."""
+    """Make strokes that are upright or slanted: (SIZE, 1, 12, 12) float32, -1 to 1."""
     generator = torch.Generator().manual_seed(seed)
     shift = 3 + 6 * torch.rand(SIZE, 1, 1, generator=generator)
     row, column = torch.meshgrid(torch.arange(12.0), torch.arange(12.0), indexing="ij")
@@ -43,7 +43,7 @@ def make_judge():
 
 
 class Pool:
-    """Pictures that were made before: half of those that are asked for are exchanged with them."""
+    """Pool of earlier images: half of the requested images are exchanged with it."""
 
     def __init__(self):
         self.kept = []

@@ -10,7 +10,7 @@ EPISODES, LONGEST, DISCOUNT = 16, 60, 0.97
 
 
 class Balance:
-    """Many poles at once, each tilted by (angle, speed), pushed to the left (0) or right (1)."""
+    """Many poles at once, each with (angle, speed), pushed to the left (0) or right (1)."""
 
     def __init__(self, generator):
         self.generator = generator
@@ -26,7 +26,7 @@ class Balance:
 
 @torch.no_grad()
 def play(policy, step):
-    """Play all episodes to their ends; states (n, 2), actions (n,), returns (n,), mean length."""
+    """Play all episodes to the end; states (n, 2), actions (n,), returns (n,), mean length."""
     generator = torch.Generator().manual_seed(7000 + step)
     game = Balance(generator)
     up = torch.ones(EPISODES, dtype=torch.bool)
@@ -39,7 +39,7 @@ def play(policy, step):
         up = up & game.push(actions[-1])
     played = torch.stack(alive)
     returns, later = [], torch.zeros(EPISODES)
-    for moment in reversed(played.float()):  # one point for each push
+    for moment in reversed(played.float()):  # one point per push
         later = moment * (1 + DISCOUNT * later)
         returns.insert(0, later)
     episodes = torch.stack(states)[played], torch.stack(actions)[played]

@@ -10,7 +10,7 @@ CELLS, ROOM, BATCH, DISCOUNT = 9, 512, 32, 0.9
 
 
 class Corridor:
-    """A walk along cells, left or right; the last one gives 1 and ends, the first one 0.1."""
+    """A walk along cells, left or right: the last cell gives 1 and ends, the first gives 0.1."""
 
     def __init__(self):
         self.cell = CELLS // 2
@@ -26,7 +26,7 @@ class Corridor:
 
 
 class Replay:
-    """Keeps transitions, and draws those more often of which the model was more wrong."""
+    """Stores transitions, and draws those with larger errors more often."""
 
     def __init__(self):
         self.kept = []

@@ -10,7 +10,7 @@ RADIUS, CLASSES = 0.05, 3
 
 
 def make_spirals(size, seed):
-    """Points of three arms of a spiral, with noise: (size, 2) float32 and (size,) int64."""
+    """Make noisy points on three arms of a spiral: (size, 2) float32 and (size,) int64."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (size,), generator=generator)
     along = torch.rand(size, generator=generator)
@@ -22,7 +22,7 @@ def make_spirals(size, seed):
 
 @torch.no_grad()
 def climb(parameters):
-    """Go uphill by RADIUS, and return where the parameters were."""
+    """Move the parameters uphill by RADIUS; return their previous values."""
     norm = torch.stack([p.grad.norm() for p in parameters]).norm()
     before = [p.clone() for p in parameters]
     for parameter in parameters:

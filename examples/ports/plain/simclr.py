@@ -8,7 +8,7 @@ KINDS, TEMPERATURE = 8, 0.2
 
 
 def make_pictures(size, seed):
-    """Pictures of one of eight blurred patterns, somewhat shifted: (size, 1, 12, 12), (size,)."""
+    """Make shifted images of eight blurred patterns: (size, 1, 12, 12), (size,)."""
     patterns = torch.randn(KINDS, 1, 12, 12, generator=torch.Generator().manual_seed(0))
     patterns = 2 * F.avg_pool2d(patterns, 3, stride=1, padding=1)
     generator = torch.Generator().manual_seed(seed)
@@ -19,7 +19,7 @@ def make_pictures(size, seed):
 
 
 class TwoViews(torch.utils.data.Dataset):
-    """Two views of a picture: shifted, brighter or darker, and partly covered."""
+    """Two views of an image: shifted, brighter or darker, and partly covered."""
 
     def __init__(self, pictures):
         self.pictures = pictures
@@ -58,7 +58,7 @@ class Encoder(nn.Module):
 
 
 def loss(model, batch):
-    """NT-Xent over the whole batch."""
+    """Return NT-Xent over the whole batch."""
     first, second = (model(view) for view in batch)
     both = torch.cat([first, second])  # (2N, 32): all first views, then all second ones
     alike = both @ both.T / TEMPERATURE
@@ -73,7 +73,7 @@ def features(model, pictures):
 
 
 def neighbors(model, known, asked):
-    """How many pictures have a nearest neighbor of their own kind."""
+    """Return the fraction of images whose nearest neighbor is of the same kind."""
     (pictures, kinds), (others, answers) = known, asked
     known_features = features(model, pictures)
     asked_features = features(model, others)

@@ -9,10 +9,10 @@ WORDS, LENGTH, BUFFER = 50, 8, 64
 
 
 class Sentences(IterableDataset):
-    """Sentences as they come from a pipe, shuffled in a buffer.
+    """Sentences like those from a pipe, shuffled in a buffer.
 
-    Each is a dict of words (LENGTH,) and the word that follows; that is, after a pattern of the
-    invented language, twice the last word but one plus the last.
+    Each is a dict of words (LENGTH,) and the next word, which follows a pattern of the
+    invented language: twice the second-to-last word plus the last.
     """
 
     def __init__(self, samples):

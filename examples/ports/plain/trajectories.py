@@ -7,7 +7,7 @@ TIMES, PATHS, BATCH, WINDOW = 60, 40, 24, 10
 
 
 def make_paths():
-    """Spirals: when each was seen (TIMES,), and where (TIMES, PATHS, 2), float32."""
+    """Make spirals: observation times (TIMES,) and positions (TIMES, PATHS, 2), float32."""
     times = torch.linspace(0, 4, TIMES)
     start = torch.randn(PATHS, 2, generator=torch.Generator().manual_seed(1))
     turn = torch.tensor([[-0.1, 2.0], [-2.0, -0.1]])
@@ -16,7 +16,7 @@ def make_paths():
 
 
 class Field(nn.Module):
-    """How fast a place moves: (n, 2) to (n, 2)."""
+    """Velocity at a position: (n, 2) to (n, 2)."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Field(nn.Module):
 
 
 def solved(field, start, times):
-    """Where places (n, 2) are at all times (t,), by Runge and Kutta's method: (t, n, 2)."""
+    """Integrate positions (n, 2) over times (t,) with the Runge-Kutta method: (t, n, 2)."""
     found = [start]
     for step in times.diff():
         here = found[-1]
@@ -45,7 +45,7 @@ def loss(field, batch):
 
 
 def draw(times, places):
-    """Stretches of paths: starts (n, 2), their times (t,) and the places then (t, n, 2)."""
+    """Draw segments of paths: starts (n, 2), times (t,) and positions (t, n, 2)."""
     begin = torch.randint(TIMES - WINDOW, (BATCH,))
     path = torch.randint(PATHS, (BATCH,))
     rows = begin + torch.arange(WINDOW).unsqueeze(1)

@@ -6,12 +6,12 @@ from torch import nn
 
 
 def make_pictures(size, seed):
-    """Bright rectangles on dark ground with a little noise: (size, 144) float32 of 0 to 1."""
+    """Make bright rectangles on a dark, noisy background: (size, 144) float32, 0 to 1."""
     generator = torch.Generator().manual_seed(seed)
     first = torch.randint(1, 6, (size, 2, 1), generator=generator)
     last = first + torch.randint(2, 6, (size, 2, 1), generator=generator)
     places = torch.arange(12)
-    inside = ((places >= first) & (places < last)).float()  # by rows, and by columns
+    inside = ((places >= first) & (places < last)).float()  # by rows and by columns
     pictures = inside[:, 0, :, None] * inside[:, 1, None, :]
     noise = 0.1 * torch.rand(size, 12, 12, generator=generator)
     return (0.9 * pictures + noise).flatten(1)

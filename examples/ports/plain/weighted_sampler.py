@@ -9,7 +9,7 @@ SHARES = (0.9, 0.07, 0.03)
 
 
 def make_points(size, seed):
-    """Points in three clouds that overlap, most of them in the first: (size, 8) and (size,)."""
+    """Make points in three overlapping clouds, most of them in the first: (size, 8), (size,)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.multinomial(torch.tensor(SHARES), size, True, generator=generator)
     centers = 0.8 * torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -25,7 +25,7 @@ def loss(model, batch):
 
 
 def score(model, batch):
-    """The share that is found of each class; a class that a shard lacks has no weight in it."""
+    """Return the recall of each class; a class missing from a shard has weight 0 there."""
     points, labels = batch
     right = model(points).argmax(dim=1) == labels
     of_class = [labels == each for each in range(len(SHARES))]

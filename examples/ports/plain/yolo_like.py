@@ -11,8 +11,8 @@ CLASSES, SIZES = 3, (32, 40, 48)
 
 
 def draw(generator):
-    """A picture (3, 48, 48) of up to four squares, each of one of three colors, and their boxes:
-    (objects, 5) class, center, width and height, as parts of the picture."""
+    """Make an image (3, 48, 48) with up to four squares of three colors, and their boxes:
+    (objects, 5) class, center, width and height, relative to the image."""
     picture, boxes = 0.3 * torch.rand(3, 48, 48, generator=generator), []
     for _ in range(int(torch.randint(5, (), generator=generator))):
         kind = int(torch.randint(CLASSES, (), generator=generator))
@@ -31,13 +31,13 @@ def make_pictures(size, seed):
 
 
 def collate(samples):
-    """Pictures (n, 3, 48, 48), and all boxes with the place of their picture: (objects, 6)."""
+    """Return images (n, 3, 48, 48), and all boxes with their image's number: (objects, 6)."""
     boxes = [F.pad(boxes, (1, 0), value=place) for place, (_, boxes) in enumerate(samples)]
     return torch.stack([picture for picture, _ in samples]), torch.cat(boxes)
 
 
 def make_detector(width=32):
-    """Tells a box (4) for each cell of 8 x 8 pixels, whether there is an object, and its class."""
+    """Make a network that predicts box (4), objectness and class of each 8 x 8 cell."""
     return nn.Sequential(
         nn.Conv2d(3, width // 2, 3, 2, padding=1),
         nn.ReLU(),
@@ -50,7 +50,7 @@ def make_detector(width=32):
 
 
 def overlap(boxes, others):
-    """Intersection over union, box by box, of (objects, 4) each: center, width and height."""
+    """Return the IoU of each pair of boxes, (objects, 4) each: center, width and height."""
     low = torch.maximum(boxes[:, :2] - boxes[:, 2:] / 2, others[:, :2] - others[:, 2:] / 2)
     high = torch.minimum(boxes[:, :2] + boxes[:, 2:] / 2, others[:, :2] + others[:, 2:] / 2)
     shared = (high - low).clamp(min=0).prod(dim=1)
@@ -58,13 +58,13 @@ def overlap(boxes, others):
 
 
 def resized(pictures):
-    """The pictures in one of three sizes, the same for the whole batch."""
+    """Resize the images to one of three sizes, the same for the whole batch."""
     size = random.choice(SIZES)
     return F.interpolate(pictures, (size, size), mode="bilinear", align_corners=False)
 
 
 def compare(model, pictures, targets):
-    """What is said of the cells with objects and what is true, and the same of all cells."""
+    """Return predictions and targets of the cells with objects, and of all cells."""
     said = model(pictures).permute(0, 2, 3, 1)  # (n, cells, cells, 8)
     cells = said.shape[1]
     place, kind, boxes = targets[:, 0].long(), targets[:, 1].long(), targets[:, 2:]
@@ -82,7 +82,7 @@ def loss(model, batch):
     overlaps, classes, objects = compare(model, resized(pictures), targets)
     terms = {
         "box": (1 - overlaps).sum() / max(len(overlaps), 1),
-        "class": F.cross_entropy(*classes),  # knows its divisor: the objects
+        "class": F.cross_entropy(*classes),  # its denominator is the number of objects
         "object": F.binary_cross_entropy_with_logits(*objects),
     }
     return 2 * terms["box"] + terms["class"] + 4 * terms["object"], terms
