@@ -1,17 +1,18 @@
-# make demo    train on real digits, on one device and then on all, and compare
-# make test    lint, types and every test that needs no GPU
-# make test-all  the same with those marked full: the whole cross product, and real launchers
-# make lowest  the tests of jobs and commands with the oldest releases that pyproject.toml allows
-# make ecosystem  scripts of other libraries in an environment of their own, plain and with onefold; writes docs/reference/works-with.md
-# make golden  small runs on simulated devices, whose bits are in tests/golden.json
-# make mutants plants faults in the source one at a time, and asks whether make test finds each; takes hours
-# make venv    the environment for a first look, and for development
-# make docs    the site in build/docs, without running the pages: for writers; no network
-# make docs-check  the same, after running what the pages show; fails where they differ
-# make links   asks for every address outside of the site; needs a network
-# make bench   all benchmarks, in an environment of their own: results as data, and the picture
-# make gpu     tests, demo and a short benchmark on one GPU, with what PYTHON has: nothing is installed;
-#              RESULTS=DIR says where the results go, DEVICE=cpu tries it without a GPU
+# make demo    train on real digits, on one device and then on all, and compare the bits
+# make test    lint, types, golden bits, and all tests that need no GPU
+# make test-all  the same with the tests marked full: the whole cross product, and real launchers
+# make lowest  tests of jobs and commands with the oldest releases that pyproject.toml allows
+# make matrix  the fast tests with every installed Python, and the lowest, pinned and newest PyTorch
+# make ecosystem  scripts of other libraries, plain and with onefold; writes docs/reference/works-with.md
+# make golden  small runs on simulated devices, compared with the bits in tests/golden.json
+# make mutants plant faults in the source, and check that make test finds each of them; takes hours
+# make venv    create the environment for a first look, and for development
+# make docs    build the site in build/docs without running its pages, for writers; no network
+# make docs-check  the same, after running the code of all pages; fails on a difference
+# make links   check every external link of the site; needs a network
+# make bench   all benchmarks in a separate environment: results as JSON, and the figure
+# make gpu     tests, demo and a short benchmark on one GPU, with the packages of PYTHON; installs nothing
+#              (RESULTS=DIR: folder of the results; DEVICE=cpu: try it without a GPU)
 
 PYTHON ?= python3
 VENV := .venv
@@ -24,27 +25,43 @@ RESULTS := benchmarks/results
 JOBS := packages/onefold-jobs
 OF_JOBS := digits,images,report,tables,text,loggers,augment,export
 comma := ,
-# Into the environment in which the stamp lies that is being made; says what comes, with its size.
+# Installs into the environment of the stamp that is being made; SAY lists downloads with sizes.
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 INSTALL = $(@D)/bin/python -m pip --disable-pip-version-check install --progress-bar off --constraint constraints.txt
 SAY = | sed -En 's/^ *(Downloading|Using cached|Processing .*\/([^/]*\.whl)$$) */  \2/p'
 
-# Of the order of the tests; drawn, and said at the end, unless it is given: make test SEED=7
+# Seed of the order of the tests, random by default and printed at the end: make test SEED=7
 SEED ?= $(shell echo $$RANDOM)
 
-.PHONY: demo test test-all lowest ecosystem golden mutants lint venv docs docs-check links bench bench-venv gpu clean
+.PHONY: demo test test-all lowest matrix matrix-one ecosystem golden mutants lint venv docs docs-check links bench bench-venv gpu clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
 
-# The golden bits first: what they find needs no further tests.
-# Two workers, as most of the tests that take time start processes of their own.
+# The golden bits come first: if they differ, no further test is needed.
+# Two workers, because most slow tests start processes of their own.
 test: lint golden $(VENV)/test.stamp
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup --randomly-seed=$(SEED)
 
 lowest: $(LOWEST_VENV)/lowest.stamp
 	$(LOWEST_VENV)/bin/pytest --numprocesses 2 --dist loadgroup tests/cli tests/jobs
+
+# Each combination has an environment of its own, which is kept for the next time.
+MATRIX_PYTHON ?= $(foreach version,3.11 3.12 3.13 3.14,$(shell python$(version) -c "" 2>/dev/null && echo python$(version)))
+MATRIX_TORCH ?= lowest pinned newest
+MATRIX_ENV = .venv-matrix-$(notdir $(PYTHON))-$(TORCH)
+lowest_torch = torch==$(shell sed -n 's/^ *"torch>=\(.*\)",/\1/p' pyproject.toml).*
+pinned_torch = $(shell cat constraints.txt)
+newest_torch = torch
+matrix:
+	@$(foreach python,$(MATRIX_PYTHON),$(foreach torch,$(MATRIX_TORCH),$(MAKE) --no-print-directory matrix-one PYTHON=$(python) TORCH=$(torch) &&)) true
+
+matrix-one:
+	$(PYTHON) -m venv $(MATRIX_ENV)
+	$(MATRIX_ENV)/bin/python -m pip install --progress-bar off '$($(TORCH)_torch)' $(SAY)
+	$(MATRIX_ENV)/bin/python -m pip install --progress-bar off $(call both,dev,images) $(SAY)
+	$(MATRIX_ENV)/bin/pytest --numprocesses 2 -m "not processes and not full and not gpu" tests
 
 ecosystem: $(ECOSYSTEM_VENV)/ecosystem.stamp
 	$(ECOSYSTEM_VENV)/bin/python -m ecosystem
@@ -97,15 +114,15 @@ gpu: RESULTS := runs/gpu
 gpu:
 	$(PYTHON) -m tests.gpu --results $(RESULTS) --device $(DEVICE)
 
-# torch first and by itself: with the pinned build in place nothing pulls in a larger one.
+# torch is installed first and alone: then no other package pulls in a larger build.
 $(VENV)/torch.stamp $(BENCH_VENV)/torch.stamp $(LOWEST_VENV)/torch.stamp $(ECOSYSTEM_VENV)/torch.stamp: constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onefold needs Python 3.11 or later; say which: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onefold requires Python 3.11 or later: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -m venv $(@D)
 	@echo 'Installing torch into $(@D):'
 	@$(INSTALL) torch $(SAY)
 	@touch $@
 
-# Both distributions, each editable; the first argument has extras of onefold, the second of its jobs.
+# Both distributions, editable; the arguments are the extras of onefold and of onefold-jobs.
 both = --editable '.[$(1)]' --editable '$(JOBS)[$(2)]'
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml $(JOBS)/pyproject.toml
@@ -118,19 +135,19 @@ $(VENV)/dev.stamp: $(VENV)/demo.stamp
 	@$(INSTALL) $(call both,dev,images) $(SAY)
 	@touch $@
 
-# What single guides and jobs need, and their tests.
+# Requirements of individual guides and jobs, and of their tests.
 $(VENV)/test.stamp: $(VENV)/dev.stamp
 	@echo 'Installing onefold[transformers,loggers] and onefold-jobs[$(OF_JOBS)] into $(@D):'
 	@$(INSTALL) $(call both,transformers$(comma)loggers,$(OF_JOBS)) $(SAY)
 	@touch $@
 
-# torch stays the one of constraints.txt: older releases have no small build on PyPI.
+# torch stays pinned: older releases have no small build.
 $(LOWEST_VENV)/lowest.stamp: $(LOWEST_VENV)/torch.stamp pyproject.toml $(JOBS)/pyproject.toml
 	@$(INSTALL) uv $(SAY)
 	@VIRTUAL_ENV=$(@D) $(@D)/bin/uv pip install --resolution lowest-direct --constraint constraints.txt $(call both,demo$(comma)dev$(comma)transformers$(comma)loggers,$(OF_JOBS))
 	@touch $@
 
-# uv, because pip cannot leave out a requirement of a library.
+# uv, because pip cannot ignore a library's requirement.
 $(ECOSYSTEM_VENV)/ecosystem.stamp: $(ECOSYSTEM_VENV)/torch.stamp pyproject.toml ecosystem/requirements.txt ecosystem/overrides.txt
 	@$(INSTALL) uv $(SAY)
 	@VIRTUAL_ENV=$(@D) $(@D)/bin/uv pip install --constraint constraints.txt --overrides ecosystem/overrides.txt --editable . --requirement ecosystem/requirements.txt
@@ -147,4 +164,4 @@ $(BENCH_VENV)/bench.stamp: $(BENCH_VENV)/torch.stamp pyproject.toml $(JOBS)/pypr
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(LOWEST_VENV) $(ECOSYSTEM_VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(LOWEST_VENV) $(ECOSYSTEM_VENV) .venv-matrix-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
