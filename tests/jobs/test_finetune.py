@@ -68,10 +68,19 @@ def test_the_body_is_loaded_whatever_the_head(tmp_path: Path, prefix: str, witho
 @for_each(
     ("source", "words"),
     [
-        (lambda: small(width=8), r"it has none for conv1\.weight, bn1\.weight, .* and \d+ more"),
-        (lambda: small(blocks=(1,)), r"it has none for layer2\.0\.conv1\.weight, .* more"),
-        (lambda: small(blocks=(1, 2)), r"it has also some for layer2\.1\.conv1\.weight, .* more"),
-        (lambda: small(small_images=False), r"it has none for conv1\.weight$"),
+        (
+            lambda: small(width=8),
+            r"the file has none for conv1\.weight, bn1\.weight, .* and \d+ more",
+        ),
+        (
+            lambda: small(blocks=(1,)),
+            r"the file has none for layer2\.0\.conv1\.weight, .* more",
+        ),
+        (
+            lambda: small(blocks=(1, 2)),
+            r"the file has also some for layer2\.1\.conv1\.weight, ",
+        ),
+        (lambda: small(small_images=False), r"the file has none for conv1\.weight$"),
         (lambda: nn.Linear(3, 4), r"none of its names is in the model"),
     ],
 )
@@ -149,7 +158,7 @@ FROZEN: list[tuple[tuple[str, ...], str | None, str]] = [
     ((), "fc", f"{BODY} layer10.1.weight layer10.1.bias"),
 ]
 NO_PART = "the model has no such part. Its parts are scale, layer1, layer10, fc, "
-THE_HEAD = "would freeze the model's last layer, fc: expected"
+THE_HEAD = "would freeze the model's last layer, fc: name only"
 REFUSED: list[tuple[tuple[str, ...], str | None, str]] = [
     (("layer1", "layer"), None, f"^--freeze layer: {NO_PART}"),
     (("layer10.2",), None, rf"^--freeze layer10\.2: {NO_PART}"),
