@@ -13,6 +13,7 @@ from onefold.errors import CheckpointError
 from onefold.record import FILE
 from tests.checkpoint.inprocess import Life, Runs, Script
 from tests.small import points, square
+from tests.tables import some
 
 DATA = points(21)
 
@@ -87,7 +88,7 @@ def test_an_order_that_follows_from_the_seed_is_resumed(
 ) -> None:
     script = script_of(stream)
     whole = runs.whole(script)
-    for dies in MOMENTS:
+    for dies in some(MOMENTS, 3):
         again = runs.below(dies)
         assert again.start(script, dies=dies) is None
         if not kept and dies > 2:
@@ -102,7 +103,7 @@ def test_another_order_is_equal_or_refused(runs: Runs, stream: type[Seeded], kep
     script = script_of(stream)
     whole = runs.whole(script)
     refused = []
-    for dies in MOMENTS:
+    for dies in some(MOMENTS, 3):
         again = runs.below(dies)
         assert again.start(script, dies=dies) is None
         if not kept:

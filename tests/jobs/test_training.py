@@ -171,7 +171,7 @@ CHOSEN: list[tuple[str, Any, int, dict[str, Any]]] = [
 ]
 
 
-@for_each(("job", "scores", "best", "small"), CHOSEN)
+@for_each(("job", "scores", "best", "small"), some(CHOSEN, 2))
 def test_examples_are_of_the_best_model_and_the_last_one_stays(
     job: str,
     scores: Any,

@@ -47,7 +47,12 @@ def passes(*tests: str) -> None:
 
 
 def test_the_pretended_accelerator() -> None:
-    passes("tests/pretended/test_device.py", "tests/pretended/test_costs.py")
+    passes("tests/pretended/test_device.py")
+
+
+@pytest.mark.full
+def test_what_the_pretended_accelerator_counts() -> None:
+    passes("tests/pretended/test_costs.py")
 
 
 def test_a_part_of_what_is_tested_on_a_gpu() -> None:

@@ -27,6 +27,7 @@ from onefold.tools.audit import Auditor, packed, unpacked
 from tests.capabilities import NO_LSTM, has_lstm
 from tests.inside import engine_in
 from tests.small import make_trainer
+from tests.tables import some
 
 SHARDS, STEPS = 4, 6
 CORES = os.sched_getaffinity(0)
@@ -163,17 +164,20 @@ def entries_in(folder: Path, kind: type[Any]) -> list[Any]:
 faults_in = partial(entries_in, kind=AuditEntry)
 
 
-@pytest.mark.parametrize("placement", ["replicate", "partition", "offload"])
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("placement", "devices"),
+    some(itertools.product(["replicate", "partition", "offload"], [1, 2, 3]), 4),
+)
 def test_an_audit_changes_no_bit(tmp_path: Path, devices: int, placement: str) -> None:
     plain = set(simulate(script, 1))
     assert run(tmp_path, devices, placement=placement, audit=1.0) == plain
     assert not faults_in(tmp_path)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("devices", [1, 2, 3])
-@pytest.mark.parametrize("placement", ["replicate", "partition"])
+@pytest.mark.parametrize(
+    ("fault", "devices", "placement"),
+    some(itertools.product(FAULTS, [1, 2, 3], ["replicate", "partition"]), 5),
+)
 def test_a_transient_fault_is_healed_and_told(
     tmp_path: Path,
     plant: Plant,
