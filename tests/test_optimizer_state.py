@@ -253,7 +253,7 @@ def test_an_optimizer_in_another_is_not_taken_for_one(tmp_path: Path) -> None:
         trainer, _ = stepped(lambda model: Lookahead(polyak(model)), devices=devices)
         trainer.step(points(12, INPUTS))
         found.append(bits(trainer.model))
-        words = "Lookahead works with Polyak, whose state no checkpoint"
+        words = "Lookahead works with Polyak, whose state onefold cannot save"
         with pytest.raises(TypeError, match=words):
             trainer.save(tmp_path)
     assert found[0] == found[1]

@@ -60,7 +60,7 @@ def test_scores_are_of_all_samples_in_any_order(data: Path, tmp_path: Path) -> N
     table.write_text("file,class\nx/b.jpg,dog\na.jpg,dog\n")
     assert score_of("classify", data / "hotdog", tmp_path) == 0.5
     table.write_text("file,class\nb.jpg,dog\n")
-    with pytest.raises(ValueError, match=r"1 pictures have no prediction, such as a\.jpg"):
+    with pytest.raises(ValueError, match=r"1 images have no prediction, such as a\.jpg"):
         score_of("classify", data / "hotdog", tmp_path)
     with pillow.open(data / "crackforest/test/masks/1.png") as mask:
         mask.putpixel((0, 0), 255)

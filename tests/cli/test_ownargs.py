@@ -66,7 +66,7 @@ def test_a_script_that_refuses_one_of_ours_is_explained(
         ("verify --steps 0 a-file", "Invalid value for '--steps'"),
         ("run --max-restarts 2 a-file", "--max-restarts requires --checkpoint DIR"),
         ("run --checkpoint a-file a-file", "--checkpoint a-file must be a folder, but is a file"),
-        ("run --checkpoint c --save-every 0 a-file", "--save-every 0 is not valid. Pass a number"),
+        ("run --checkpoint c --save-every 0 a-file", "--save-every 0 is not valid: pass a number"),
         ("run --checkpoint c --keep-last 0 a-file", "keep_last must be at least 1, but got 0"),
         ("run --placement 3 a-file", f"placement must be one of {described()}, but got '3'"),
         ("run --checkpoint c --grace-period 0 a-file", "the grace period must be greater than 0"),

@@ -62,7 +62,7 @@ def test_devices_of_one_kind_agree_and_those_of_two_are_named_to_all(
         kinds = ["cuda", "cuda", "cpu"]
         errors = endings(3, lambda rank: agree_on_devices(meeting(others[rank]), kinds[rank]))
     assert [type(error) for error in errors] == [DisagreementError] * 3
-    assert all(str(e).startswith("device 2 computes on cpu and device 0 on cuda:") for e in errors)
+    assert all(str(e).startswith("device 2 computes on cpu, but device 0 on cuda:") for e in errors)
     assert "CUDA_VISIBLE_DEVICES" in str(errors[0])
 
 

@@ -95,7 +95,7 @@ def test_a_file_of_weights_brings_its_stem_and_normalization(data: Path, tmp_pat
     assert task.model.fc.weight.shape == (3, 512)
     facts = task.facts["picture_model"]
     assert (facts["small_stem"], facts["mean"]) == (False, (0.485, 0.456, 0.406))
-    with pytest.raises(CheckpointError, match=r"it has none for conv1\.weight"):
+    with pytest.raises(CheckpointError, match=r"the file has none for conv1\.weight"):
         task_of(data, pretrained=path, stem="small")
 
 

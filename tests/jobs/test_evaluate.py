@@ -176,7 +176,7 @@ def test_a_table_is_read_by_the_columns_that_are_named(
     named, other = tmp_path / "named.csv", tmp_path / "other.csv"
     named.write_text("text,label\n" + "".join(f'"{x}",{y}\n' for x, y in lines))
     other.write_text("nr,said,meant\n" + "".join(f'1,"{x}",{y}\n' for x, y in lines))
-    with pytest.raises(DataError, match="expected --text-column"):
+    with pytest.raises(DataError, match="use --text-column with one of its columns"):
         evaluated(runs["text"], other)
     by_name = evaluated(runs["text"], other, text_column="said", label_column=("meant",))
     assert by_name.scores == evaluated(runs["text"], named).scores

@@ -135,7 +135,7 @@ def test_pages_that_are_not_read_are_noted(
     path.unlink()
     evaluate_run(run, tested, EvaluateOptions())
     predicted(run, [path.parent], tmp_path / "out" if job == "segment" else None)
-    words = "onefold: 1 picture with several pages or frames: only the first is used\n"
+    words = "onefold: 1 image with several pages or frames: only the first is used\n"
     assert capsys.readouterr().err.count(words) == 2
 
 
@@ -235,7 +235,7 @@ def test_what_differs_is_not_written(
 
 def test_onnx_needs_packages(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(LaunchError, match=r"--to onnx needs .*onefold-jobs\[export\]"):
+    with pytest.raises(LaunchError, match=r"--to onnx requires .*onefold-jobs\[export\]"):
         export_run(runs["text"], "onnx")
 
 

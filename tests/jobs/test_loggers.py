@@ -101,6 +101,6 @@ def test_a_logger_that_fails_ends_no_training(
 def test_a_logger_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, extra in (("tensorboard", "report"), ("trackio", "trackio"), ("wandb", "loggers")):
-        with pytest.raises(LaunchError, match=rf"--log {name} needs .*onefold-jobs\[{extra}\]"):
+        with pytest.raises(LaunchError, match=rf"--log {name} requires .*onefold-jobs\[{extra}\]"):
             require_logger(name)  # type: ignore[arg-type]
     require_logger(None)

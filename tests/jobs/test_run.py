@@ -62,7 +62,7 @@ def train(*words: object, **how: Any) -> tuple[int, str]:
     ("given", "error", "words"),
     [
         ({}, ValueError, "--data is missing: give the folder or file of the data"),
-        ({"resume": True}, ValueError, "--resume: expected with --name"),
+        ({"resume": True}, ValueError, "--resume: expected --name with it"),
         ({"data": "x", "name": "new", "resume": True}, LaunchError, "there is no run in"),
         ({"data": "x", "name": "old"}, LaunchError, "exists already: continue it with --resume"),
         (
@@ -166,7 +166,7 @@ def test_a_run_whose_checkpoints_are_damaged_is_one_line(tmp_path: Path) -> None
     again = ["--runs", runs, "--name", "it", "--resume", "--epochs", 2]
     code, told = train("classify", *again, "--devices", "cpu:2")
     assert code == 2
-    assert told.startswith(f"onefold: no checkpoint of {folder}/checkpoints can be used: ")
+    assert told.startswith(f"onefold: no checkpoint in {folder}/checkpoints is usable: ")
 
 
 @pytest.mark.processes
@@ -359,7 +359,7 @@ def test_a_job_is_a_function(tmp_path: Path) -> None:
     assert result.scores == read_reported(result.folder).epochs[result.epoch].scores
     assert result.report is None or result.report.is_file()
     assert onefold_jobs.load_run(result.folder).classes == ("bad", "good")
-    words = r"no option mixup in onefold_jobs\.text: it is one of onefold_jobs\.classify$"
+    words = r"no option mixup in onefold_jobs\.text: it belongs to onefold_jobs\.classify$"
     with pytest.raises(ValueError, match=words):
         onefold_jobs.text(data=data, mixup=0.2, cutmix=0.2, foreground="1")
     with pytest.raises(AttributeError, match=r"module 'onefold_jobs' has no attribute 'cook'"):

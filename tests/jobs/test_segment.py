@@ -287,7 +287,7 @@ def test_a_unet_of_another_library_goes_by_its_name(
     asked = SegmentOptions(data=str(folder), encoder="smp:resnet18")
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(
-        LaunchError, match=r"^smp:resnet18 needs .* pip install segmentation-models"
+        LaunchError, match=r"^smp:resnet18 requires .* pip install segmentation-models"
     ):
         segment_job.check_early(asked)
     monkeypatch.setitem(sys.modules, library, SimpleNamespace(Unet=OtherUnet))

@@ -257,7 +257,7 @@ def test_what_is_not_ours_is_refused(start: Start, tmp_path: Path) -> None:
     notes = tmp_path / "timeline.json"
     notes.write_text("Buy milk.\n")
     began = f"pathlib.Path({str(tmp_path / 'began')!r}).touch()"
-    with pytest.raises(LaunchError, match=r"--profile .* onefold wrote"):
+    with pytest.raises(LaunchError, match=r"--profile .* was not written by onefold"):
         start(began, profile=str(tmp_path))
     assert notes.read_text() == "Buy milk.\n"
     assert not (tmp_path / "began").exists()

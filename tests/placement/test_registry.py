@@ -81,8 +81,8 @@ def test_these_commands_take_a_placement() -> None:
     }
     assert found.keys() == REFUSED.keys()
     assert all(PLACEMENT_VARIABLE in str(each.envvar) for each in found.values())
-    told = re.sub(r"[\s│]+", " ", shown("run") + shown("train", "text"))
-    assert [form for form in FORMS if told.count(form) < 2] == []
+    # Forms such as pipeline:N are those of a kind, and stand in the guides.
+    assert [kind for kind in PLACEMENTS if kind not in shown("run")] == []
 
 
 def test_launch_and_all_launchers_take_all_forms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,6 @@ def test_a_home_must_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("ONEFOLD_OFFLOAD_DIR", home)
         home = ""
     with pytest.raises(
-        onefold.errors.LaunchError, match=r"ONEFOLD_OFFLOAD_DIR to be a folder.*absent"
+        onefold.errors.LaunchError, match=r"ONEFOLD_OFFLOAD_DIR must be an existing folder.*absent"
     ):
         onefold.launch(trained, devices="cpu:1", placement="offload", offload_dir=home)

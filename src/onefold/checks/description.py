@@ -60,9 +60,8 @@ def describe(
         "the scheduler": "None" if scheduler is None else class_of(scheduler),
         **_surroundings(list(devices.own_devices.values()), alike=settings.deterministic),
     }
-    options = devices.context.options
     # Options of onefold's own launcher come from one record, so that they cannot differ.
-    if devices.context.launcher == "torch" and options != RunOptions():
+    if devices.context.launcher == "torch" and (options := devices.context.options) != RunOptions():
         described |= load("options").describe(options)
     if settings.compile:
         described["what compiles"] = code_compiler(devices.all[devices.own[0]])

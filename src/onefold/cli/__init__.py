@@ -156,7 +156,8 @@ class Command(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line, without typer's braces around what is required."""
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        pieces = super().collect_usage_pieces(ctx)
+        return [re.sub(r"\{(.*)\}(\.\.\.)?", r"\1", piece) for piece in pieces]
 
 
 class LateCommand(Command):

@@ -136,7 +136,7 @@ def _run(name: str, data: str | Path, devices: int | str, options: dict[str, Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedRun:
-    """A trained run, loaded for use in a program. Created by `load_run`."""
+    """A trained run, loaded for use in a program; see `load_run`."""
 
     job: str
     """``classify``, ``segment`` or ``text``."""

@@ -296,9 +296,9 @@ def no_better(rule: str, value: float, baseline: Baseline) -> str | None:
 
     >>> no_better("highest accuracy", 0.81, Baseline("dog", {"accuracy": 0.8})) is None
     True
-    >>> print(no_better("highest accuracy", 0.8, Baseline("dog", {"accuracy": 0.8})))
-    This model is no better than the baseline, which predicts 'dog' for every sample: its test \
-    accuracy is 80.0%, and the baseline's is 80.0%
+    >>> warning = no_better("highest accuracy", 0.8, Baseline("dog", {"accuracy": 0.8}))
+    >>> print(warning.partition(":")[0])
+    This model is no better than the baseline, which predicts 'dog' for every sample
     """
     direction, _, name = rule.partition(" ")
     least = baseline.scores.get(name, math.nan)
