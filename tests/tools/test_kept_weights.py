@@ -1,4 +1,4 @@
-"""Weights that a script keeps in memory are saved with it; what a checkpoint lacks raises."""
+"""Weights that a script keeps in memory are saved and restored; others raise when used."""
 
 import copy
 from collections.abc import Callable
@@ -224,7 +224,7 @@ def test_what_a_checkpoint_lacks_raises_where_it_is_used(
         # The last epoch takes another vector: what was taken before is not used again.
         assert runs.start(script) == runs.whole(script)
         return
-    words = rf"{__file__}:\d+: these weights were made at {__file__}:\d+ in the part of the run"
+    words = rf"{__file__}:\d+: these weights were made at {__file__}:\d+ during replay, after step"
     with pytest.raises(StateError, match=words):
         runs.start(script)
 
@@ -263,7 +263,9 @@ def test_numbers_of_weights_are_refused_in_the_part_that_is_done(runs: Runs, rea
 
     script = script_of(Reads)
     assert runs.start(script, dies=7) is None
-    with pytest.raises(StateError, match=rf"{__file__}:\d+: the script reads weights in the part"):
+    with pytest.raises(
+        StateError, match=rf"{__file__}:\d+: the script reads weights during replay"
+    ):
         runs.start(script)
     life: list[Life] = []
 

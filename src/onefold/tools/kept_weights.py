@@ -1,25 +1,28 @@
-"""Weights that a script keeps in memory, in a run that saves itself.
+"""Saves and restores copies of weights that a script keeps in memory.
 
-`KeptWeights` saves copies of the model's weights with the run, and gives them to the script that
-resumes it. What else that script makes of weights that are not those of then raises by name.
+`KeptWeights` saves copies of the model's weights in the checkpoints of a run, and restores them in
+the script that resumes the run. If that script uses other weights that it made during replay, an
+error names the line that made them.
 
 Note: which copies are saved
 ----------------------------
-`copy.deepcopy`, ``clone`` and ``cpu`` make the copies that scripts keep: the best weights so far, a
-model that follows another one. Each copy of a tensor of the model, or of such a copy, is noted with
-its place in the program: the number of steps, the lines of the calls that lead there, and which one
-of these it is. A checkpoint has the values of all that the script still refers to. The script that
-resumes the run makes the same copies at the same places. Those that have not changed since then are
-given their values at once, all others where the run goes on.
+Scripts copy weights with `copy.deepcopy`, ``clone`` and ``cpu``: the best weights so far, or a
+model that follows another one. Each copy of a tensor of the model, or of such a copy, is registered
+under its place in the program: the number of steps, the lines of the calls that lead there, and a
+count of the copies made at this place. A checkpoint contains the values of all registered copies
+that the script still refers to. The script that resumes the run makes the same copies at the same
+places. A copy that had not changed before the checkpoint gets its values immediately; all others
+get them at the resume position.
 
 Note: weights that raise
 ------------------------
-In the part that is done, the model has the values of the checkpoint (`onefold.tools.answers`). What
-the script computes of them is not what it was, so its tensors are hidden: they stay the objects
-that they are, with another class, and all that is computed of a hidden tensor is hidden too, as is
-what is written with it. Only what leaves tensors (a number, an array, a file) raises. Where the run
-goes on, tensors of the model and copies that were saved are shown again. All others raise from then
-on, whatever is done with them. What onefold itself computes meanwhile sees plain tensors.
+During replay, the model has the values of the checkpoint (`onefold.tools.answers`). They are later
+values, so the script cannot compute its earlier results from them. The model's tensors are
+therefore hidden: they stay the same objects, with another class, and every result of a hidden
+tensor is hidden too, as is every tensor written to in such a computation. Only an operation that
+leaves tensors (for a number, an array, a file) raises. At the resume position, the tensors of the
+model and the saved copies are shown again. All others raise from then on, whatever the script does
+with them. onefold itself sees plain tensors throughout.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ _COPYING = (
     *((torch.Tensor, name) for name in ("__deepcopy__", "clone", "cpu")),
     (torch.nn.Parameter, "__deepcopy__"),
 )
-"""Methods by which scripts copy weights."""
+"""Methods that scripts use to copy weights."""
 _ABOUT = frozenset(
     (
         *("stride", "storage_offset", "is_contiguous", "is_inference", "is_pinned", "is_shared"),
@@ -60,32 +63,32 @@ _ABOUT = frozenset(
         *("type", "__hash__", "_has_compatible_shallow_copy_type"),
     )
 )
-"""Names of further functions that show nothing of a tensor's values."""
+"""Names of other functions that do not read the values of a tensor."""
 _OVERWRITING = frozenset((torch.Tensor.copy_, torch.Tensor.fill_, torch.Tensor.zero_))
 _DEPTH = 6
-"""How many calls tell a place in the program from others, at most."""
+"""Maximum number of calls that identify a place in the program."""
 _NOW = ".now"
-"""Ends the names of copies that have changed since they were made."""
+"""Suffix of the names of copies that have changed since they were made."""
 
 _BETWEEN = ("torch", "copy")
-"""Whose frames lie between a line of a script and a method of a tensor."""
+"""Packages whose frames are between a line of the script and a method of a tensor."""
 _ON_STEP = "onefold.tools.step_calls"
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy that was noted, as long as somebody refers to its memory."""
+    """A registered copy. It is removed from the registry when its memory is freed."""
 
     memory: weakref.ref[torch.UntypedStorage]
     like: torch.Tensor
-    """On the meta device, for its form."""
+    """Meta tensor with the shape, strides and dtype of the copy."""
     offset: int
     source: weakref.ref[torch.Tensor]
     digest: str = ""
-    """Of its values when it was made; empty if they were not known."""
+    """Digest of its values when it was made; empty if these values were unknown."""
 
     def tensor(self) -> torch.Tensor | None:
-        """The copy as it is now; None if it is gone."""
+        """Return the copy with its current values; None if its memory is freed."""
         memory, like = self.memory(), self.like
         if memory is None:
             return None
@@ -95,22 +98,22 @@ class _Copy:
 
 
 _Calls = list[tuple[str, CodeType]]
-"""The calls that lead to a line of the script, the innermost first: line, and code."""
+"""The calls that lead to a line of the script, innermost first: line and code of each."""
 
 
 class _Copies:
-    """Notes the copies that a script makes of weights."""
+    """Registers the copies that a script makes of weights."""
 
     def __init__(self) -> None:
         self.noted: dict[str, _Copy] = {}
         self.memories: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """The memory of these, by its address."""
+        """Memory of the copies, by address."""
         self._early: dict[int, tuple[_Calls, _Copy]] = {}
-        """Copies of any tensors, by a number: those that were made before the Trainer."""
+        """Copies of any tensors that were made before the Trainer, by a running number."""
         self._numbers = itertools.count()
         self._run: KeptWeights | None = None
         self._ends: Collection[CodeType] = ()
-        """The code in which the Trainer was made: calls further out tell no place from others."""
+        """Code of the callers that created the Trainer: outer calls do not distinguish places."""
         self._counts: tuple[int, Counter[str]] = -1, Counter()
         self._is_copying = False
         self._before = [(kind, name, vars(kind).get(name)) for kind, name in _COPYING]
@@ -119,11 +122,11 @@ class _Copies:
 
     @property
     def is_taken(self) -> bool:
-        """Whether a run has them."""
+        """Whether a run uses these copies."""
         return self._run is not None
 
     def begin(self, run: KeptWeights, model: Collection[torch.Tensor]) -> None:
-        """Note the copies of a run from here on, and those of its model that there are."""
+        """Register copies for a run from now on, including earlier copies of its model."""
         self._run, self._ends = run, {frame.f_code for frame in _callers()}
         own, early = {*map(id, model)}, [*self._early.values()]
         self._early.clear()
@@ -133,7 +136,7 @@ class _Copies:
                 self._add(calls, source, tensor)
 
     def close(self) -> None:
-        """Have PyTorch's own methods back."""
+        """Restore PyTorch's own methods."""
         for kind, name, before in self._before:
             if before is None:
                 delattr(kind, name)
@@ -143,7 +146,7 @@ class _Copies:
     def _noting(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @wraps(call)
         def noting(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-            if self._is_copying:  # a copy calls others of these methods
+            if self._is_copying:  # one of these methods calls another
                 return call(tensor, *given, **named)
             self._is_copying = True
             try:
@@ -168,7 +171,7 @@ class _Copies:
             self._run.note_copy(self._add(calls, source, made), source, made)
 
     def _add(self, calls: _Calls, source: torch.Tensor, made: torch.Tensor) -> str:
-        """Note a copy, and return its name."""
+        """Register a copy, and return its name."""
         assert self._run is not None
         words = []
         for word, code in calls[:_DEPTH]:
@@ -197,21 +200,23 @@ def _copy_of(made: torch.Tensor, source: torch.Tensor, gone: Callable[[], object
 
 
 _copies: list[_Copies] = []
-"""Those of this process: one at most."""
+"""The registry of this process, if any."""
 
 
 def watch_copies() -> None:
-    """Note copies from here on, also before there is a Trainer."""
+    """Register copies from now on, even before the script creates a Trainer."""
     if not _copies:
         _copies.append(_Copies())
 
 
 def _calls(ends: Collection[CodeType]) -> _Calls | None:
-    """Find the calls that lead to this one, as far as ``ends``; None within a call of onefold."""
+    """Return the calls that lead to this one, up to ``ends``; None inside onefold."""
     calls: _Calls = []
     for frame in _callers():
         if _is_ours(frame):
-            # The program of a process, below all; or functions of `Trainer.on_step`.
+            # Before there is a Trainer, the search ends at the launcher, which runs the script.
+            # Later, a copy made by onefold is not the script's, but `Trainer.on_step` calls
+            # functions of the script.
             return calls if not ends or frame.f_globals["__name__"] == _ON_STEP else None
         calls.append((f"{frame.f_code.co_qualname}:{frame.f_lineno}", frame.f_code))
         if frame.f_code in ends:
@@ -220,7 +225,7 @@ def _calls(ends: Collection[CodeType]) -> _Calls | None:
 
 
 def _callers() -> Iterator[FrameType]:
-    """The frames of callers that are neither PyTorch nor this module, the innermost first."""
+    """Yield the frames of callers outside PyTorch and this module, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -235,36 +240,36 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 class KeptWeights:
-    """The weights that the script of a run keeps.
+    """Saves and restores the weights that the script of a run keeps.
 
     Args:
         module: the model of the run.
-        step: returns how many steps are done.
+        step: returns the number of completed steps.
     """
 
     def __init__(self, module: torch.nn.Module, step: Callable[[], int]) -> None:
         if _copies and _copies[0].is_taken:
-            _copies.pop().close()  # of a Trainer that could not be made
+            _copies.pop().close()  # left by a Trainer whose creation failed
         watch_copies()
         self._module, self._copies = module, _copies[0]
         self.step = step
         self._known: tuple[int, set[int]] = -1, set()
         self._given: Mapping[str, torch.Tensor] = {}
-        """What the checkpoint has, by name."""
+        """Copies in the checkpoint, by name."""
         self._where = ""
         self._is_done = True
-        """Whether the script is past the part that is done."""
+        """Whether the replay is over, or there is none."""
         self.writes = False
-        """Whether the script wrote to tensors of the model while they were hidden."""
+        """Whether a computation with hidden tensors wrote to a tensor, such as the model's."""
         self._hidden: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-        """The tensors that are hidden, and the lines at which they were made, by their identity."""
+        """Hidden tensors and the lines that made them, by identity."""
         self._classes: dict[type, type] = {}
         self._plain: dict[type, type] = {}
         self._living: tuple[int, dict[int, list[weakref.ref[torch.Tensor]]]] = -1, {}
         self._copies.begin(self, named_tensors(module).values())
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """Copy all that the script refers to, to the host, by the names to save them under."""
+        """Copy to the host what the script still refers to; the keys are names to save."""
         noted, found = self._copies.noted, {}
         for name, each in list(noted.items()):
             tensor = each.tensor()
@@ -274,11 +279,11 @@ class KeptWeights:
         return found
 
     def give(self, given: Mapping[str, torch.Tensor], where: str) -> None:
-        """Begin the part that is done, with what the checkpoint has of the script's copies.
+        """Begin the replay with the copies in the checkpoint.
 
         Args:
-            given: its copies by name.
-            where: names the checkpoint, for messages.
+            given: copies in the checkpoint, by name.
+            where: description of the checkpoint, for messages.
         """
         self._given, self._where, self._is_done = given, where, False
         for name, each in self._copies.noted.items():
@@ -291,16 +296,16 @@ class KeptWeights:
                 self._hide(tensor)
 
     def hide_model(self) -> None:
-        """Have what the script makes of the model raise: it has the values of a later time."""
+        """Hide the model's tensors, because they have the values of a later step."""
         for tensor in named_tensors(self._module).values():
             self._hide(tensor)
 
     def show_model(self) -> None:
-        """Have the model plain again, as it has the values that the script expects."""
+        """Make the model's tensors plain again, once they have the values the script expects."""
         self._show(self._addresses())
 
     def end(self) -> None:
-        """Have all plain again that is true where the run goes on; the rest raises from now on."""
+        """Show the model and restore saved copies; other hidden tensors raise from now on."""
         if self._is_done:
             return
         self.show_model()
@@ -309,21 +314,21 @@ class KeptWeights:
             if tensor is None or not self._is_hidden_memory(tensor):
                 continue
             if given is None or given.shape != tensor.shape:
-                del self._copies.noted[name]  # or it would be saved as if it were true
+                del self._copies.noted[name]  # its values are wrong: do not save them
                 continue
             tensor.copy_(given)
             self._show({_address(tensor)})
         self._is_done, self._given, self._living = True, {}, (-1, {})
 
     def close(self) -> None:
-        """Leave the script alone."""
+        """Show all hidden tensors, and restore PyTorch's methods."""
         for found, _ in list(self._hidden.values()):
             self._show_one(found())
         if _copies:
             _copies.pop().close()
 
     def is_followed(self, source: torch.Tensor) -> bool:
-        """Whether a tensor is one of the model, or a copy of one."""
+        """Whether a tensor shares memory with the model or with a registered copy."""
         if self._known[0] != self.step():
             self._known = self.step(), self._addresses()
         if (address := _address(source)) in self._known[1]:
@@ -335,7 +340,7 @@ class KeptWeights:
         return {_address(each) for each in named_tensors(self._module).values()}
 
     def note_copy(self, name: str, source: torch.Tensor, made: torch.Tensor) -> None:
-        """Give a copy its values in the part that is done, or hide it."""
+        """During replay, give a copy its saved values, or hide it."""
         if self._is_done:
             return
         given = self._given.get(name)
@@ -377,12 +382,12 @@ class KeptWeights:
         return any(t is not None and _address(t) == address for t in each)
 
     def _aliases(self, memory: torch.UntypedStorage | None) -> list[torch.Tensor]:
-        """All tensors of Python that share some memory."""
+        """Return all Python tensors that share some memory."""
         if memory is None:
             return []
         at, living = self._living
         if at != self.step():
-            # Looked for at most once a step: most scripts write to the same tensors each time.
+            # Search at most once per step: most scripts write to the same tensors each time.
             living = defaultdict(list)
             kinds = torch.Tensor, torch.nn.Parameter, *self._plain
             for each in (found for found in gc.get_objects() if type(found) in kinds):
@@ -394,9 +399,10 @@ class KeptWeights:
     def _compute(
         self, func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]
     ) -> Any:
-        """Compute with hidden tensors; what comes of them is hidden as well."""
+        """Compute with hidden tensors, and hide the results."""
         plain: Callable[..., Any] = torch.Tensor.__torch_function__
         about = func in HARMLESS or getattr(func, "__name__", "") in _ABOUT
+        # Metadata does not depend on the values, and onefold itself sees plain tensors.
         if about or _is_ours(next(_callers())):
             return plain(func, (), args, given)
         tensors = [*tensors_of((args, given))]
@@ -409,19 +415,21 @@ class KeptWeights:
         before = [*map(version_of, tensors)]
         result = plain(func, (), args, given)
         made = [*tensors_of(result)]
+        # A number or an array leaves tensors: it cannot be hidden.
         if result is not None and not made:
             raise self._refusal(hidden[0])
         for tensor, version in zip(tensors, before, strict=True):
             if version_of(tensor) != version:
                 self.writes = True
                 if type(tensor) not in self._plain:
+                    # Other tensors that share this memory now have the written values too.
                     made += [tensor, *self._aliases(tensor.untyped_storage())]
         for each in made:
             self._hide(each)
         return result
 
     def _is_overwritten(self, target: torch.Tensor, hidden: Sequence[torch.Tensor]) -> bool:
-        """Whether all of a hidden tensor that is not the model's gets values that are true."""
+        """Whether a call replaces all values of a tensor, not the model's, with valid ones."""
         whole = target.untyped_storage().nbytes() == target.nbytes
         others = [each for each in hidden if each is not target]
         return whole and not others and _address(target) not in self._addresses()
@@ -434,16 +442,16 @@ class KeptWeights:
         _, line = self._hidden[id(tensor)]
         if not self._is_done:
             return StateError(
-                f"{script_line()}: the script reads weights in the part of the run that is done, "
-                f"{self._where}: what they were there is in no record. Read them under `if not "
-                f"trainer.replaying:`, and keep what follows by trainer.state"
+                f"{script_line()}: the script reads weights during replay, {self._where}, but the "
+                f"record does not contain their values at that step. Read them under `if not "
+                f"trainer.replaying:`, and keep the results in trainer.state"
             )
         return StateError(
-            f"{script_line()}: these weights were made at {line} in the part of the run that was "
-            f"done, {self._where}, and the checkpoint does not have them. It has copies that "
-            f"copy.deepcopy, clone() or cpu() makes of the model's tensors, as long as the script "
-            f"refers to them. Keep others in a file, which a resumed run leaves as it is, in one "
-            f"of several models of the trainer, or by trainer.state; averages by trainer.average"
+            f"{script_line()}: these weights were made at {line} during replay, {self._where}, but "
+            f"the checkpoint does not contain them. It contains copies of the model's tensors made "
+            f"by copy.deepcopy, clone() or cpu(), as long as the script refers to them. Keep other "
+            f"weights in a file, which a resumed run does not change, in one of several models of "
+            f"the trainer, or in trainer.state; use trainer.average for averages"
         )
 
     def _class_like(self, kind: type) -> type:
@@ -460,7 +468,7 @@ class KeptWeights:
 
         def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
             own._refuse_lost(self)
-            self.__class__ = kind  # PyTorch's own asks for the class
+            self.__class__ = kind  # PyTorch's own method checks the class
             try:
                 made = kind.__deepcopy__(self, memo)  # type: ignore[attr-defined]
             finally:
