@@ -1,16 +1,16 @@
-"""Finds state that shards leave on objects, of which each device has that of its own shards alone.
+"""Detects state that shards leave on objects, which therefore differs between devices.
 
-`HeldState` looks at parameters, modules and metric objects before the shards of a step and after
-them. What a shard leaves there is no result: nothing adds it up over devices, and no checkpoint has
-it. `LeftState` decides what becomes of it.
+`HeldState` compares parameters, modules and metric objects before and after the shards of a step.
+State that a shard leaves there is not part of a result: it is not combined over devices, and no
+checkpoint contains it. `LeftState` refuses or reports it.
 
-Note: what is certain
----------------------
+Note: refused and reported state
+--------------------------------
 Modules keep tensors for many good reasons (attention weights, caches), and each shard writes its
-own. So a tensor that took the place of another one is refused only if `trainer.modifying` reads it.
-Three things have no other use than to be read later, and are refused at once: tensors on a
-parameter (gradients of each sample) or in an optimizer that has hooks, a change of a metric object,
-and a single number that is changed in place. What else grows in three checks one after the other is
+own. So a tensor that replaced another one is refused only if `trainer.modifying` reads it. Three
+kinds of state have no other use than being read later, and are refused immediately: tensors on a
+parameter (per-sample gradients) or in an optimizer that has hooks, a change of a metric object, and
+a single number that is changed in place. All other state that grows in three consecutive checks is
 reported once.
 """
 
@@ -37,18 +37,19 @@ _log = logging.getLogger("onefold")
 OF_TORCH = {*vars(torch.nn.Module()), "_is_full_backward_hook", "_compiled_call_impl"}
 """Attributes of every module."""
 _COMPILER = "_dynamo_"
-"""How attributes begin that PyTorch's compiler sets."""
+"""Prefix of the attributes that PyTorch's compiler sets."""
 _RESULTS = ("compute", "value", "avg", "average", "global_avg")
 _MOST = 64
-"""Parts of a container, and elements of a tensor, that are looked at."""
+"""Maximum size of a container that is searched, and of a tensor whose values are compared."""
 _CERTAIN = 3
+"""Number of consecutive checks in which state grows before it is reported."""
 Kind = Literal["parameter", "module", "metric"]
 Owner = tuple[Kind, str, Any]
-"""Of what kind it is, what it is called, and the object."""
+"""Kind of the object, its name in messages, and the object."""
 
 
 def is_metric(value: object) -> bool:
-    """Whether an object adds something up by calls: torchmetrics, torcheval, an AverageMeter.
+    """Whether an object accumulates over calls: torchmetrics, torcheval, an AverageMeter.
 
     >>> is_metric(torch.nn.Linear(1, 1)), is_metric({})
     (False, False)
@@ -58,17 +59,17 @@ def is_metric(value: object) -> bool:
 
 
 class Left(NamedTuple):
-    """Something that was changed while shards ran."""
+    """State that changed while shards ran."""
 
     kind: Kind
     place: str
     grows: bool
-    """Whether it was added to: it is the same tensor, a longer container, or a larger number."""
+    """Whether the tensor was changed in place, or the container or number became larger."""
     tensors: tuple[torch.Tensor, ...]
 
 
 class HeldState:
-    """What some objects hold now, to be compared with what they hold later.
+    """A snapshot of the attributes of objects, to compare with their later values.
 
     Args:
         owners: the objects.
@@ -78,7 +79,7 @@ class HeldState:
         self._held = [(*owner, _seen(vars(owner[2]))) for owner in owners]
 
     def changed(self) -> Iterator[Left]:
-        """Yield what was changed since then."""
+        """Yield the state that changed since the snapshot."""
         for kind, owner, value, before in self._held:
             for path, now in _values(vars(value)):
                 if (found := _change(before.get(path), now)) is not None:
@@ -88,7 +89,7 @@ class HeldState:
 
 
 def _values(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield attributes, and what is in those that are containers, by their paths."""
+    """Yield the path and value of attributes, and of the elements of containers."""
     for name, value in list(attributes.items()):
         if name in OF_TORCH or name.startswith(_COMPILER):
             continue
@@ -103,14 +104,15 @@ def _seen(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _noted(value: Any) -> Any:
-    """Note a value: its tensor by a weak reference, as a shard may be about to replace it."""
+    """Return a value's snapshot. A shard may replace a tensor, so keep only a weak reference."""
     if isinstance(value, torch.Tensor):
         return weakref.ref(value), version_of(value), _bytes(value)
     return len(value) if isinstance(value, list | dict) else value if _is_number(value) else None
 
 
 def _bytes(value: torch.Tensor) -> object:
-    # Reading would wait for a GPU, and what is changed through .data is not counted.
+    # Compare values if possible, because a change through .data does not increase the version.
+    # On a GPU, reading them would block.
     few = value.numel() <= _MOST and value.device.type == "cpu" and value.layout is torch.strided
     return repr(value.detach().tolist()) if few else None
 
@@ -120,14 +122,15 @@ def _is_number(value: object) -> bool:
 
 
 def _change(before: Any, now: Any) -> tuple[bool, tuple[torch.Tensor, ...]] | None:
-    """Return whether a value grew, and its tensor; None if it was not changed."""
+    """Return whether a value grew, and its tensor; None if it did not change."""
     if isinstance(now, torch.Tensor):
         if isinstance(now, torch.nn.Parameter):
             return None
         if not isinstance(before, tuple) or before[0]() is not now:
             return False, (now,)
         _, version, was = before
-        # A value that was written again is no change; of large ones and on a GPU none is known.
+        # Writing the same values again is not a change. If the values are unknown (large tensors,
+        # GPUs), any write counts.
         same = version == version_of(now) if was is None else was == _bytes(now)
         return None if same else (True, (now,))
     now = len(now) if isinstance(now, list | dict) else now
@@ -136,17 +139,17 @@ def _change(before: Any, now: Any) -> tuple[bool, tuple[torch.Tensor, ...]] | No
 
 
 class LeftState:
-    """What the shards of a run have left on objects.
+    """State that the shards of a run leave on objects.
 
     Args:
-        alone: whether each step has one shard, whose state only a resume loses.
+        alone: whether each step has one shard, whose state is lost only on resume.
     """
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
         self._grown: Counter[str] = Counter()
         self.tensors: list[tuple[weakref.ref[torch.Tensor], str]] = []
-        """Those that shards have put on modules in the last check, and where."""
+        """Tensors that shards put on modules in the last check, and their places."""
 
     @contextmanager
     def judging(
@@ -156,12 +159,12 @@ class LeftState:
         values: Iterable[Any],
         where: str,
     ) -> Iterator[None]:
-        """Judge what shards leave inside this context.
+        """Refuse or report state that shards leave inside this context.
 
         Args:
-            parameters: of the model, with their names.
-            models: the model, and modules that a loss or score can reach.
-            values: what else it can reach.
+            parameters: parameters of the model, with their names.
+            models: the model, and modules that a loss or metric function can reach.
+            values: other objects that it can reach.
             where: step or batch, for errors.
         """
         held = HeldState([*_owners(parameters, models, values)])
@@ -169,26 +172,28 @@ class LeftState:
         self.judge(held, where)
 
     def judge(self, held: HeldState, where: str) -> None:
-        """Refuse or report what was changed since ``held``.
+        """Refuse or report state that changed since ``held``.
 
         Args:
             held: the state before the shards.
             where: step or batch, for errors.
 
         Raises:
-            StateError: something was changed that is of no use but to be read later.
+            StateError: the changed state has no other use than being read later.
         """
         self.tensors, grown = [], set()
         for left in held.changed():
-            # With one shard it covers the whole batch, and each step replaces it.
+            # With one shard, such state covers the whole batch, and each step replaces it.
             replaced = left.kind == "parameter" or (left.kind == "module" and not left.grows)
             if self._alone and replaced:
                 continue
+            # A single number changed in place is a counter or a running sum.
             counts = left.grows and [tensor.numel() for tensor in left.tensors] == [1]
             if left.kind != "module" or counts:
                 raise StateError(load("shard.advice").words_of_left(where, left.place, left.kind))
             self.tensors += [(weakref.ref(tensor), left.place) for tensor in left.tensors]
             grown |= {left.place} if left.grows else set()
+        # A place that did not grow in this check starts again from 0.
         self._grown = Counter({place: self._grown[place] + 1 for place in grown})
         for place in sorted(p for p, times in self._grown.items() if times == _CERTAIN):
             _log.warning("%s", load("shard.advice").words_of_left(where, place, "module"))
@@ -202,7 +207,7 @@ def _owners(
     for name, parameter in parameters:
         yield "parameter", f"parameter {name}", parameter
     found = {id(value): value for value in values}
-    # By identity: some have a hash of their own.
+    # Key by identity, because classes may define their own hash.
     parts = {
         id(part): pair for model in models for pair in model.named_modules() for part in pair[1:]
     }
@@ -213,17 +218,17 @@ def _owners(
         kept = [value for name, value in vars(part).items() if name not in OF_TORCH]
         found |= {id(value): value for value in (*kept, *hook_owners(part))}
     for value in found.values():
-        # What an optimizer has of forward and backward passes is for its update.
+        # State that an optimizer collects in forward and backward passes is for its update.
         kind = "parameter" if isinstance(value, torch.optim.Optimizer) else "metric"
         if (is_metric(value) or kind != "metric") and not isinstance(value, torch.nn.Module):
             yield kind, f"the {type(value).__name__}", value
 
 
 def refuse_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], where: str) -> None:
-    """Refuse parameters on which shards have left something, where there was nothing before.
+    """Refuse parameters with attributes, if no parameter had any before the shards.
 
     Raises:
-        StateError: a parameter has an attribute.
+        StateError: a parameter has an attribute that PyTorch's compiler did not set.
     """
     for name, parameter in named:
         for attribute in vars(parameter):
