@@ -1,18 +1,18 @@
-"""Finds what a script's objects keep between calls: random generators and open files.
+"""Finds random generators and open files that a script's objects keep between calls.
 
-`reachable` goes through everything that some objects refer to, as Python's garbage collector sees
-it: attributes, slots, containers, closures, default arguments, partials, bound methods, the
-attributes of classes, and those names of a module that a function's code uses. No code of the
-script runs. It is not for state of other kinds, such as counters: `FirstShard` in
-`onefold.data_order.reader` detects those of the data.
+`reachable` finds everything that some objects refer to, as Python's garbage collector does:
+attributes, slots, containers, closures, default arguments, partials, bound methods, the attributes
+of classes, and the names of a module that a function's code uses. It runs no code of the script. It
+is not for other kinds of state, such as counters: `FirstShard` in `onefold.data_order.reader`
+detects counters of the data.
 
 Note: limits of the search
 --------------------------
-The search ends after `MOST` objects, the nearest first and classes last, and looks at the first
-`WIDEST` parts of each of them. Numbers, text, tensors and arrays end it, as do modules, threads,
-loggers, a Trainer, and the classes of Python, NumPy, PyTorch and onefold, with the globals that
-their functions use. So do the global generators, which are seeded anyway. The same objects are
-found in the same order in every process.
+The search visits at most `MOST` objects, the nearest first and classes last, and the first `WIDEST`
+parts of each object. It does not look into numbers, text, tensors, arrays, modules, threads,
+loggers, a Trainer, or the classes of Python, NumPy, PyTorch and onefold with the globals of their
+functions. `generators_in` leaves out the global generators, which onefold seeds anyway. Every
+process finds the same objects in the same order.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from onefold.core.randomness import GENERATORS
 __all__ = ["MOST", "WIDEST", "files_in", "generators_in", "reachable"]
 
 MOST = 10_000
-"""The most objects that are looked at."""
+"""Maximum number of objects in a search."""
 WIDEST = 256
-"""The most parts of one object that are looked at."""
+"""Maximum number of parts that are searched per object."""
 
 _LEAVES = (
     *(int, float, complex, str, bytes, bytearray, range, type(None), CodeType, ModuleType),
     *(torch.Tensor, torch.UntypedStorage, torch.dtype, torch.device, np.ndarray, np.generic),
 )
 _CLOSED = frozenset((*sys.stdlib_module_names, "numpy", "torch", "onefold")) - {"__main__"}
-"""Packages whose functions and classes are not looked into."""
+"""Packages whose classes, and the globals of whose functions, are not searched."""
 _CLOSED_OBJECTS = frozenset(("logging", "threading", "_thread", "multiprocessing"))
-"""Packages whose objects are not looked into."""
+"""Packages whose instances are not searched."""
 _OF_A_RUN = tuple(f"onefold.{each}" for each in ("trainer", "session", "step", "placement"))
-"""Modules of onefold whose objects hold a run; others wrap functions of the script."""
+"""Modules of onefold whose objects hold a run. Objects of others wrap the script's functions."""
 
 
 def reachable(owners: Iterable[object]) -> list[object]:
     """Return some objects and everything that they refer to, each once; see the note on limits."""
-    # Of objects that are kept here: the id of one that is gone may be another's.
+    # Keep the objects, because a new object may reuse the id of a freed one.
     found: dict[int, object] = {}
     waiting, classes = deque(owners), deque[object]()
     while (waiting or classes) and len(found) < MOST:
-        # Classes last: the methods of a large library lead to all of it.
+        # Classes last, because the methods of a large library lead to all of it.
         each = (waiting or classes).popleft()
         if not isinstance(each, _LEAVES) and id(each) not in found:
             found[id(each)] = each
@@ -89,7 +89,7 @@ def _is_own_generator(value: object) -> bool:
 def _is_read(file: io.IOBase) -> bool:
     try:
         return file.readable() and stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-    except (OSError, ValueError):  # no file of the system, or closed
+    except (OSError, ValueError):  # not a file of the operating system, or closed
         return False
 
 
@@ -100,7 +100,7 @@ def _parts_of(value: Any) -> Iterator[object]:
         return _parts_of_function(value)
     if isinstance(value, type):
         return iter([part for base in value.__mro__ for part in _own_parts(base)])
-    # Not of subclasses, whose methods are the script's code.
+    # Not for subclasses, because their methods are the script's code.
     if type(value) is dict:
         return iter(value.values())
     if type(value) in (list, tuple):
@@ -124,19 +124,19 @@ def _parts_of_function(function: FunctionType) -> Iterator[object]:
         yield from gc.get_referents(cell)
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
-    yield from vars(function).values()  # what a decorator has wrapped
+    yield from vars(function).values()  # includes the function that a decorator wraps
     names = {} if _package_of(function) in _CLOSED else _names_in(function.__code__)
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, ModuleType):
-            # `module.generator`: of another module of the script those names that stand here.
+            # For `module.generator`, yield the members of the module that this code names.
             yield from (vars(value)[each] for each in names if each in vars(value))
         else:
             yield value
 
 
 def _names_in(code: CodeType) -> dict[str, None]:
-    """The names that a function's code uses, and that of functions in it, in their order."""
+    """Return the names that a function's code and its inner functions use, in order."""
     names = dict.fromkeys(code.co_names)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
