@@ -1,4 +1,4 @@
-"""Notices when somebody computes with a parameter whose values are not on this device."""
+"""Detects computations with parameters whose values are not on this device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from onefold.core.structure import tensors_of, with_tensors
 __all__ = ["DEFERRED", "HARMLESS", "AccessHook", "Replace", "ResidentError", "deferred_of"]
 
 DEFERRED = "onefold_undrawn"
-"""Attribute of a parameter that has its `DeferredValues`."""
+"""Attribute of a parameter that holds its `DeferredValues`."""
 
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
 
 
 _VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")
-"""Properties of a tensor that show its values; all others are about it, or belong to it."""
+"""Properties that return a tensor's values; all others are its metadata, or belong to it."""
 
 
 _METHODS = (
@@ -47,25 +47,24 @@ HARMLESS = frozenset(
         torch.numel,
     ]
 )
-"""What does not read the values of a tensor."""
+"""Functions that do not read the values of a tensor."""
 
 
 class ResidentError(RuntimeError):
-    """A parameter was used that is not on this device, and cannot be brought now."""
+    """A parameter was used that is not on this device and cannot be gathered now."""
 
 
 class AccessHook:
-    """Makes parameters say when they are used, while their values are elsewhere.
+    """Calls a function when parameters are used whose values are not on this device.
 
-    They stay the very objects that they are; only their class is another one meanwhile, which
-    derives from theirs.
+    Hidden parameters stay the same objects, but temporarily get a subclass of their class.
 
     Args:
-        used: called with all tensors that somebody is about to compute with, such a parameter
-            among them; it brings the values, or raises an error, or returns by what to replace
-            each tensor in this computation.
-        harmless: functions that do not count as a use, beside those that never do.
-        uses: functions that do count, of those.
+        used: called before a computation, with all of its tensors, including a hidden parameter.
+            It provides the values, raises an error, or returns a function that maps each tensor to
+            its replacement in this computation.
+        harmless: functions that do not count as a use, in addition to `HARMLESS`.
+        uses: functions in these sets that do count as a use.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class AccessHook:
         self._plain: dict[type, type] = {}
 
     def hide(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Have parameters say when they are used from now on."""
+        """Detect uses of parameters from now on."""
         for parameter in parameters:
             kind = type(parameter)
             if kind in self._plain:
@@ -92,7 +91,7 @@ class AccessHook:
             parameter.__class__ = self._classes[kind]
 
     def show(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Have parameters be plain ones again."""
+        """Make parameters plain again."""
         for parameter in parameters:
             parameter.__class__ = self._plain.get(type(parameter), type(parameter))
 
@@ -107,13 +106,14 @@ class AccessHook:
             kwargs: Mapping[str, Any] | None = None,
         ) -> Any:
             given = kwargs or {}
+            # `used` may make the parameter plain, or leave it and replace it in this call only.
             if func not in own._harmless:
                 replaced = own._used(list(tensors_of((args, given))))
                 if replaced is not None:
                     return func(*with_tensors(args, replaced), **with_tensors(given, replaced))
             return kind.__torch_function__(func, types, args, given)  # type: ignore[attr-defined]
 
-        # PyTorch's own copies ask for the class first, and for the values then.
+        # PyTorch's own copy methods check the class before they read values: call `used` first.
         def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
             own._used([self])
             return kind.__deepcopy__(self, memo)  # type: ignore[attr-defined]
