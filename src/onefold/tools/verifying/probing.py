@@ -1,8 +1,8 @@
 """Observes the steps of a run that ``onefold verify`` compares with others.
 
-`Probe` writes digests of the model after each step. `StateWatch` finds what a step must not change:
-attributes of modules, and generators that nobody seeds. That only shows where to look when bits
-differ.
+`Probe` writes digests of the model after each step. `StateWatch` detects changes that a step must
+not make: to attributes of modules, and to unseeded generators. These changes only show where to
+look when bits differ.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook | None]:
 
 
 class ProbeHook(Hook):
-    """Has the lead compare each step, with all parameters of the model.
+    """Compares each step on the lead, with all parameters of the model gathered.
 
     Args:
         run: the run.
@@ -74,7 +74,7 @@ class ProbeHook(Hook):
     def after_step(self, asked: ScriptCall, step: Step, spans: Spans) -> None:
         """Compare a step."""
         if asked.computed:
-            self._done += 1  # not step.number, which starts elsewhere after a checkpoint
+            self._done += 1  # not step.number, which does not start at 1 after a checkpoint
             if self._done <= self._steps:
                 self._observe(float(step.loss))
 
@@ -85,12 +85,12 @@ class ProbeHook(Hook):
 
 
 class Probe:
-    """Writes the digests of each step, and how far the model is from that of the recorded run.
+    """Writes digests of the model after each step, and its differences from the recorded run.
 
     Args:
-        options: name the folder of the comparison, which all of its runs share, and this run; and
-            whether its tensors are kept for the runs that follow, or compared with kept ones.
-        trainer: number of the trainer among those of the script.
+        options: options of the comparison: its folder, which all of its runs share, the name of
+            this run, and whether to keep its tensors for later runs or compare them with kept ones.
+        trainer: number of the trainer in the script.
     """
 
     def __init__(self, options: VerifyOptions, trainer: int = 0) -> None:
@@ -101,7 +101,7 @@ class Probe:
         self._differs = False
 
     def observe(self, step: int, module: torch.nn.Module, loss: float | None) -> None:
-        """Write one line for a step; step 0 is the model before the first step."""
+        """Write one line for a step. Step 0 is the model before the first step."""
         tensors = {name: tensor.detach() for name, tensor in named_tensors(module).items()}
         digests = tensor_digests(tensors)
         line: dict[str, Any] = {"step": step, "loss": loss, "digests": digests}
@@ -109,9 +109,9 @@ class Probe:
         line["parameters"] = [own_name(name) for name, _ in module.named_parameters()]
         kept = Path(f"{self._kept}{step}.safetensors")
         if self._records:
-            # Cloned: safetensors refuses tensors that share storage, and writes dense ones only.
+            # Clone, because safetensors rejects tensors that share storage, and non-dense ones.
             save_file({n: t.cpu().contiguous().clone() for n, t in tensors.items()}, kept)
-        # Only the first difference is of interest: from there on everything differs.
+        # Only the first step that differs is of interest, because all later steps differ too.
         elif not self._differs and kept.exists():
             line["differences"] = _differences(load_file(kept), tensors)
             self._differs = bool(line["differences"])
@@ -121,17 +121,17 @@ class Probe:
 def _differences(
     kept: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]
 ) -> dict[str, float | None]:
-    """The largest difference of each tensor whose bits differ; None if its shape differs."""
+    """Return the largest difference of each tensor with other bits; None if shapes differ."""
     found: dict[str, float | None] = {}
     for name, value in now.items():
-        # Other shapes have no largest difference; the line says so by null.
+        # New tensors and new shapes have no largest difference; the line has null instead.
         if name not in kept or kept[name].shape != value.shape:
             found[name] = None
             continue
         theirs = kept[name]
         if not same_bits(value.cpu(), theirs):
-            # Subtracted in double precision: in their own dtype the difference could round to 0, or
-            # overflow.
+            # Subtract in double precision, because in their own dtype the difference could round to
+            # 0, or overflow.
             wide = torch.complex128 if value.is_complex() else torch.float64
             found[name] = float((value.cpu().to(wide) - theirs.to(wide)).abs().max())
     return found
@@ -139,20 +139,20 @@ def _differences(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """What `RunOptions.tools` has under ``verify``."""
+    """The entry ``verify`` of `RunOptions.tools`."""
 
     folder: str = ""
     """Folder of the comparison; empty if this run is not compared."""
     run: str = ""
     """Name of this run in that folder."""
     steps: int = 0
-    """How many steps are compared."""
+    """Number of steps to compare."""
     trainers: int = 0
     """Number of Trainers after whose compared steps the script ends; 0 for all."""
     records: bool = False
     """Whether this run keeps its tensors for the others, instead of comparing them."""
     mathematics: str = ""
-    """The dtype in which V shards are compared with one, ``float64`` or ``float32``."""
+    """Dtype for comparing V shards with one: ``float64`` or ``float32``; empty for neither."""
 
 
 def options_of(context: LaunchContext) -> VerifyOptions:
@@ -161,23 +161,22 @@ def options_of(context: LaunchContext) -> VerifyOptions:
 
 
 _LARGEST = 1 << 16
-"""Elements of the largest tensor or array whose values are looked at."""
+"""Maximum number of elements of a tensor or array whose values are compared."""
 _DEEPEST = 4
-"""How many containers inside each other are searched."""
+"""Maximum nesting depth of containers that are searched."""
 _MOST = 2000
-"""How many values are looked at in one search."""
+"""Maximum number of values in one search."""
 
 _Seen = dict[tuple[str, str], tuple[str, str]]
-"""For each place where something was found, and the path to it inside of that, its kind and a
-digest of its value."""
+"""Kind of each value that was found, and a digest of it, by its place and the path inside it."""
 
 
 class StateWatch:
-    """Finds what a step of one trainer changed, on this device.
+    """Detects state that a step of one trainer changed, on this device.
 
     Args:
         model: the model of the trainer.
-        losses: those of the script.
+        losses: losses of the script.
     """
 
     def __init__(self, model: torch.nn.Module, losses: Collection[Callable[..., object]]) -> None:
@@ -191,13 +190,13 @@ class StateWatch:
         """Generators that the last step changed."""
 
     def add(self, dataset: object) -> None:
-        """Watch a data set too; called before it is first read."""
+        """Watch a data set too. Call this before its first read."""
         self._datasets.append(dataset)
         self._data_before |= self._look_at_data()
 
     @contextmanager
     def step(self) -> Iterator[dict[str, str]]:
-        """Surround a step; yields digests of the global generators before it."""
+        """Detect changes by a step, and yield digests of the global generators before it."""
         before, data = self._read_state(), self._look_at_data()
         states = {
             "torch's global generator": torch.default_generator.get_state(),
@@ -205,7 +204,7 @@ class StateWatch:
             "NumPy's global generator": np.random.get_state(legacy=False),
         }
         yield {name: _hash(repr(comparable_state(state))) for name, state in states.items()}
-        # Data sets are read between the steps, model and loss work within them.
+        # Data sets are read between steps; the model and the loss run within them.
         pairs = ((self._data_before, data), (before, self._read_state()))
         self._data_before = self._look_at_data()
         changed: dict[tuple[str, str], list[str]] = {}
@@ -213,7 +212,7 @@ class StateWatch:
             for (place, path), (kind, value) in now.items():
                 if (place, path) in then and then[place, path][1] != value:
                     changed.setdefault((kind, place), []).append(path)
-        # Each place once, however much has changed inside of it.
+        # Name each place once, however many values changed inside it.
         named = [
             (kind, place + paths[0] if len(paths) == 1 else place)
             for (kind, place), paths in changed.items()
@@ -264,8 +263,8 @@ def _search_attributes(values: Mapping[str, object], place: str, found: _Seen) -
 
 
 def _search(value: object, place: str, found: _Seen, depth: int, path: str = "") -> None:
-    """Note the values and generators in an object, and in what it contains."""
-    # Objects may hold each other: only these limits end the search.
+    """Add digests of the values and generators in an object and its contents to ``found``."""
+    # Objects may refer to each other in cycles, so only these limits end the search.
     where = place, path
     if len(found) >= _MOST or depth > _DEEPEST or where in found:
         return
@@ -294,7 +293,7 @@ def _digest(value: object) -> str | None:
     """Return a digest of a plain value, tensor or array; None if it is something else."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
-    # An update is to change them: they always count as the same.
+    # Updates change parameters, so they always count as unchanged here.
     if isinstance(value, torch.nn.Parameter):
         return ""
     if isinstance(value, torch.Tensor):
@@ -308,7 +307,7 @@ def _digest(value: object) -> str | None:
 
 
 def _variables(function: object, known: set[int], depth: int) -> Iterator[tuple[str, object]]:
-    """Yield what a function of the script has at hand, also through functions of its own file."""
+    """Yield the objects that a loss of the script reaches, also through functions of its file."""
     if isinstance(function, functools.partial):
         for number, value in enumerate((*function.args, *function.keywords.values())):
             yield f"argument {number} of the loss", value
@@ -344,14 +343,14 @@ def _hash(data: bytes | str) -> str:
 
 
 unseeded: list[str] = []
-"""The calls so far that seeded a generator from the system's entropy."""
+"""Calls so far that seeded a generator from the system's entropy."""
 
 
 def watch_unseeded() -> None:
-    """Note from now on where the script seeds a generator from the system's entropy.
+    """Record from now on where the script seeds a generator from the system's entropy.
 
-    For the rest of the process, which belongs to a comparison: the functions are replaced by ones
-    that look at their arguments first.
+    This replaces the seeding functions with ones that check their arguments first, for the rest of
+    the process, which belongs to a comparison.
     """
     seeding = (np.random, "default_rng"), (np.random, "seed"), (random, "seed"), (torch, "seed")
     for owner, name in seeding:
