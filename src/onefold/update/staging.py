@@ -20,15 +20,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from onefold.core.flat import FlatTensors, Segment
 from onefold.system.allocator import TensorAllocator
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["DeviceStaging", "OwnedSegment", "SegmentState", "Staging", "is_by_element"]
 
