@@ -92,7 +92,8 @@ DENSE = (
 
 def unknown_name(kind: type, name: str, *_: str) -> TypeError:
     """Return the error for an unknown argument of a class."""
-    known = [*inspect.signature(kind).parameters]
+    parameters = inspect.signature(kind).parameters.items()
+    known = [each for each, found in parameters if found.kind is not found.VAR_KEYWORD]
     near = difflib.get_close_matches(name, known, 1)
     meant = f"did you mean {near[0]!r}?" if near else f"it takes {listed(known, 30)}"
     return TypeError(f"{kind.__name__} has no argument {name!r}: {meant}")
