@@ -141,7 +141,7 @@ def written(where: str, end: Closes, name: str) -> None:
             "buffer 0.running_mean differs between device 0 and device 1",
         ),
         ("everywhere", "close", "1.weight", ""),
-        ("everywhere", "drop", "1.weight", "parameter 1.weight changed since the call before"),
+        ("everywhere", "drop", "1.weight", "parameter 1.weight changed since the previous call"),
         ("at the end", "drop", "1.weight", "weight was changed on device 1 after"),
     ],
 )

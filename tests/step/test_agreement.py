@@ -42,8 +42,8 @@ def changed(change: Change, steps: int) -> None:
     [
         (one_value, 1, "collective", "device 1 has other parameters or buffers than device 0"),
         (one_value, 5, "collective", ""),  # it is not due
-        (in_place, 1, "collective", "parameter bias changed since the call before, on device 0"),
-        (in_place, 5, "shared", "parameter bias changed since the call before, on device 0"),
+        (in_place, 1, "collective", "parameter bias changed since the previous call, on device 0"),
+        (in_place, 5, "shared", "parameter bias changed since the previous call, on device 0"),
     ],
 )
 def test_changed_values_are_refused(change: Change, steps: int, exchange: Any, words: str) -> None:

@@ -5,10 +5,11 @@
 
 Note: what is compared, and when
 --------------------------------
-Every call sends a head (`onefold.core.call_digest.CallDigest`). Settings, modes and sampled values
-of parameters and buffers are compared each time. More expensive checks (all values, the parts of
-the model, modules outside of it) run at the interval of `onefold.checks.values.CheckInterval`. A
-single device compares nothing: its user may change anything between two steps.
+Each process sends a head with every call (`onefold.core.call_digest.CallDigest`). Settings, modes
+and sampled values of parameters and buffers are compared each time. More expensive checks (all
+values, the parts of the model, modules outside of it) run at the interval of
+`onefold.checks.values.CheckInterval`. A single device compares nothing: its user may change
+anything between two steps.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class Agreement:
         """
         call = Call(head.call)
         self.refuse_inside(call)
-        # Local checks run before devices meet: a process that fails here raises its own error, and
-        # does so before others wait for its head.
+        # Run local checks before devices meet: a process that fails here then raises its own error,
+        # and does not first wait for the others.
         self._context.update.check_groups()
         run_checks = call not in (Call.STEP, Call.GRADIENT) or self._context.checks.run_checks
         if run_checks:
@@ -108,7 +109,7 @@ class Agreement:
             self._context.parts.modes.refresh()
         if not self._context.with_others:
             return Agreed((0,), StepRequests(requests))
-        # These two calls synchronize devices, which may differ before.
+        # These two calls make the state of all devices equal, so it may differ before.
         settles = call in (Call.LOAD, Call.CHANGED)
         # Samples are read from flat memory; buffers that the script replaced are not in it.
         self._context.first.buffers.absorb()
@@ -119,7 +120,7 @@ class Agreement:
             settings=0 if settles else self.settings.checksum(run_checks=run_checks),
             modes=self._modes_checksum(),
             values=values,
-            # Walking foreign modules is expensive, so only when checks are due.
+            # Walking the modules outside the model is expensive, so do it only if checks are due.
             outside=self._external.checksum(function) if run_checks else 0,
         )
         self.note_call(call)
@@ -149,8 +150,7 @@ class Agreement:
 
         Raises:
             DisagreementError: a device is in another call, or parameters were changed since the
-            last
-                call.
+                last call.
         """
         if not self._context.with_others:
             return
@@ -224,8 +224,8 @@ class Agreement:
             also=self._buffers, run_checks=run_checks, of_all=of_all
         )
         if not (changed or self.averaged) and self._placement.written():
-            # Version counters miss this write: the parameters were gathered, so models and owners
-            # have separate memory. The number after the last one names no parameter.
+            # Version counters miss this write: the script wrote to gathered copies, not to the
+            # owners' memory. The number after the last parameter's means an unknown parameter.
             changed = len(self._context.parts.named) + 1
         return changed, values
 
@@ -249,7 +249,7 @@ class Agreement:
             who = "a device"
         return (
             f"step {head.step}, {Call(head.call).words}: {self._context.guard.name_of(changed)} "
-            f"changed since the call before, on {who}, outside of `with trainer.modifying():`. "
+            f"changed since the previous call, on {who}, outside of `with trainer.modifying():`. "
             f"With several devices the order of such changes is random. Make the change inside "
             f"that block, which broadcasts the lead's values"
         )

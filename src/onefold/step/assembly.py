@@ -1,9 +1,9 @@
 """Assembles an engine from model, optimizer and devices, and records which Trainer holds a model.
 
-`assemble` makes the engine. `hold` records which Trainer holds a model: the last one created for
-it. Another Trainer may take the model, or a part of it. The previous Trainer then leaves the run
-first, as with `Trainer.close`, because its memory may be shared by several processes and its
-optimizer has the state.
+`assemble` makes the engine. `hold` records the last Trainer that was created for a model. Another
+Trainer may take the model, or a part of it. The previous Trainer then leaves the run first, as with
+`Trainer.close`, because its memory may be shared by several processes, and because the optimizer's
+state is keyed by its segments.
 
 Note: values after a Trainer
 ----------------------------
@@ -48,7 +48,7 @@ from onefold.update.optimizers import optimizers_in, steps_by_parameter
 __all__ = ["LEAST_SENT_EARLY_BYTES", "assemble", "check_moves", "hold", "take_from_holders"]
 
 LEAST_SENT_EARLY_BYTES = 4 << 20
-"""Parameter bytes from which the partial sums of a model are sent stage by stage.
+"""Size of a model's parameters, in bytes, from which its partial sums are sent stage by stage.
 
 Smaller models are not mirrored either: with ``replicate:state`` each device then updates its own
 partition, as with ``replicate``, and keeps optimizer state for this partition only.
@@ -62,7 +62,7 @@ _holders = WeakTensorKeyDictionary()
 
 def take_from_holders(module: torch.nn.Module) -> None:
     """Make every Trainer that holds a part of a model leave the run. Call it on all devices."""
-    # Look at parameters only: Trainers may share buffers, of which each has its own copy.
+    # Look at parameters only: two Trainers may hold the same buffer, because each has a copy.
     found = [_holders[tensor]() for tensor in module.parameters() if tensor in _holders]
     for close in dict.fromkeys(filter(None, found)):
         close()
@@ -79,7 +79,7 @@ def hold(module: torch.nn.Module, close: Callable[[], None]) -> None:
 def check_moves(module: torch.nn.Module, device: torch.device) -> None:
     """Refuse a model that cannot be moved to a device in place, as the same parameter objects.
 
-    PyTorch can do so for the accelerators that are built into it.
+    PyTorch can do so for its built-in accelerators.
 
     Raises:
         ValueError: a part of the model is on a device of another type.
@@ -115,7 +115,7 @@ def assemble(
     be cut; None to find them.
 
     Raises:
-        ValueError: the optimizer holds no parameter that can be trained; or see `check_moves`.
+        ValueError: the optimizer holds no parameter that requires a gradient; or see `check_moves`.
         DisagreementError: another device has another model, optimizer or setting.
         PeerError: another device did not join in time.
     """

@@ -1,4 +1,4 @@
-"""Runs a step: agree, compute, judge, update, publish. Or leaves its gradient to the script.
+"""Runs a step: agree, compute, judge, update, publish. Or hands its gradient to the script.
 
 The replicas hold the model's state, the placement decides where it is stored, and the exchange
 moves it between devices.
@@ -98,8 +98,8 @@ class Engine:
         self._cuts_shards = settings.microbatch is not None
         self._finite = FiniteCheck(settings, self.rules, context.table)
         last = context.replicas[-1]
-        # The host of such a device only launches kernels: it gathers no parameters, and waits for
-        # no other process.
+        # Watch only if the host does nothing but launch kernels: it neither gathers parameters nor
+        # waits for another process.
         watched = not context.with_others and context.table.storage.stages is None
         watched &= last.device.type != "cpu"
         self._launches: LaunchWatch | None = None
@@ -132,7 +132,7 @@ class Engine:
 
         Raises:
             DisagreementError: another device made another call, or got another batch.
-            LossError: a loss cannot be read, is not finite, or depends on no parameter.
+            LossError: a loss cannot be interpreted, is not finite, or depends on no parameter.
             StateError: a shard changed state that it must not change.
             PeerError: another device is lost or failed.
         """
@@ -202,7 +202,7 @@ class Engine:
         devices that keep all parameters.
 
         Returns:
-            The task that the step's shards share, and the result.
+            The task that all shards of the step share, and the result.
         """
         context = self.context
         agreed = self._agree_on_step(batch, number, Call.STEP, name, False)
@@ -268,8 +268,8 @@ class Engine:
         for add in self.hooks.tasks:
             task = add(task)
         if context.alone and not self.placement.may_write(task.shards):
-            # A single device has nothing to compare between two steps: what the user changed is the
-            # new reference, against which writes by shards are found.
+            # A single device compares nothing between two steps, so what the user changed is valid.
+            # Make it the reference, against which writes by shards are detected.
             context.guard.note(values=run_checks)
         self.agreement.torn = f"step {number}"
         try:
@@ -278,7 +278,7 @@ class Engine:
                 self._has_looked = True
                 self._refuse_new_generators(f"step {number}")
         except BaseException:
-            # The interrupt may have hit the code that restores the state, so restore it again.
+            # Ctrl-C may have interrupted the code that restores the state, so restore it again.
             context.undo(task)
             self.agreement.torn = ""
             raise
@@ -303,7 +303,8 @@ class Engine:
 
     def _compute_task(self, task: ShardTask) -> tuple[StepTotals, StepWeight]:
         context, objective, number, batch = self.context, self.objective, task.step, task.batch
-        # A single shard may change outside state, as a plain loop may, unless a resume loses it.
+        # A single shard may change state outside the model, as a plain loop may, unless a resumed
+        # run would lose that state.
         watched = task.run_checks and (task.shards > 1 or self.external.resumes)
         if task.run_checks:
             context.find_generators(*self.losses.values())
@@ -337,16 +338,16 @@ class Engine:
                     self._gradient_taken = attempt.gradient_taken
                     return totals, weight
                 if attempt.whole:
-                    # A hook, such as the SDC check, rejected the result. Nothing was updated yet.
+                    # A hook, such as the SDC check, rejected the result before any update.
                     self.placement.publish()
                     continue
                 # The attempt showed that the loss gathers or has several terms. Remember it, and
-                # start again by the path for such losses.
+                # start again on the path for such losses.
                 objective.several_terms |= weight.terms > 1
                 objective.gathers |= weight.gathers
                 if self._comparison is not None:
                     self._comparison.check_gathering(gathers=weight.gathers)
-                # Nothing was updated; the exchange gets its table back.
+                # Nothing was updated; this call lets the exchange reuse its table.
                 self.placement.publish()
 
     def _before(self, task: ShardTask) -> Before:
@@ -395,7 +396,7 @@ class Engine:
     def _judge(
         self, totals: StepTotals, weight: StepWeight, agreed: Agreed, *, now: bool
     ) -> tuple[StepResult, str]:
-        """Decide whether a step is made; return its result, and what is not finite in it.
+        """Decide whether to update; return the step's result, and which value is not finite.
 
         Args:
             totals: the totals of all shards.
@@ -410,7 +411,7 @@ class Engine:
         if weight.value > 0 and not failure:
             with context.timed("exchange", "norm"):
                 self.rules.load_totals(weight, totals, self._task)
-                # A hook took the gradient: it gets the denominator, and the norm is not checked.
+                # If a hook took the gradient, give it the denominator, and do not check the norm.
                 if seen is not None:
                     seen(weight.value)
                 norm = self._norm(totals)
@@ -420,7 +421,7 @@ class Engine:
                 self.agreement.torn = f"step {task.step}"
                 self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
-        # Calling any() on the tensor takes far longer than on a list, for so few numbers.
+        # Call any() on a list: on a tensor with so few numbers it takes far longer.
         beside = any(context.table.kinds.tolist())
         values = self._values.of_step(task.batch, task.step) if beside else None
         # Copies: the script may read `Step.loss` long after the table is overwritten.
@@ -472,14 +473,14 @@ class Engine:
         if together:
             agreement.end(step)
         self.placement.leave(together=together)
-        # Afterwards the other processes keep their view, and the script may write to this one.
+        # From here on the script may write to the model without changing the others' parameters.
         context.exchange.memory.make_own()
         context.update.end()
         allow_clipping(context.parts.trained.values())
         agreement.left = why
 
     def refuse_raced(self) -> None:
-        """Refuse changes of this process to parameters in memory that other processes share.
+        """Refuse changes that this process made to parameters in shared memory.
 
         If only the lead writes, there is no race.
 
@@ -498,7 +499,7 @@ class Engine:
                 )
 
     def check_last_step(self) -> None:
-        """Wait for the last step's loss and gradient, and check them if this is still due.
+        """Check the last step's loss and gradient, if this is still due; blocks on a GPU.
 
         Raises:
             LossError, GradientError: the loss or the gradient is not finite.
@@ -555,7 +556,7 @@ class Engine:
     def follow_parameters(self) -> None:
         """Update masters and buffers after changes to the model between two steps."""
         context, update = self.context, self.context.update
-        # Masters must not follow averages that the model shows, or parameters not resident here.
+        # Masters must not follow while the model holds averages, or if parameters are not resident.
         here = update.is_whole and not self.agreement.averaged
         if not context.with_others and here and update.has_masters:
             update.follow_parameters()

@@ -1,15 +1,16 @@
-"""Defines what a tool may do around the steps of a run: `Hook`. `Hooks` is the list of one run.
+"""Defines `Hook`, the interface of tools around the steps of a run, and `Hooks`, a run's hooks.
 
-A session and an engine name no tool. They call the methods of `Hook` on all hooks of the run, and
-`onefold.tools` builds this list from the options of the run. A run without tools has no hooks.
+Session and engine know no tool by name. They call the methods of `Hook` on all hooks of the run,
+and `onefold.tools` builds the list of hooks from the options of the run. A run without tools has no
+hooks.
 
 Note: the order of a step
 -------------------------
 ::
 
-    call                   a hook may answer here, and then the rest is skipped
+    call                   a hook may answer here; then only the count and after_step follow
       the batch is cut, the scheduler is checked
-      around               the call is legal, and nothing has started
+      around               the call is allowed, and nothing has started
         all devices agree on the step
         task               once
         around_compute     each time that all shards are computed
@@ -23,8 +24,8 @@ Note: the order of a step
 Note: the order of hooks
 ------------------------
 Hooks surround a step like shells: the first in the list is outermost. ``call``, ``around``,
-``task`` and ``around_compute`` therefore reach the outermost hook first, and ``after_step`` the
-innermost.
+``task``, ``around_compute`` and ``around_update`` therefore reach the outermost hook first, and
+``after_step`` the innermost.
 
 Note: who may wait
 ------------------
@@ -70,7 +71,8 @@ Kind = Literal[
 ]
 """Calls of a script. ``result`` is any call that returns a value, such as an evaluation, a
 prediction, or a value of another device. A ``loader`` provides steps; a ``pass`` reads other data
-once. ``payloads`` are those of all shards of a loader's batch, ``statistics`` those of the EMA."""
+once. ``payloads`` gathers the payloads of all shards of a loader's batch, ``statistics`` updates
+the batch norm statistics of the EMA."""
 
 _ENDS_FIRST = ("step", "gradient", "load")
 """Calls that change the model. Ctrl-C is delayed until they end, to keep the model consistent."""
@@ -99,7 +101,7 @@ class ScriptCall:
     computed: bool = True
     """Whether a step is computed; a hook that answers a call sets this to False."""
     requests: StepRequests = StepRequests(0)
-    """StepRequests of this process to all devices; hooks add to them."""
+    """Requests of this process to all devices; hooks add to them."""
     choices: Mapping[str, Any] = field(default_factory=dict)
     """Options of a save or a load."""
     key: object = None
@@ -116,7 +118,7 @@ class Attempt:
 
     task: ShardTask
     whole: bool = False
-    """Whether a step can be made of the result; known after the computation."""
+    """Whether the step can use the result; known after the computation."""
     again: bool = False
     """Whether to discard the result and compute all shards again. Hooks may set it."""
     gradient_taken: Callable[[float], None] | None = None
@@ -155,9 +157,9 @@ class Hook:
     def around(self, asked: ScriptCall) -> Surrounds:
         """Surround a step or a block that may change the model.
 
-        Entered on all devices, when the batch is cut, the call is legal and nothing has started.
-        Left when all devices have made the step, before it is counted. The hook may wait for other
-        devices, replace ``asked.batch``, and raise `RunStopped`.
+        Entered on all devices, after the batch is cut and the call is checked, before anything has
+        started. Left when all devices have made the step, before it is counted. The hook may wait
+        for other devices, replace ``asked.batch``, and raise `RunStopped`.
 
         Returns:
             The context manager to leave then, also on an exception; None if nothing remains to be
@@ -251,7 +253,7 @@ class Hooks:
         # Wrap from the innermost outward, so that the first hook runs first.
         for hook in reversed(self._calls):
             make = partial(hook, asked, make)
-        # Outside of all hooks: Ctrl-C must not hit a hook that has saved half of its state either.
+        # Delay Ctrl-C outside of all hooks, so that it cannot interrupt a hook halfway.
         with ctrl_c_later() if asked.kind in _ENDS_FIRST else _NOTHING:
             return make()
 

@@ -6,9 +6,9 @@ outputs that losses return in addition to the loss.
 
 Note: two runs
 --------------
-A loss that gathers cannot finish in one shard before it has started in all others. Keeping what
-backward needs of every shard until then would take the memory of the whole batch. So shards run
-twice (Gao et al., 2021). The first run computes the gathered tensors, and the gradient of the whole
+A loss that gathers cannot finish in one shard before it has started in all others. Keeping the
+activations of every shard until then would take the memory of the whole batch. So shards run twice
+(Gao et al., 2021). The first run computes the gathered tensors, and the gradient of the whole
 batch's loss with respect to them. The second run is the usual one, shard by shard: `gather` returns
 the known tensors, and backward starts from the loss and from the tensors that were gathered, with
 their gradients. This is the chain rule.
@@ -58,8 +58,8 @@ class JointShards:
     def __init__(self, context: StepContext) -> None:
         self._context = context
         modules = context.module.modules()
-        # The model alone decides on one run or two. If the number of shards on a device did, the
-        # bits would depend on the shares.
+        # The model alone decides between one run and two. If the number of shards on a device
+        # decided, the bits would depend on the shares.
         self._once = any(isinstance(module, SyncBatchNorm) for module in modules)
 
     def prepared(
@@ -82,7 +82,7 @@ class JointShards:
         if objective.gathers:
             return self._first_run(task).known(task), {}
         if objective.several_terms:
-            # Forward passes alone: backward requires the denominators of all terms.
+            # Run only forward passes: backward requires the denominators of all terms.
             found: dict[int, Sequence[tuple[str, float]]] = {}
             for replica in self._context.replicas:
                 with self._context.attached(replica):
@@ -160,7 +160,7 @@ class _JointRun:
         try:
             self._backward(self._forward())
         finally:
-            # On errors too: no thread may outlive this, and use the module that it borrowed.
+            # On errors too: no shard's thread may live on, and use the module that it borrowed.
             for turn in self._turns.values():
                 turn.end()
             self._put_back()
@@ -190,7 +190,7 @@ class _JointRun:
         task = replace(self._task, gatherers=turns.__getitem__)
         for shard, replica in homes.items():
             compute = partial(replica.compute, shard, task)
-            # Alone in its process, a shard finds everything as it left it, and saves no state.
+            # A shard that is alone in its process finds its state unchanged, so it saves none.
             turns[shard] = JointShard(replica, shard, compute, alone=len(homes) == 1)
         return turns
 
@@ -215,7 +215,7 @@ class _JointRun:
             if call.differentiable:
                 stops = self._resume(self._add_up(call, stops))
         for shard, stop in stops.items():
-            # Autograd has visited every call once, the last one first, so every shard is over.
+            # Autograd has visited every call once, the last one first, so every shard has finished.
             assert stop.result is not None
             self.results[shard] = stop.result
 
@@ -359,7 +359,7 @@ class ValueExchange:
         if known is None:
             (lines, columns), table = self._first_of(batch, step)
         else:
-            # A copy: the script may read them long after the table is overwritten.
+            # Clone, because the script may read the values long after the table is overwritten.
             (lines, columns), table = known, shards.values[:, : len(known[0])].clone()
         return StepValues(lines, table, self._outputs(batch, columns) if columns else {})
 
@@ -385,7 +385,7 @@ class ValueExchange:
         table = torch.zeros(batch.shares.shards, len(known[0]), 2, dtype=torch.float64)
         for shard, (_, numbers) in given.items():
             table[shard] = numbers
-        # In later steps the values fit into the table, and need no message.
+        # In later steps the values fit into the table, and need no separate message.
         shards.widen(max(shards.width, len(known[0])))
         self._known[next(kind for kind in shards.kinds.tolist() if kind)] = known
         return known, table.to(self._context.first.device)
@@ -411,7 +411,7 @@ def _agreed(found: Mapping[int, _Names], batch: ShardedBatch, step: int) -> _Nam
 
 
 _Sum = tuple[torch.Tensor | None]
-"""A tuple, because None in a fold means that a block is not available."""
+"""Sum over a block, or None without gradient; in a tuple, because a bare None means "not here"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 Note: the search
 ----------------
-With ``"auto"`` the first step is tried with smaller and smaller microbatches until it fits on every
-device; nothing is exchanged and nothing is updated. The optimizer creates its state in the first
-update, which leaves less memory, so the next step also starts with a trial. From then on the size
-stays fixed, also in a resumed run, because another size would be another sum. A checkpoint stores
-the number of trials left, so that a resumed run searches in the same steps.
+With ``"auto"`` the first step starts with trials: whole shards first, then halves of them, until
+the step fits on every device, then larger sizes again. Trials send no gradients and update nothing.
+The optimizer creates its state in the first update, which leaves less memory, so the next step also
+starts with a trial. From then on the size stays fixed, also in a resumed run, because with another
+size gradients would be added in another order. A checkpoint stores the number of trials left, so
+that a resumed run searches in the same steps.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class MicrobatchSearch:
         self._warned = False
 
     def adopt(self, samples: int | None, trials: int | None) -> None:
-        """Continue the search of a saved run, or use the size that it was given."""
+        """Continue the search of a saved run, or use its chosen size."""
         self.samples, self.trials, self._updated = samples, trials or 0, trials == 1
 
     def search_anew(self) -> None:
@@ -78,7 +79,7 @@ class MicrobatchSearch:
         def fits(size: int) -> bool:
             return self._fits(replace(task, microbatch=size))
 
-        # The size of the first search usually still fits; a smaller one would change the sum.
+        # The size of the first search usually still fits. Keep it: a smaller one changes the bits.
         before = self.samples
         if before is not None and fits(before):
             return
@@ -89,7 +90,7 @@ class MicrobatchSearch:
                 f"which must hold a forward and a backward pass. Use a smaller model, or "
                 f"checkpoint its layers (torch.utils.checkpoint)"
             )
-        # A size that holds every shard whole means that shards need no cutting.
+        # If the size holds the largest shard, no shard is cut.
         self.samples = None if found == largest else found
         if self.samples is not None and self._context.leads:
             _log.warning(
@@ -123,8 +124,8 @@ class MicrobatchSearch:
             for module in modules
         ):
             _log.warning(
-                "batch norm uses the samples that run at once: with microbatch=%d, %d of a "
-                "shard's %d. If that is too few, call model.eval() on these layers, or use group "
+                "batch norm uses the statistics of a microbatch: with microbatch=%d, of %d of a "
+                "shard's %d samples. If these are too few, call eval() on these layers, use group "
                 "norm, or use more shards instead of microbatch with onefold.SyncBatchNorm",
                 size,
                 size,
@@ -140,7 +141,7 @@ def _fits_here(replica: Replica, task: ShardTask) -> bool:
         # Keep all partial sums, as a step does: they count toward the memory.
         sums, terms = _share(replica, task)
         if terms > 1 and task.divisors is None:
-            # Without denominators backward did not run. Any will do, as the result is discarded.
+            # Without denominators backward did not run. Use any: the result is discarded.
             sums, _ = _share(replica, replace(task, divisors=(1.0,) * terms))
     except Exception as error:
         if not is_shortage(error):

@@ -156,9 +156,9 @@ class Verdict:
     """The decision about a step."""
 
     skipped: str
-    """Why the parameters are left alone; empty if they are updated."""
+    """Why the parameters are not updated; empty if they are."""
     requests: StepRequests
-    """StepRequests of any device to all devices."""
+    """Requests of all devices, combined."""
 
     @property
     def updates(self) -> bool:
@@ -170,9 +170,9 @@ def verdict_of(weight: StepWeight, said: Agreed, failure: str = "") -> Verdict:
     """Decide about a step.
 
     Args:
-        weight: the whole batch's, the same on all devices.
+        weight: the weight of the whole batch, the same on all devices.
         said: what all devices reported at the start of the step.
-        failure: the value that is not finite, if the step is skipped for it.
+        failure: describes the value that is not finite, if the step is skipped for it.
     """
     # All inputs are the same on all devices, so every device decides the same without a message.
     nothing = "" if weight.value > 0 or failure else "the batch's weights add up to 0"
@@ -190,7 +190,7 @@ class Objective:
     run: LossFunction
     """The user's loss as steps compute it."""
     left_out: tuple[int, ...]
-    """Numbers of the trained parameters that the loss's optimizer does not update."""
+    """Numbers of the trained parameters that the loss's optimizers do not update."""
     several_terms: bool = False
     """Whether it returned a sum of several terms in an earlier step."""
     gathers: bool = False
@@ -205,7 +205,7 @@ def objectives_of(
     trained: Iterable[torch.nn.Parameter],
     settings: Settings,
 ) -> dict[str, Objective]:
-    """Combine losses with the optimizers that they update.
+    """Make the `Objective` of each loss, with the parameters that its optimizers leave out.
 
     Args:
         losses: the user's loss functions, by name.

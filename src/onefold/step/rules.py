@@ -6,18 +6,18 @@ of a batch to ``.grad`` of the user's parameters, on every device.
 
 Note: the order
 ---------------
-Totals are divided by what backward did not know yet, and by the scale of the loss. Then the norm of
-the whole gradient is computed on every device, segment by segment in float64. One value that is not
-finite makes the norm not finite, so this number decides for all devices whether to update. Clipping
-comes last, first by norm and then by value.
+Totals are divided by the part of the denominator that backward did not know yet, and by the scale
+of the loss. Then the norm of the whole gradient is computed on every device, segment by segment in
+float64. One value that is not finite makes the norm not finite, so this number decides for all
+devices whether to update. Clipping comes last, first by norm and then by value.
 
 Note: when the host blocks on a GPU
 -----------------------------------
-Reading a number from a GPU blocks until all work queued on it is finished, and the GPU then runs
-out of work. So loss and norm are copied to the host behind the kernels of the step, and checked
-when the shards of the next step are queued. The error is raised one step late, but before another
-update, and no GPU becomes idle for it. If these numbers decide whether the step is skipped, the
-host blocks once for both, after the norm is queued.
+Reading a number from a GPU blocks the host until all work queued there is finished, and the GPU
+then runs out of work. So loss and norm are copied to the host behind the kernels of the step, and
+checked after the shards of the next step are queued. The error is raised one step late, but before
+another update, and no GPU becomes idle for it. If these numbers decide whether the step is skipped,
+the host blocks once for both, after the norm is queued.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class GradientRules:
         return norm
 
     def clip(self, norm: torch.Tensor) -> None:
-        """Clip the gradient by its norm, which is given, and then by value."""
+        """Clip the gradient by norm, then by value; ``norm`` is the norm before clipping."""
         # On the device: reading the norm to skip a factor of 1 would block on a GPU.
         if self._clip_norm is not None:
             self._update.scale((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -136,8 +136,8 @@ def write_gradient(context: StepContext) -> None:
     ``.grad`` of a parameter is None if no shard gave it a gradient.
     """
     update, first = context.update, context.first
-    # New memory for every call, which belongs to the script: ``.grad`` are views of it. The buffers
-    # of shards and fold belong to the exchange, which overwrites them in the next step.
+    # Allocate new memory in every call: ``.grad`` are views of it, and belong to the script. The
+    # partial sums and totals belong to the exchange, which overwrites them in the next step.
     whole = FlatTensors(update.storage.gradients, device=first.device)
     for item, gradient in zip(update.updated, update.gradients, strict=True):
         if gradient is not None:
@@ -183,7 +183,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """Numbers that are still unread, so that the host does not block on a GPU."""
+    """Numbers that are not read yet, so that the host does not block on a GPU."""
 
     task: ShardTask
     totals: HostCopy
@@ -198,7 +198,7 @@ class _Unread:
 class FiniteCheck:
     """Checks the loss and the gradient of each step before the update.
 
-    On a GPU it checks a step when the shards of the next one are queued, unless the result decides
+    On a GPU it checks a step after the shards of the next one are queued, unless the result decides
     whether the step is skipped; see the note at the head of this file.
 
     Args:
@@ -222,7 +222,7 @@ class FiniteCheck:
         Args:
             task: the task that all shards of the step share.
             now: whether to check in this step, with the gradient; this blocks on a GPU.
-            alone: whether no gradient follows with which a GPU's losses could be read.
+            alone: whether no gradient norm follows, with which the losses could be read from a GPU.
 
         Raises:
             LossError: a loss is not finite, and the step is not skipped.
@@ -263,7 +263,7 @@ class FiniteCheck:
             self._unread = replace(unread, norm=copied)
             return "", norm
         self._unread = None
-        # Read the norm first, which was copied last: the losses have then arrived, too.
+        # Read the norm first: it was copied last, so the losses have arrived by then.
         value = float(copied.read())
         if failure := self._checked(unread.bad_loss()):
             return failure, None
@@ -272,7 +272,7 @@ class FiniteCheck:
     def _checked_norm(self, value: float, step: int, name: Callable[[], str]) -> str:
         if math.isfinite(value):
             return ""
-        # Do not recompute: an overflow is expected, and the smaller scale is all that it needs.
+        # Do not recompute: such an overflow is expected, and a smaller loss scale is the remedy.
         if self._rules.overflows(value):
             return f"a gradient overflowed with losses scaled by {self._rules.loss_scale:.0f}"
         if self._skips:
@@ -297,11 +297,11 @@ class FiniteCheck:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Surround a step's shards, and check the last step when they are queued.
+        """Surround a step's shards, and check the last step after they are queued.
 
         Raises:
-            LossError, GradientError: a value of the last step is not finite; also if a shard raised
-                an error, because the shard computed with the results of that step.
+            LossError, GradientError: a value of the last step is not finite. This replaces an error
+                of a shard, which computed with the results of that step.
         """
         try:
             yield
