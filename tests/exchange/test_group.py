@@ -99,7 +99,7 @@ def test_who_does_not_join_is_named_while_it_is_waited_for_and_at_the_limit(
         assert str(error).startswith("device 1 did not join within 0.3 s: every device must run")
         assert (error.device, error.step) == (1, 0)
     said = [r.getMessage() for r in caplog.records if r.name == "onefold.waiting"]
-    words = "device 0 has waited for 0 s: not yet there, of 4 devices: 1 (they meet at node1:29500)"
+    words = "device 0 has waited for 0 s: still missing, of 4 devices: 1 (they meet at node1:29500)"
     assert said == [words]
 
 

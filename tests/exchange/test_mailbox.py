@@ -229,7 +229,7 @@ def test_those_who_do_not_join_are_named(
         connected(drawn(), rank, 3, SHORT_S)
     assert (caught.value.device, caught.value.step) == (first, 0)
     assert os.listdir("/proc/self/fd") == before
-    said = f"device {rank} has waited for 0 s: not yet there: device {missing}"
+    said = f"device {rank} has waited for 0 s: still missing: device {missing}"
     assert (said in caplog.text) == (rank < 2)
 
 

@@ -5,14 +5,14 @@ order of addition, and every device hears from every other one, so that a lost d
 
 Note: how sends and receives are matched
 ----------------------------------------
-No message has a name: between two devices the n-th send meets the n-th receive. So both ends list
-their messages in the same order (see `CollectiveMemory.publish`).
+Messages have no tags: between two devices the n-th send is matched with the n-th receive. So both
+ends list their messages in the same order (see `CollectiveMemory.publish`).
 
 Note: groups of messages on accelerators
 ----------------------------------------
 NCCL starts a batch of messages as one group, and hangs if the group is very large. So a batch is
 started in several groups: each has a few messages for each pair of devices and direction, in their
-order. The other end counts the same messages, so both put each message into the same group.
+order. Both ends of a pair count the same messages, so they put each message into the same group.
 
 Note: through the host
 ----------------------
@@ -132,9 +132,9 @@ class CollectiveTransport(Transport):
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def move(self, operations: Sequence[Operation]) -> Moving:
-        """Start to receive and to send, every device's first chunks first.
+        """Start receives and sends, in the order of their chunks' numbers.
 
-        Operations without a chunk come before all chunks.
+        Operations without a chunk come first.
         """
         # Receives first within a chunk: gloo runs the two directions of a connection one after the
         # other if both ends start by sending. The sort must be stable, because parts of one chunk
@@ -145,7 +145,7 @@ class CollectiveTransport(Transport):
         )
         works: list[dist.Work] = []
         with self._naming_the_lost():
-            # Both ends cut the same groups; see the note on groups.
+            # Both ends form the same groups; see the note on groups.
             for group in groups_of(ordered, self.size):
                 started = [
                     dist.P2POp(
@@ -184,8 +184,8 @@ class CollectiveTransport(Transport):
     def _receive(self, tensor: torch.Tensor, peer: int) -> None:
         work = dist.irecv(tensor, group=self._group, group_src=peer)
         assert work is not None
-        # gloo's default is the timeout of the attempt that made the group; one set later holds only
-        # for collective calls. So pass this run's limit. On a GPU only the stream waits.
+        # gloo's default here is the timeout of the attempt that made the group; a timeout set later
+        # applies only to collective calls. So pass the run's limit. On a GPU only the stream waits.
         work.wait(self._limit)
 
     def finish_sending(self) -> None:
@@ -286,12 +286,12 @@ class CollectiveTransport(Transport):
             pid = self._watch.pids[rank]
             return PeerLost.stopped(rank, pid, waiting=self.rank, step=step)
         timed_out = "timed out" in str(error).lower()
-        # Report before waiting for a reason, so that others have time to report their waits.
+        # Report the wait before looking for a reason, so that others have time to answer.
         _asked(lambda: self._lateness.say_waiting(in_vain=timed_out), None)
         told = _asked(self._failure_told, None)
         if told is not None:
             return told.error()
-        # No reason was given: either a script ended normally, or no device could write one.
+        # There is no reason in the store: a script ended normally, or no device could write one.
         gone: list[int] = _asked(self._who_left, [])
         if gone:
             what = "ended: its script finished before the others'"
@@ -332,7 +332,7 @@ def _is_of_connection(error: RuntimeError) -> bool:
     """Whether a backend lost a peer or timed out; PyTorch has no error type for this."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
-    # gloo raises plain RuntimeErrors, so only the message tells.
+    # gloo raises plain RuntimeErrors, so only the message shows the cause.
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS)
 
@@ -362,7 +362,7 @@ def groups_of(operations: Sequence[Operation], size: int) -> list[list[Operation
     """
     if not operations or operations[0].part.device.type == "cpu":
         return [list(operations)] if operations else []
-    # In and out for each peer. It depends on the size alone, so both ends compute the same.
+    # Two directions for each peer. The number depends on the size alone, so both ends agree on it.
     each = max(1, MOST_OF_A_GROUP // (2 * (size - 1)))
     counts = Counter[tuple[int, bool]]()
     groups: defaultdict[int, list[Operation]] = defaultdict(list)
@@ -380,7 +380,7 @@ class Moving:
         operations: the started operations, in this order.
         works: one for each operation, or one for each group (NCCL).
         limit: the timeout for each tensor of the host.
-        naming: makes the context for waiting, which explains errors.
+        naming: makes a context manager for waiting that explains errors.
     """
 
     def __init__(
@@ -417,7 +417,7 @@ class Moving:
         self._parts = []
 
     def _wait_once(self, chunk: int | None) -> None:
-        """Wait for each and drop it: gloo never returns from a second wait for a receive."""
+        """Wait for a chunk, and drop its waits: gloo hangs in a second wait for a receive."""
         waits = self._waits.pop(chunk, [])
         with self._naming():
             while waits:

@@ -9,16 +9,16 @@ Note: what is in flight, and who may touch it
 ---------------------------------------------
 ``publish`` starts to send the other owners' partitions of this device's partial sums, and to
 receive its own partition of theirs; ``collect`` starts the rest. Until ``finish`` the transport
-still reads what it sends. The device may nevertheless add to a chunk of its partition that has
-arrived: a partition is sent only to its owner, so no message contains this device's part of its own
-partition. ``publish_parameters`` receives into the parameters themselves, which no device reads
-between ``collect`` and ``publish_parameters``.
+still reads what it sends. The device may nevertheless add to a chunk of its own partition that has
+arrived: it sends only the other owners' partitions, so no message contains what it adds to.
+``publish_parameters`` receives into the parameters themselves, which no device reads between
+``collect`` and ``publish_parameters``.
 
 Note: all sums to all devices
 -----------------------------
-With `Storage.mirrors` the partition of each device is the whole model, so everything that a step
-sends leaves during backward. Two devices send as many bytes as with partitions, and D devices send
-D / 2 times as many.
+With `Storage.mirrors` the partition of each device is the whole model, so a step sends everything
+during backward, and a device waits until its own sums are sent before it adds to them. Two devices
+send as many bytes as with partitions, and D devices send D / 2 times as many.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from onefold.exchange.reduction import (
 __all__ = ["CollectiveMemory", "CollectiveStageExchange"]
 
 _LEARNING = 3
-"""Number of first steps, after each of which devices agree on the sending order of stages. One may
-not be enough: if the loss turns out to need another path, no stage was sent early."""
+"""Number of steps at the start after which devices agree on the sending order of stages. One step
+may not be enough: if the loss turns out to need another path, it sends no stage early."""
 
 
 class CollectiveMemory(Memory):
@@ -99,12 +99,13 @@ class CollectiveMemory(Memory):
         self._written = 0
         self._waiting: set[int] = set()
         self._moving: list[Moving] = []
-        # A file takes no host memory, so it may hold all parameters. Otherwise owners keep theirs.
+        # A file takes no host memory, so it may hold all parameters. Otherwise each owner keeps its
+        # own partition alone.
         self.is_partitioned = storage.stages is not None and (
             allocator.apart or not allocator.on_disk
         )
         self._make_private(start, {self._rank: transport.device})
-        # All memory must exist: every process broadcasts the same sections in the same order.
+        # Only now, because the broadcast covers all memory, in the same order in every process.
         self.broadcast_from_lead(start.buffers)
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
@@ -224,7 +225,7 @@ class CollectiveMemory(Memory):
             # Chunks are numbered by turn, so the number tells which messages bring it.
             turn = bisect_right(self._bounds[self._rank], number) - 1
             for moving in self._moving[turn :: len(self._turns)]:
-                # A mirror's own sums are being sent, too. Wait until they have left to add to them.
+                # A mirror adds to sums that it also sends, so wait until these have left.
                 moving.finish() if self.storage.mirrors else moving.wait_for(number)
 
         # The sums may still be on their way: the owner adds each chunk when it arrives.
@@ -234,7 +235,7 @@ class CollectiveMemory(Memory):
         return self._own[place.slot] if place.device == self._rank else self._received[place]
 
     def publish_parameters(self) -> None:
-        # While no device has all parameters, they stay with their owners.
+        # If no device keeps all parameters, each partition stays with its owner.
         if self.trained[self._rank].is_there:
             self._all_gather(self.trained[self._rank], self._updated)
 
@@ -242,7 +243,7 @@ class CollectiveMemory(Memory):
         self._all_gather(whole, self.summed)
 
     def _all_gather(self, flat: FlatTensors, chunks: Sequence[Sequence[Chunk]]) -> None:
-        # Receive straight into the memory: each stretch has one owner, so no two messages overlap.
+        # Receive straight into this memory: each stretch has one owner, so messages cannot overlap.
         operations = []
         for peer in self.transport.peers():
             operations += _moves(True, peer, flat, chunks[self._rank])
@@ -251,8 +252,8 @@ class CollectiveMemory(Memory):
 
     def _tables_to_move(self, shares: Shares) -> list[Operation]:
         """List what to send and receive of tables on a device: totals, then values."""
-        # Tables on the host are part of the row. These are sent separately, so that the host does
-        # not wait for the device to compute them.
+        # Tables on the host are part of the row. Tables on a device are sent separately, so that
+        # the host does not wait until the device has computed them.
         if self.table.on_host:
             return []
         values = [self.table.values] if self.table.width else []

@@ -16,11 +16,11 @@ detects. `LateWatch` finds the device that all others wait for.
 
 Note: why connections are cut
 -----------------------------
-A wait in gloo ends in one of two ways: the message arrives, or the connection ends. A peer that is
-stopped, or that has failed and lives on (a notebook), causes neither. gloo cannot end a wait from
-outside: aborting a group leaves pending waits. So this module remembers the sockets that were
-opened while the group was made. A process that fails shuts down its own sockets, and so does a
-process that finds a peer stopped: every wait then ends with an error at once.
+Before its timeout, a wait in gloo ends in one of two ways: the message arrives, or the connection
+ends. A peer that is stopped, or that has failed but lives on (a notebook), causes neither. Aborting
+a group does not end its pending waits. So this module remembers the sockets that were opened while
+the group was made. A process that fails shuts down its own sockets, and so does a process that
+finds a peer stopped: every wait then ends with an error at once.
 
 Note: a descriptor is only a number
 -----------------------------------
@@ -33,8 +33,8 @@ Note: which device is late
 A backend that times out does not report which device it waited for: in a collective call all wait
 for all. So the device that gives up asks in the store, and every device that also waits answers,
 from a thread. A device that computes, or hangs in the script, does not wait and does not answer: it
-is late. A device that only had to send may rightly have continued computing, and is named together
-with the late one.
+is late. A device that only had to send may have continued computing without a fault, but is named
+together with the late one.
 
 Note: a man in the middle
 -------------------------
@@ -79,7 +79,7 @@ __all__ = [
 _ASKED_KEY = "onefold/who-waits"
 _CLOSE_S = 2.0
 ANSWERS_S = LOOK_S
-"""Time to wait for answers. The device that asks has already waited for a report of a failure."""
+"""Seconds to wait for answers. The device that asks has already waited for a failure's report."""
 
 
 class LateWatch:
@@ -121,7 +121,7 @@ class LateWatch:
         return bool(self._store.check([_ASKED_KEY]))
 
     def say_waiting(self, *, in_vain: bool = False) -> None:
-        """Answer that this device waits, or did until now; if ``in_vain``, ask which others do.
+        """Answer that this device waits, or did until now; if ``in_vain``, ask who else waits.
 
         Raises:
             RuntimeError: the store is gone.
@@ -203,8 +203,8 @@ class PeerWatch:
     def __init__(
         self, pids: Mapping[int, int], connections: Connections, lateness: LateWatch
     ) -> None:
-        # The thread sets it before it cuts, and the main thread reads it after its wait ended, so
-        # there is no race.
+        # The thread sets it before it cuts connections, and the main thread reads it after its wait
+        # has ended, so there is no race.
         self.stopped: int | None = None
         """Rank of the peer that was found stopped, if any."""
         self.pids = dict(pids)
@@ -245,7 +245,7 @@ class PeerWatch:
             if lateness is not None:
                 lateness.answer_peers()
         except RuntimeError:
-            # The store is gone, so no device can ask there any more.
+            # The store is gone, so no device can ask through it any more.
             self._lateness = None
 
 
@@ -258,7 +258,7 @@ def close_watches() -> None:
 
     A thread that returns from PyTorch while Python shuts down would abort the process.
     """
-    # A running thread keeps its watch alive, so the weak set has all that matter.
+    # A running thread keeps its watch alive, so the weak set contains every watch that still runs.
     watches = list(_watches)
     for watch in watches:
         watch.close()
@@ -384,7 +384,7 @@ class SealedStore(Store):
             found = bytes.fromhex(value.decode())
         except ValueError:
             found = b""
-        # In constant time, so that timing does not reveal how much of a forged seal is right.
+        # Compare in constant time, so that timing does not reveal how much of a forgery is right.
         if not (text.startswith(_MARK) and hmac.compare_digest(seal, self._seal(key, found))):
             raise DisagreementError(
                 f"the store of the run has a value under {key} that was written without the secret "
@@ -443,7 +443,7 @@ def prove(
     challenges = trade(os.urandom(_BYTES))
     seen = "\n".join(" ".join(ends) for ends in connections or ()).encode()
     answers = trade(_answer(secret, rank, challenges, seen) + seen)
-    # In constant time, so that timing does not reveal how much of an answer is right.
+    # Compare in constant time, so that timing does not reveal how much of an answer is right.
     for other, answer in enumerate(answers):
         said, theirs = answer[:_BYTES], answer[_BYTES:]
         if not hmac.compare_digest(said, _answer(secret, other, challenges, theirs)):

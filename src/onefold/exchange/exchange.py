@@ -6,8 +6,8 @@ process that drives all devices.
 Note: the order of a step, and who may touch what
 -------------------------------------------------
 1. ``agree`` returns when every device has started the same call, with the reports of all devices
-   (see `onefold.core.call_digest`). Until then no device reads the parameters, so a device that
-   changed them between two calls has finished.
+   (see `onefold.core.call_digest`). No device reads the parameters before that, so changes that a
+   device made to them between two calls are complete.
 2. Every device *publishes* its partial sums and fills its own rows of the `ShardTable`.
 3. ``collect`` (a reduce-scatter) returns when all devices have published. From then on the whole
    table may be read, and the totals of this process's own partitions are ready.
@@ -16,8 +16,8 @@ Note: the order of a step, and who may touch what
    on partial sums and table may be overwritten. If the script makes the update,
    ``all_gather_gradient`` replaces 4 and 5.
 
-With `Storage.mirrors` each device has the totals of all segments and updates all parameters in 4,
-and sends nothing in 5.
+With `Storage.mirrors` each device has the totals of all segments, updates all parameters in 4, and
+sends nothing in 5.
 
 Every device of the run makes the same calls in the same order. ``agree``, ``collect`` and
 ``publish_parameters`` may block, at most for the timeout of the transport. They raise `PeerError`
@@ -89,7 +89,7 @@ class Exchange:
         Raises:
             LossError: an accelerator computed a weight that is negative or not finite.
         """
-        # Weights that a GPU computes are read here, once, instead of after every shard.
+        # Read the weights that a GPU computes once, here: reading blocks on the GPU.
         self.table.await_weights()
         self.reduction.collect(shares)
 
@@ -163,8 +163,8 @@ def join(
     others, in_common = load("exchange.others"), has_memory_in_common(devices)
     transport = others.join_others(assignment, devices, timeout_s, allocator, in_common=in_common)
     try:
-        # Compare before anything else is sent: shared memory is cut and messages are matched by
-        # sizes, which must be equal. Comparing depends on no size.
+        # Compare before anything else is sent: cutting shared memory and matching messages require
+        # equal sizes on all devices; comparing does not.
         compare(transport.all_gather_objects({devices.own[0]: description}))
         return exchange_over(transport, storage, start, assignment)
     # KeyboardInterrupt too: the other processes must not wait for the whole timeout.
@@ -229,8 +229,8 @@ class LocalMemory(Memory):
         self._own: dict[Published, Partial | LocalGradients] = {}
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:
-        # Copies of the first device's model are updated at the next step. Its frozen parameters are
-        # kept in separate memory, though, so store them now.
+        # The other devices of this process get the first one's values at the next step. Frozen
+        # parameters are kept in separate memory, so store them now.
         if self.frozen is not None:
             self.frozen.keep()
 
@@ -253,8 +253,8 @@ class LocalMemory(Memory):
         return self._own[place]
 
     def home(self, device: int) -> FlatTensors | None:
-        # If all devices are the CPU, or parts of one GPU, the total may stay in any partial sum.
-        # With several GPUs the owner needs it in its own memory.
+        # If all devices are the CPU, or the same GPU, the total may stay in any partial sum. With
+        # several GPUs the owner needs the total in its own memory.
         if len(set(self._devices)) == 1:
             return None
         own = self.partial(Published(device, 0))

@@ -14,9 +14,9 @@ removed, so there is no race for it; keys that every Trainer needs again contain
 
 Note: the store of another launcher
 -----------------------------------
-Processes of another launcher find each other through a store at the lead's address. A name may fail
-to resolve, or a port refuse, only because the lead's machine is not up yet. So neither ends the
-wait, but both are logged meanwhile.
+Processes of another launcher find each other through a store at the lead's address. If its name
+does not resolve, or its port refuses connections, the lead's machine may just not be up yet. So
+neither ends the wait, but both are logged meanwhile.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ _ATTEMPTS = 4
 _CONNECTED_S = 2.5
 _JOINED, _REFUSED = "joined", "refused"
 _MOST_OF_PROOF = 1 << 20
-"""Bytes. A process that has not authenticated must not decide how much memory is used."""
+"""Maximum bytes of a message until all have authenticated: an intruder must not fill the memory."""
 _GOODBYE_S = 2.0
 
 _stores: dict[tuple[LaunchContext, int], Store] = {}
 _sealed: list[Store] = []
-"""Stores that PyTorch calls. They must be kept here: PyTorch keeps only its own part of them."""
+"""Stores that PyTorch calls. They are kept here, because PyTorch keeps only their C++ part."""
 
 
 class Rendezvous:
@@ -159,7 +159,7 @@ class Rendezvous:
         def missing() -> str:
             ranks = ", ".join(str(rank) for rank in keys if is_missing(rank))
             where = f" (they meet at {context.address})" if context.address else ""
-            return f"not yet there, of {context.size} devices: {ranks}{where}"
+            return f"still missing, of {context.size} devices: {ranks}{where}"
 
         waiting = Waiting(
             context.rank,
@@ -269,7 +269,7 @@ def join_group(meeting: Rendezvous, kind: str, trainer: int) -> JoinedGroup:
     if not dist.is_initialized():
         # The script has no group of its own, so no other code tears this one down at exit.
         _note_membership(group, meeting)
-    # `break_off` unregistered it if the script survived a failure. Never register it twice.
+    # `break_off` unregistered `_leave` if the script survived a failure. Never register it twice.
     if _memberships:
         atexit.unregister(_leave)
         atexit.register(_leave)
@@ -290,8 +290,8 @@ def _connect(
     """Connect all processes, and let each prove that it belongs to the run.
 
     gloo accepts as a peer any process that sends it the peer's number first. An intruder who
-    reaches its port while it listens breaks the connections with that; then all processes make
-    them again.
+    reaches its port while it listens can break the connections in this way; all processes then
+    make them again.
     """
     context, timeout_s = meeting.context, meeting.timeout_s
     for attempt in range(1, _ATTEMPTS + 1):
@@ -309,7 +309,7 @@ def _connect(
             prove(context.proof, group.rank(), trade, connections.ends())
         except RuntimeError as error:
             problem = error
-            # Otherwise the others wait for this process.
+            # Cut what was connected, or the others would wait for this process.
             connections.cut()
         except DisagreementError:
             # Tell the others before raising: they wait for this outcome, and must not try again.
@@ -415,11 +415,11 @@ def who_left() -> list[int]:
 
 
 _memberships: list[tuple[Rendezvous, list[dist.ProcessGroup]]] = []
-"""Empty, or the one membership: with a group for each Trainer so far."""
+"""Empty, or one entry: the rendezvous of the run, and a group for each Trainer so far."""
 
 
 def _note_membership(group: dist.ProcessGroup, meeting: Rendezvous) -> None:
-    """Register a process group to be destroyed with all others at process exit."""
+    """Register a process group, to be destroyed with this process's other groups at exit."""
     if not _memberships:
         _memberships.append((meeting, []))
         # A forked child is not the device, so it must not leave in its name.
@@ -430,8 +430,8 @@ def _note_membership(group: dist.ProcessGroup, meeting: Rendezvous) -> None:
 def _leave() -> None:
     """Leave together, because destroying a group can hang while a peer still uses it.
 
-    A process that waited long enough leaves without the others. If they wait for this device, its
-    closing connections end their wait.
+    After `_FAREWELL`, a process leaves without the others. If they wait for it, its connections
+    close, which ends their wait.
     """
     for meeting, groups in _memberships:
         store, rank, size = meeting.store, meeting.context.rank, meeting.size
@@ -526,7 +526,7 @@ def _serve(context: LaunchContext, place: tuple[str, int], timeout_s: float) -> 
         with socket.create_server((host, 0)):
             pass
     except OSError:
-        # The others' address may not belong to this machine, but to a service, for instance.
+        # The address may not belong to this machine, but to a service in front of it.
         host = "127.0.0.1"
     try:
         return TCPStore(
@@ -536,7 +536,7 @@ def _serve(context: LaunchContext, place: tuple[str, int], timeout_s: float) -> 
             timeout=timedelta(seconds=timeout_s),
             # This constructor would wait without naming a missing process; the keys name it.
             wait_for_workers=False,
-            # The script may have created a store at this port.
+            # The script may have created its own store at this port.
             multi_tenant=True,
         )
     except RuntimeError as error:

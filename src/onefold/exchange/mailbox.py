@@ -207,7 +207,7 @@ class Mailbox:
             raise msgspec.json.decode(frame[1:], type=Failure).error()
         if frame == _LEAVING:
             peer.has_left = True
-            # This is not a frame for a caller, so look for the next one.
+            # No caller expects this frame, so look for the next one.
             return self._drain(peer)
         # End of stream. Queued frames are still valid, so raise only after they are used.
         if not frame:
@@ -335,8 +335,8 @@ def _peer(number: int, connection: socket.socket, timeout_s: float) -> Peer:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     pid, _ = credentials(connection)
     peer = Peer(number, connection, pid, None, StoppedProcess(pid))
-    # Old kernels have no pidfd, and a peer in another namespace has no visible process id. Then
-    # only the socket shows the end.
+    # Old kernels have no pidfd, and the process id of a peer in another namespace is not visible.
+    # Then only the socket shows that the peer ended.
     with contextlib.suppress(OSError):
         peer.pidfd = os.pidfd_open(pid)
     return peer
@@ -388,7 +388,7 @@ def connected(
                     waiting.check_peers(missing)
                     continue
                 who = _hello(connection)
-                # Also false for a second connection that claims a rank: the first one stays.
+                # Also refuse a second connection that claims the same rank: the first one stays.
                 if who in missing:
                     connections[who] = connection
                 else:
@@ -439,8 +439,8 @@ def credentials(connection: socket.socket) -> tuple[int, int]:
 def socket_name(address: str, rank: int) -> str:
     """Return the abstract name under which a device listens.
 
-    It is a hash, so that it does not reveal another device's name: otherwise a user who lists the
-    names could claim the name of a device that has not started yet.
+    The name is a hash, so that it does not reveal the other devices' names: otherwise a user who
+    lists the names could claim the name of a device that has not started yet.
     """
     return "\0onefold-" + hashlib.sha256(f"{address}.{rank}".encode()).hexdigest()[:32]
 

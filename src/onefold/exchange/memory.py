@@ -1,4 +1,4 @@
-"""Stores the parameters, frozen or trained, the partial sums and the table of a run.
+"""Stores the trained and frozen parameters, the partial sums and the table of a run.
 
 `Memory` belongs to this process's devices. `FrozenMemory` is one device's part of the frozen
 parameters if each of several devices keeps a part. A partial sum is `Partial`, `PartitionTensors`
@@ -7,9 +7,9 @@ or `LocalGradients`, depending on which process reads it.
 Note: where a partial sum is stored
 -----------------------------------
 Backward creates one gradient tensor per parameter. Small ones are copied side by side into flat
-memory, where a whole run of them is moved and added as one. Large ones stay where backward put
-them, because copying them would cost as much as adding them; only what another process must see in
-shared memory is copied. On an accelerator all are copied, by one kernel.
+memory, where neighbors are moved and added as one. Large ones stay where backward put them, because
+copying them would cost as much as adding them; only what another process must see in shared memory
+is copied. On an accelerator all are copied, by one kernel.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ class Partial:
             copy_each(targets, [self.chunk(chunk) for chunk in shown])
 
     def hold(self, gradients: Gradients) -> Gradients:
-        """Move gradients that will be added to, to the place to which `write_some` copies sums.
+        """Move a sum, before more is added to it, to where `write_some` would copy the final sum.
 
         Returns:
-            The gradients in their new places. A gradient stays if `write_some` would not copy it,
-            or would change its dtype.
+            The gradients in their new places. A gradient is not moved if `write_some` would not
+            copy it, or would change its dtype.
         """
         moved = {
             number: (self.flat.views[number], gradient)
@@ -283,9 +283,8 @@ def by_stage(layout: StageLayout, numbers: Sequence[int]) -> list[list[int]]:
 
 def _untouched(nbytes: int) -> torch.Tensor:
     """Return CPU memory that takes no room until it is written: (nbytes,) uint8."""
-    # PyTorch's allocator may reuse memory of earlier gradients, whose pages are
-    # resident. MAP_PRIVATE: shared pages would not be huge pages, and forked data workers would
-    # share them.
+    # PyTorch's allocator may reuse memory of earlier gradients, whose pages are resident.
+    # MAP_PRIVATE: shared pages would not be huge pages, and forked data workers would share them.
     pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
 
@@ -297,7 +296,7 @@ class FrozenMemory:
 
     Args:
         storage: the sizes.
-        frozen: their part of it.
+        frozen: the layout and partitions of the frozen parameters.
         rank: number of the device.
         device: the device that computes.
         allocator: allocates the device's part if that is kept in other memory.
@@ -366,7 +365,8 @@ class FrozenMemory:
     def has_all_of(self, stage: int) -> bool:
         """Whether all frozen parameters of a stage are stored where this device computes.
 
-        True if there are none, but False if this device's part is in other memory.
+        Always False if this device keeps its part in other memory, such as a file; otherwise True
+        for a stage without frozen parameters.
         """
         return self._is_all[stage]
 
@@ -378,7 +378,7 @@ class FrozenMemory:
         return self._layout.places[frozen[0]][0] if frozen else self._layout.stage_bytes[stage]
 
     def view(self, number: int) -> torch.Tensor:
-        """Return a parameter of a complete stage, counted on from the trained ones."""
+        """View a parameter of a completely kept stage; numbers count on from the trained ones."""
         stage = self._layout.stages.stage_of[number]
         return self._kept_layout.whole(number, self._kept[stage])
 
@@ -389,7 +389,7 @@ class FrozenMemory:
         return self._changed(numbers, lambda number: self._layout.in_room(number, buffer))
 
     def written_in_flat(self) -> int | None:
-        """Find such a parameter in the memory of all frozen parameters."""
+        """Find a parameter in `flat` that differs from what this device keeps."""
         return self._changed(self.numbers, self._in_flat)
 
     def _changed(self, numbers: Sequence[int], view: Callable[[int], torch.Tensor]) -> int | None:
@@ -461,7 +461,7 @@ class Memory(ABC):
     """Whether all processes share the memory of the parameters."""
     is_partitioned: bool = False
     """Whether each device keeps only its partition of the trained parameters, and gathers others
-    when it needs them. Memory for all of them then exists only for a while."""
+    when it needs them. Memory for all of them then exists only while they are gathered."""
 
     def __init__(
         self, storage: Storage, assignment: Assignment, allocator: TensorAllocator
@@ -476,14 +476,14 @@ class Memory(ABC):
         """Whether neighboring chunks are moved and added as one, because each launch takes time."""
         self._cut = partial(cut_chunks, at_once=self.at_once)
         self.summed = [self._cut(storage.gradients, each) for each in self.partitions]
-        """Stretches of gradients that each device adds up, one after the other."""
+        """Chunks of the gradients that each device adds up, one after the other."""
         self._updated = [self._cut(storage.parameters, each) for each in owned]
 
     def _make_private(self, start: Start, devices: Mapping[int, torch.device]) -> None:
         """Allocate unshared parameters and table, on devices by their numbers."""
         storage, (number, device) = self.storage, next(iter(devices.items()))
         if self.is_partitioned:
-            # Owners get the first values one parameter at a time, so memory for all never exists.
+            # Owners get the first values one parameter at a time, so no memory for all is needed.
             flat = FlatTensors(storage.parameters, device=device, there=False)
             self.trained = {number: flat}
         else:
@@ -513,9 +513,9 @@ class Memory(ABC):
         """
 
     def hold(self, slot: int, gradients: Gradients) -> Gradients:
-        """Move a sum, to which the last shard's is added, to where it is sent from; see `Partial`.
+        """Move a block's sum, before the last shard is added, to where it is sent from.
 
-        Called before `publish_stage`, if `Storage.early` is set.
+        See `Partial.hold`. Called before `publish_stage`, if `Storage.early` is set.
         """
         raise TypeError("this memory takes whole partial sums; it cannot send stages early")
 
@@ -570,7 +570,7 @@ class Memory(ABC):
     def make_own(self) -> None:  # noqa: B027 (most have memory of their own anyway)
         """Make this process's parameters private: later writes are not shared.
 
-        Called at the end of the run; the other processes may still use their view.
+        Called at the end of the run; the other processes may continue to use the shared memory.
         """
 
     @abstractmethod
@@ -589,7 +589,7 @@ class Memory(ABC):
 
 
 def write_first(flat: FlatTensors, values: Sequence[torch.Tensor | FirstValues]) -> None:
-    """Write the first values to flat memory; values that are not drawn yet come last."""
+    """Write the first values to flat memory; draw values that are not drawn yet at the end."""
     there = [value if isinstance(value, torch.Tensor) else None for value in values]
     # Drawing needs memory for each tensor, so skip these here and draw them straight into place.
     flat.write(there, skip={number for number, value in enumerate(there) if value is None})

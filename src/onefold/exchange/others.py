@@ -1,4 +1,4 @@
-"""Joins the other processes of a run, and chooses transport and memory; see `joining`."""
+"""Joins the other processes of a run, and chooses transport and memory."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def _mailbox(devices: Devices, meeting: Rendezvous) -> Mailbox:
     if context.network:
         simulated: Mailbox = context.network.mailbox(devices.trainer)
         return simulated
-    # onefold's launcher draws the id at random, and only its workers know it. Other processes can
-    # guess the id of PyTorch's launcher, so there the lead draws a name.
+    # onefold's launcher draws the run id at random, and only its workers know it. Other processes
+    # can guess the run id of PyTorch's launcher, so there the lead draws a name.
     is_drawn = context.launcher != "torch"
     drawn = context.run_id if is_drawn else agree_on_name(meeting, devices.trainer)
     address = f"{drawn}-{devices.trainer}"

@@ -1,17 +1,17 @@
 """Stores where the devices of a run are: for the launcher, and for a device that waits for others.
 
 `Progress` is the table in which each device notes its position, and which onefold's launcher shares
-with its workers. It also holds the request to stop. Under another launcher
-each process has its own table, in memory that other processes of its user can read; see
-`onefold.tools.host_watch`. `Waiting` is the wait of a device that has yet to join the others;
-`onefold.exchange.connections` handles later waits, within steps. This module does not load PyTorch.
+with its workers. It also holds the request to stop. Under another launcher each process has its own
+table, in memory that other processes of its user can read; see `onefold.tools.host_watch`.
+`Waiting` is the wait for devices that have yet to join; `onefold.exchange.connections` handles
+later waits, within steps. This module does not load PyTorch.
 
 Note: no lock
 -------------
 Each row of the table has one writer: its worker. The last row is written by any process that
-requests a stop, and all write the same value. A reader may see a row half written, which does no
-harm: it decides by the first number alone, of which only one byte ever changes, and steps in
-messages are read after the end.
+requests a stop, and all write the same value. A reader may see a half-written row, which does no
+harm: decisions depend only on the first number, of which only one byte ever changes, and the step
+numbers in messages are read after the processes have ended.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ def _table(descriptor: int, devices: int) -> Progress:
 class Waiting:
     """The wait for devices that have yet to join; it has a limit, and is logged.
 
-    If it takes long, two devices of a run log which devices they wait for, or the only one on a
-    host.
+    If it takes long, the first two devices of a run, and a device that is alone on its host, log
+    which devices they wait for.
 
     Args:
         rank: number of this device.
@@ -248,7 +248,7 @@ class Waiting:
             return
         self._next_look_s = time.monotonic() + LOOK_S
         self.check(missing)
-        self.say(words or (lambda: f"not yet there: device {', '.join(map(str, missing))}"))
+        self.say(words or (lambda: f"still missing: device {', '.join(map(str, missing))}"))
 
     def check(self, missing: Sequence[int]) -> None:
         """Raise if a missing device will never join, or the limit has passed.
@@ -263,7 +263,7 @@ class Waiting:
         if self.is_over:
             raise PeerTimeout(
                 f"device {', '.join(map(str, missing))} did not join within {self._timeout_s:g} s: "
-                f"every device must run the same script and make its Trainer",
+                f"every device must run the same script and create its Trainer",
                 device=missing[0],
                 step=0,
             )

@@ -15,26 +15,26 @@ every device.
 
 Note: shared tensors
 --------------------
-Many gradients that arrive stage by stage need not be kept: they are stored in memory that backward
-would like to free, or that another device will overwrite, and are usually added to another sum at
-once. So a sum may hold *shared* tensors: an addition never writes to them, and a tensor that is
-still shared after everything that arrived together has been added is copied.
+Most gradients that arrive stage by stage are added to another sum at once, so they are not copied
+on arrival, although their memory is about to be freed by backward or overwritten by another device.
+So a sum may hold *shared* tensors: an addition never writes to them. Once everything that arrived
+together has been added, the tensors that are still shared are copied.
 
 Note: how many sums are kept
 ----------------------------
 Two halves of a node of the tree (see `onefold.core.fold`) are added as soon as both are there, and
 nothing else is ever added. If shards arrive from left to right, at most one sum is kept for each
 level of the tree. If D devices run shards in turn, the D shards that arrive together are neighbors:
-they add up to a few nodes at once, and only one sum is kept for each level above those.
+their sums complete a few nodes at once, and only one sum is kept for each level above those.
 
 Note: one event after the other
 -------------------------------
 Devices compute their shards concurrently. They may finish stages at different times and in
-different orders, or not finish all of them. So the protocol assumes only this: a device that has
-gradients of a stage, needs the parameters of a stage that others keep, or is finished with its
-shard makes the same call, `StageExchange.exchange`, and describes in a header what it sends or
-requests. The calls that meet are one *event*. From the headers every device knows which messages
-follow, and a round of shards is over when all devices report that they are finished.
+different orders, or not finish all of them. So the protocol has a single call,
+`StageExchange.exchange`. A device makes it when it has gradients of a stage, needs the parameters
+of a stage that others keep, or is finished with its shard; a header describes what it sends or
+requests. The calls of all devices that meet are one *event*. From the headers every device knows
+which messages follow. A round of shards is over when all devices report that they are finished.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class BlockReduction(Reduction):
 
     On a CPU it proceeds chunk by chunk: the sums of the tree's inner nodes are then still in the
     cache when they are added, and a chunk can be added while later ones are on their way.
+
     Args:
         memory: where partial sums are published.
     """
@@ -170,10 +171,10 @@ class BlockReduction(Reduction):
         return [source.segment(segment) for segment in self.memory.partitions[device]]
 
     def _added_together(self, chunks: int) -> Iterable[Sequence[int]]:
-        """Yield the numbers of the chunks that the same kernels add."""
+        """Group the numbers of the chunks that are added by the same kernels."""
         if not self.memory.at_once:
             return [[number] for number in range(chunks)]
-        # The last chunk gets its own kernels: it may be on its way while all others are added.
+        # The last chunk is added separately: it may be on its way while the others are added.
         return filter(len, (range(chunks - 1), range(max(chunks - 1, 0), chunks)))
 
 
@@ -270,7 +271,7 @@ def _climb(shard: int, shards: int) -> tuple[tuple[Block, Block, Block], ...]:
 
 _EVENTS_UNDERWAY = 2
 """Number of events whose gradients may be late. Between the gradients of two stages there is a
-request, so gradients may take as long as one stage computes."""
+request, so gradients may take as long to arrive as one stage takes to compute."""
 
 
 class StageReduction(Reduction):
@@ -308,7 +309,7 @@ class StageReduction(Reduction):
         Args:
             empty: the shards without samples, which no device runs.
         """
-        # A failed step may have left messages that are still written to memory in use: finish them.
+        # Messages of a failed step may still be writing to memory that is in use: finish them.
         self._arrived()
         self.exchange.await_prefetched()
         self.release()
@@ -343,7 +344,7 @@ class StageReduction(Reduction):
 
     def totals(self, device: int) -> list[torch.Tensor | None]:
         places = [self._places[number] for number in self._partitions[device]]
-        # Look up only stages with segments of this process: others may have received nothing.
+        # Look up only stages with segments of this process: the others may have no total.
         found = {stage: self._sums[stage].total.tensors for stage in {stage for stage, _ in places}}
         return [found[stage][place] for stage, place in places]
 
@@ -386,7 +387,7 @@ class StageReduction(Reduction):
                 shared = False
             given = StageSum(tensors, set(range(len(tensors))) if shared else set())
             self._sums[header.stage].put(header.shard, given, last=header.last)
-        # After all of this event: a sum that is still shared must survive the next event.
+        # Only after everything of this event is added: what is still shared must outlive it.
         for stage in {each.header.stage for each in sends}:
             for kept in self._sums[stage].values():
                 kept.settle(self._allocator)
@@ -417,7 +418,7 @@ class StageSum:
             elif place not in self.shared:
                 in_place.append((left, right))
             else:
-                # Add left to right, even if the right one's memory takes the sum.
+                # The left operand comes first, even if the right one's memory takes the sum.
                 target = allocator.like(left) if place in other.shared else right
                 tensors[place] = torch.add(left, right, out=target)
                 shared.discard(place)
@@ -508,10 +509,10 @@ class ParameterRequest:
 
     stage: int
     buffer: torch.Tensor
-    """(bytes,) uint8 on this device, laid out as `StageLayout.place` returns. It may end with the
-    trained parameters, if this device keeps all frozen ones of the stage."""
+    """(bytes,) uint8 on this device, laid out by `StageLayout.places`. It may end after the trained
+    parameters, if this device keeps all frozen ones of the stage."""
     ahead: bool = False
-    """Whether they may still be on their way until `StageExchange.await_prefetched`."""
+    """Whether the parameters may arrive later, until `StageExchange.await_prefetched`."""
 
     @property
     def header(self) -> Header:
@@ -531,7 +532,7 @@ class Delivery(NamedTuple):
     """Segments for this process, by their numbers, each in its shape. Parameters without a gradient
     are missing."""
     shared: bool = False
-    """Whether they must be copied or used before the next event, unless they are late."""
+    """Whether the segments must be copied or used before the next event, unless they are late."""
     arrive: Callable[[], None] | None = None
     """Waits for the segments, if they are still on their way when the event is over."""
 
@@ -614,7 +615,7 @@ class StageExchange(ABC):
 
     def _own_delivery(self, send: GradientSend) -> Delivery:
         own = self._own_segments(send, self.rank)
-        # Shared, because keeping these views would keep the whole gradients alive.
+        # Mark views as shared, because keeping them would keep the whole gradients alive.
         shared = len(self.owned[self.rank][send.stage]) < len(self.layout.segments[send.stage])
         return Delivery(send.header, own, shared)
 
@@ -627,12 +628,12 @@ class StageExchange(ABC):
         """Copy segments of a stage, by number, to the buffer of a request."""
         for number, values in kept:
             place = self.partitioned_layout.in_room(number, request.buffer)
-            # A segment without room there is already where this device computes.
+            # A buffer that ends early has no room for frozen segments, which this device keeps.
             if place.numel():
                 place.copy_(values)
 
     def _numbered(self, numbers: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield this process's segments one by one, because each may be converted for this."""
+        """Yield the values of segments one by one, because each may be a converted copy."""
         return ((number, self._values(number)) for number in numbers)
 
 

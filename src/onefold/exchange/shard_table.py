@@ -101,8 +101,8 @@ class ShardTable:
     def widen(self, width: int) -> None:
         """Set the number of metrics that each shard reports; the same on all devices.
 
-        Called between `collect` and `publish_parameters`. The memory has no meaning afterwards,
-        until every device has cleared its rows.
+        Called between `collect` and `publish_parameters`. Afterwards the values are undefined until
+        every device has cleared its rows.
         """
         self.width = width
         self.values = _typed(self._values_memory, torch.float64, (self.storage.shards, width, 2))
@@ -126,7 +126,7 @@ class ShardTable:
 
     def record(self, device: int, shard: int, result: ShardResult) -> None:
         """Record the results of a shard, except its gradients."""
-        # A GPU is still computing this weight; `await_weights` reads it without blocking here.
+        # A GPU may still be computing this weight; `await_weights` reads it later.
         if isinstance(result.weight, LateWeight):
             self._late[shard] = result.weight
         else:
@@ -160,7 +160,7 @@ class ShardTable:
 
     def _record_values(self, shard: int, values: ShardValues) -> None:
         self.kinds[shard], self.given[shard] = values.kind, values
-        # New names may have no room yet. Their values are then gathered from `given`.
+        # There may be no room for new names yet. Their values are then gathered from `given`.
         if len(values.lines) <= self.width:
             room = self.values[shard, : len(values.lines)]
             room.copy_(values.numbers, non_blocking=True)

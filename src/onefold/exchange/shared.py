@@ -99,7 +99,7 @@ def temporary_file(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Make a file as `new_file` does, to send it in the block; closes its descriptor at the end."""
     descriptor, memory = new_file(size_bytes, allocator)
-    # The mapping outlives the descriptor, and a message in flight keeps the file alive.
+    # Close the descriptor at once: mappings, and messages in flight, keep the file alive.
     try:
         yield descriptor, memory
     finally:
@@ -128,7 +128,7 @@ def make_own(memory: torch.Tensor, allocator: TensorAllocator = DEFAULT_ALLOCATO
     Values and address stay. No thread may write to the memory meanwhile.
 
     Args:
-        memory: (size,) uint8, a mapping that starts at a page.
+        memory: (size,) uint8, a mapping that starts at a page boundary.
         allocator: if it is on a disk, the values move to a file of this process there.
 
     Raises:
@@ -138,8 +138,8 @@ def make_own(memory: torch.Tensor, allocator: TensorAllocator = DEFAULT_ALLOCATO
         return
     # Garbage collection may call this at any time, even inside a mode that computes only shapes.
     with hidden_from_modes(), naming_limits("room for a copy of the model"):
-        # Map other memory over the same addresses: then it holds for everything that refers to
-        # them, such as tied parameters, or a ``state_dict()`` that the script kept.
+        # Map private memory over the same addresses, so that everything that refers to them stays
+        # valid, such as tied parameters, or a ``state_dict()`` that the script kept.
         if isinstance(allocator, MmapAllocator):
             with temporary_file(memory.numel(), allocator) as (descriptor, copy):
                 copy.copy_(memory)
@@ -187,8 +187,8 @@ class SharedMemory(Memory):
         self.table = ShardTable(storage, next(memories), next(memories))
         self._own: dict[int, Partial] = {}
         self._partials: dict[Published, PartitionSums] = {}
-        # This process's partial sums may stay where backward left them. It sees only the file of
-        # the others, so their partial sums are plain memory.
+        # This process's own partial sums may stay where backward left them. It sees those of other
+        # processes only in the file, so they are plain memory.
         for device in range(storage.devices):
             for slot in range(storage.slots):
                 flat = FlatTensors(storage.gradients, memory=next(memories))
@@ -230,7 +230,7 @@ class SharedMemory(Memory):
         return self._partials[place]
 
     def publish_parameters(self) -> None:
-        # Owners have updated the only copy of the parameters. It remains to wait for all of them.
+        # Owners update the only copy of the parameters, so just wait for all of them.
         self.transport.all_gather_bytes()
 
     def all_gather_gradient(self, whole: FlatTensors) -> None:

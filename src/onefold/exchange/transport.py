@@ -49,10 +49,9 @@ def has_left(failure: str) -> OnefoldError:
     Args:
         failure: why it was closed; empty if the script closed it.
     """
-    why = f"because this device {failure}" if failure else "closed by the script"
+    why = f"because this device {failure}" if failure else "because the script closed it"
     return OnefoldError(
-        f"this trainer has left its run, {why}, and the other devices continue without it. Start a "
-        f"new run"
+        f"this trainer has left its run, {why}, and accepts no more calls. Start a new run"
     )
 
 
@@ -156,13 +155,13 @@ class Transport(ABC):
         Returns:
             The values in device order; their tensors are on the host.
         """
-        texts = {number: encode(value, "what a device reports") for number, value in values.items()}
+        texts = {number: encode(value, "a device's report") for number, value in values.items()}
         return [decode(text) for text in self.all_gather_objects(texts)]
 
     def _all_gather_frames(self, text: bytes) -> list[bytearray]:
         """Gather texts of one length that may be longer than a message, one frame after another."""
         found: list[bytearray] = []
-        # At least one call, even for empty texts: its result has one entry per process.
+        # Make at least one call, even for empty texts: the result has one entry per process.
         for start in range(0, len(text) or 1, self.frame_bytes):
             messages = self.all_gather_bytes(text[start : start + self.frame_bytes])
             found = found or [bytearray() for _ in messages]
@@ -170,7 +169,7 @@ class Transport(ABC):
                 each += message
         return found
 
-    # Between the lead and the other processes, between steps
+    # Calls between two steps, between the lead and the other processes.
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Return memory to fill for `gather_to_lead`: (at least nbytes,) uint8 on the host.
@@ -202,14 +201,14 @@ class Transport(ABC):
             The bytes made for this process, possibly followed by more bytes.
         """
 
-    # Between neighbors of a pipeline, each pair's messages in their order
+    # Calls between neighbors of a pipeline; the messages of a pair keep their order.
 
     @abstractmethod
     def send(self, device: int, target: int, message: Message) -> None:
         """Send a message from a device of this process; does not wait until it is received.
 
-        A device of a pipeline has at most as many unfinished shards as there are devices from it
-        on. No more messages than that are in flight to it.
+        A device of a pipeline has at most as many unfinished shards as the pipeline has devices
+        from this one to its end, and at most that many messages are in flight to it.
         """
 
     @abstractmethod
@@ -282,8 +281,8 @@ def host_buffer(
 ) -> torch.Tensor:
     """Return ``memory`` if it is large enough, or new host memory that ``device`` can copy to.
 
-    If parameters are kept apart from the device, they are on the host already, and so is this
-    memory.
+    If parameters are stored apart from the device, they are on the host already; then this is plain
+    memory of the allocator.
     """
     if memory is not None and memory.numel() >= nbytes:
         return memory
@@ -310,7 +309,7 @@ def head_of(message: Message) -> tuple[bytes, int]:
     # Shards have different sizes, and a stage may return anything, so each message describes its
     # tensors. Strides are included: a kernel may depend on them, and so do the bits of its result.
     rows = [None if tensor is None else _described(tensor) for tensor in message.tensors]
-    head = encode([message.head, rows], "what a stage gives")
+    head = encode([message.head, rows], "the output of a stage")
     head = _LENGTH.pack(len(head)) + head
     tensors = [tensor for tensor in message.tensors if tensor is not None]
     sizes = [aligned(_extent(tensor) * tensor.element_size()) for tensor in tensors]
@@ -326,7 +325,7 @@ def write_message(message: Message, head: bytes, memory: torch.Tensor) -> None:
             continue
         count = _extent(tensor)
         stop = start + count * tensor.element_size()
-        # The whole extent, with what lies between the elements: then strides need no repacking.
+        # Copy the whole extent, including gaps between elements, so that strides stay valid.
         values = tensor.detach().as_strided((count,), (1,))
         memory[start:stop].view(tensor.dtype).copy_(values)
         start += aligned(stop - start)
