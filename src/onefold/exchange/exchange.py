@@ -6,8 +6,8 @@ process that drives all devices.
 Note: the order of a step, and who may touch what
 -------------------------------------------------
 1. ``agree`` returns when every device has started the same call, with the reports of all devices
-   (see `onefold.core.call_digest`). No device reads the parameters before that, so changes that a
-   device made to them between two calls are complete.
+   (see `onefold.core.call_digest`). No device reads the parameters before that, so all changes that
+   devices made to them between two calls are complete by then.
 2. Every device *publishes* its partial sums and fills its own rows of the `ShardTable`.
 3. ``collect`` (a reduce-scatter) returns when all devices have published. From then on the whole
    table may be read, and the totals of this process's own partitions are ready.
