@@ -40,9 +40,9 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
 
 # The golden bits come first: if they differ, no further test is needed.
-# Two workers, because most slow tests start processes of their own.
+# Three workers, because many tests wait for processes of their own.
 test: lint golden $(VENV)/test.stamp
-	$(BIN)/pytest --numprocesses 2 --dist loadgroup --randomly-seed=$(SEED)
+	$(BIN)/pytest --numprocesses 3 --dist loadgroup --randomly-seed=$(SEED)
 
 lowest: $(LOWEST_VENV)/lowest.stamp
 	$(LOWEST_VENV)/bin/pytest --numprocesses 2 --dist loadgroup tests/cli tests/jobs

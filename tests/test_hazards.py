@@ -136,7 +136,7 @@ WRITES = """
     tools/inspection.py bundle.writestr: open: memory
     tools/inspection.py open: named: by --bundle, and new; or the terminal of whoever asks
     tools/inspection.py torch.save: open: memory
-    tools/registry.py folder.mkdir: named: by trainer.record
+    tools/recording.py run.recorded_in.mkdir: named: by trainer.record
     tools/verifying/__init__.py place.parent.mkdir: private: of the comparison
     tools/verifying/__init__.py self._mark('cut').write_text: private: of the comparison
     tools/verifying/__init__.py self._mark('done').touch: private: of the comparison

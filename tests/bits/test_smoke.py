@@ -58,7 +58,7 @@ def check(exchange: str, placement: str, devices: int, names: tuple[str, ...]) -
             *(("shared", "offload"), ("collective", "offload")),
             *(("collective", "pipeline"), ("shared", "pipeline")),
         ],
-        2,
+        3,
     ),
 )
 def test_processes_have_the_bits_of_simulated_devices(exchange: str, placement: str) -> None:

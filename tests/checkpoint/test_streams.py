@@ -112,7 +112,8 @@ def test_another_order_is_equal_or_refused(runs: Runs, stream: type[Seeded], kep
             assert again.start(script, 2) == whole
         except CheckpointError as error:
             refused.append(str(error))
-    assert len(refused) == (3 if stream is Counting else 6)
+    # In the first pass, the stream that counts its passes yields what it did.
+    assert len(refused) == sum(stream is Clocked or dies > 11 for dies in some(MOMENTS, 3))
     words = f"the stream {stream.__name__} yields other samples than in the saved run"
     assert all(words in text and "--allow-changed dataset" in text for text in refused)
     assert again.start(script, allow_changed=("dataset",)) is not None

@@ -23,8 +23,10 @@ def _log_as_before() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("plain", "first", "count"),
     [
-        (False, 0, 20),
-        (True, 0, 40),
+        (False, 0, 10),
+        (True, 0, 20),
+        pytest.param(False, 10, 10, marks=FULL),
+        pytest.param(True, 20, 20, marks=FULL),
         *(pytest.param(False, first, 50, marks=FULL) for first in range(20, 270, 50)),
         *(pytest.param(True, first, 80, marks=FULL) for first in (40, 120)),
     ],

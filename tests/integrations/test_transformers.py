@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from tests.integrations import looped
 from tests.integrations.looped import Result, Trainer, arguments, model_of, run, run_launched
+from tests.tables import some
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -47,7 +48,7 @@ def close(mine: Result, theirs: Result, tolerance: float = 1e-12) -> None:
         torch.testing.assert_close(mine.parameters[name], value, rtol=tolerance, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, 2))
 def test_the_bits_on_any_devices_that_go_on_with_others(kind: str, tmp_path: Path) -> None:
     whole = run(kind, tmp_path / "whole", choices={**PART, "max_steps": 6})
     run(kind, tmp_path / "part", choices=PART, **on(2, shares=(3, 1)))

@@ -14,6 +14,7 @@ import onefold
 from onefold.core.options import LaunchContext
 from onefold.launcher.environment import current_context, take_context
 from tests.small import make_trainer, points
+from tests.tables import some
 
 fresh = pytest.mark.fresh  # how a process starts is what is tested
 
@@ -168,7 +169,7 @@ except onefold.errors.OnefoldError as error:
 """
 
 
-@pytest.mark.parametrize("error", ["", "RuntimeError() from error", "RuntimeError()"])
+@pytest.mark.parametrize("error", some(["", "RuntimeError() from error", "RuntimeError()"], 2))
 def test_causes_of_our_errors_come_without_frames_of_ours(tmp_path: Path, error: str) -> None:
     (tmp_path / "train.py").write_text(CAUSED.format(error=error))
     done = run(tmp_path, "--devices", "cpu:1", "train.py")
@@ -180,12 +181,15 @@ def test_causes_of_our_errors_come_without_frames_of_ours(tmp_path: Path, error:
 
 @pytest.mark.parametrize(
     ("factor", "shards", "error", "ours"),
-    [
-        ('float("nan")', 2, "onefold.errors.LossError: ", 0),
-        ("1.0", 0, "ValueError: ", 0),
-        ("1.0", '"x"', "TypeError: ", 0),
-        ("b.lost", 2, "AttributeError: ", 1),
-    ],
+    some(
+        [
+            ('float("nan")', 2, "onefold.errors.LossError: ", 0),
+            ("1.0", 0, "ValueError: ", 0),
+            ("1.0", '"x"', "TypeError: ", 0),
+            ("b.lost", 2, "AttributeError: ", 1),
+        ],
+        3,
+    ),
 )
 def test_errors_of_ours_come_without_frames_of_ours(
     tmp_path: Path, factor: str, shards: object, error: str, ours: int

@@ -5,6 +5,7 @@ Ctrl-C comes at the end of a step. What raises at once (Ctrl-C twice, a time lim
 simulated by an exception at each line of onefold that a step runs.
 """
 
+import itertools
 import signal
 import sys
 from collections import Counter
@@ -23,6 +24,7 @@ import onefold
 from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import StateError
 from onefold.update.optimizer import PartitionedOptimizer
+from tests.tables import some
 
 SOURCE = str(Path(onefold.__file__).parent)
 SAMPLE = 15
@@ -213,7 +215,7 @@ def sample_of(run: Run) -> list[int]:
     return sorted(lines, reverse=True)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", some(PLACES, 2))
 def test_ctrl_c_comes_at_the_end_of_a_step(
     place: str, make: Callable[[str], Run], tmp_path: Path
 ) -> None:
@@ -224,8 +226,9 @@ def test_ctrl_c_comes_at_the_end_of_a_step(
     assert not found["torn"]
 
 
-@pytest.mark.parametrize("interrupt", [raise_at_once, press_twice])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("interrupt", "place"), some(itertools.product([raise_at_once, press_twice], PLACES), 2)
+)
 def test_what_breaks_a_step_off_leaves_one_state_or_says_so(
     place: str, interrupt: Callable[[], object], make: Callable[[str], Run], tmp_path: Path
 ) -> None:

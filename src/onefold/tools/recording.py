@@ -34,6 +34,7 @@ def _begin(run: RunView) -> Hook | None:
     if run.recorded_in is None or not run.devices.has_lead:
         return None
     with run.telling_others():
+        run.recorded_in.mkdir(parents=True, exist_ok=True)
         return RecordKeeping(run, run.recorded_in)
 
 

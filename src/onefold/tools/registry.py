@@ -152,8 +152,6 @@ class Tools:
                 f"with {folder}. Record a run once"
             )
         run.engine.agree(CallDigest(Call.RECORD, run.position.step + 1))
-        if run.devices.has_lead:
-            folder.mkdir(parents=True, exist_ok=True)
         run.recorded_in = folder
         names = ("recording", "digests")
         self._make({name: _module(name).prepare(self._start) for name in names})

@@ -118,7 +118,7 @@ def _report(
     output: Annotated[
         Path | None,
         _output(
-            "HTML file to write: the report, or the comparison of several.",
+            "HTML file for the report, or for the comparison of several.",
             shown="report.html in the run, or runs/comparison.html",
         ),
     ] = None,

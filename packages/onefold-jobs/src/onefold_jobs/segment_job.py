@@ -94,7 +94,9 @@ class SegmentOptions(PictureOptions):
     best_by: Literal["iou", "dice", "loss"] | None = again(
         "best_by", help="Best epoch by.", shown="iou"
     )
-    encoder: str | None = option(None, "resnet18/34/101, vgg16, or smp:NAME.", shown="resnet34")
+    encoder: str | None = option(
+        None, "Encoder: resnet18/34/101, vgg16, or smp:NAME.", shown="resnet34"
+    )
     width: int | None = option(
         None, "Channels of the encoder's first layer.", within(2, MOST_WIDTH), shown="64"
     )

@@ -117,7 +117,7 @@ class LabelOptions:
 
     best_by: BestBy | None = again("best_by", shown="by task")
     task: TaskName = option(
-        "single-label", "single-label (default), multi-label, regression.", shown=""
+        "single-label", "Task: single-label (default), multi-label, regression.", shown=""
     )
     label_column: tuple[str, ...] = option((), "Table column of labels.", shown="a usual name")
     label_smoothing: float = option(0.0, "Label smoothing.", SHARE)

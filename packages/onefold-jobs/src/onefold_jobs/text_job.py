@@ -76,8 +76,8 @@ class TextOptions(LabelOptions, TrainOptions):
     clip_norm: float | None = again("clip_norm", 1.0, shown=None)
     dev: str | None = option(None, "Test file.", shown="dev, or a fraction of the texts")
     text_column: str | None = option(None, "Text column(s): title,body.", shown="a usual name")
-    model: str = option(TINY, "tiny, or the folder of a model.")
-    pretrained: str | None = option(None, "hf:ORG/NAME, or a model folder.", shown="none")
+    model: str = option(TINY, "Model: tiny, or the folder of one.")
+    pretrained: str | None = option(None, "Weights: hf:ORG/NAME, or a model folder.", shown="none")
     # At least 256 bytes and 5 special tokens.
     vocabulary: int = option(4000, "Vocabulary size of the tokenizer.", within(261, 10**7))
     width: int = option(128, "Embedding size of the tiny model.", within(1, 1 << 16))

@@ -1,0 +1,32 @@
+"""Trains for 15 steps and prints the fingerprint. FATE is "RANK STEP SIGNAL", or empty.
+
+After that step, the process of that rank gets the signal. The script knows nothing of checkpoints.
+"""
+
+import os
+import signal
+
+import torch
+
+import onefold
+from onefold.launcher.environment import current_context
+
+rank, step, number = (os.environ.get("FATE") or "-1 -1 TERM").split()
+mine = current_context().rank == int(rank)
+
+
+def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean(dim=1)
+
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.2), torch.nn.Linear(6, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+trainer = onefold.Trainer(model, optimizer, loss, shards=4, seed=0, threads=1)
+loader = trainer.loader(torch.randn(40, 4), batch_size=8, shuffle=True)
+for _ in trainer.epochs(3):
+    for batch in loader:
+        trainer.step(batch)
+        if mine and trainer.steps == int(step) and not trainer.replaying:
+            os.kill(os.getpid(), signal.Signals[f"SIG{number}"])
+print("end", trainer.fingerprint())
