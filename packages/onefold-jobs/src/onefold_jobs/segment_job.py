@@ -95,7 +95,7 @@ class SegmentOptions(PictureOptions):
         "best_by", help="Best epoch by.", shown="iou"
     )
     encoder: str | None = option(
-        None, "Encoder: resnet18/34/101, vgg16, or smp:NAME.", shown="resnet34"
+        None, "Encoder: resnet18/34/101, vgg16, smp:NAME.", shown="resnet34"
     )
     width: int | None = option(
         None, "Channels of the encoder's first layer.", within(2, MOST_WIDTH), shown="64"
