@@ -74,7 +74,7 @@ BOXES = {
     "exchange": Box(6.6, 2.35, "memory, transport"),
     "deferred": Box(3.7, 2.35, "values drawn later", width=1.9),
     "watch": Box(1.2, 2.35, "timing, timeline"),
-    "options": Box(1.2, 4.9, "variables", width=1.4),
+    "options": Box(11.2, 10.5, "options, variables", width=1.8),
     "files": Box(11.35, 8.2, "files of others", width=1.55),
     "system": Box(2.1, 1.1, "files, signals", width=3.4),
     "core": Box(6.1, 1.1, "pure: shard, fold, flat", width=3.4),
