@@ -69,8 +69,8 @@ def classify(*, data: str | Path, devices: int | str = "auto", **options: Any) -
         data: a folder of class folders, or any other data that the command accepts.
         devices: number of devices of this machine, or a list of devices.
         options: options of the command, as ``onefold train classify --help`` and docs/do/jobs.md
-        list them: ``batch_size=32`` for ``--batch-size 32``. A list such as
-        ``freeze=["layer1", "layer2"]`` can also be given as ``freeze="layer1,layer2"``.
+            list them: ``batch_size=32`` for ``--batch-size 32``. A list such as
+            ``freeze=["layer1", "layer2"]`` can also be given as ``freeze="layer1,layer2"``.
 
     Raises:
         ValueError: an option does not exist or has an invalid value.
