@@ -64,6 +64,8 @@ def test_other_launchers_read_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ("name", "text", "words"),
     [
         ("AUDIT", "often", "could not convert"),
+        ("CHECKPOINT", "s3://bucket/run", "must be a local folder"),
+        ("RECORD", "gs://bucket/run", "must be a local folder"),
         ("AUDIT", "2", "fraction from 0 to 1"),
         ("KEEP_LAST", "0", "keep_last"),
         ("SAVE_EVERY", "soon", "a number of steps .at least 1"),

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from onefold.core.options import RunOptions
 from onefold.errors import LaunchError
 from onefold.system.process import NOTICES, STOP_SIGNALS, TOOLS_VARIABLE
+from onefold.system.safe_files import local_path
 from onefold.system.words import seconds_of
 
 __all__ = [
@@ -47,8 +48,8 @@ class RunOption(NamedTuple):
 
 
 def _folder(text: str) -> str:
-    # Absolute: the script may change its folder before it is used. An address stays as it is.
-    return text if "://" in text else os.path.abspath(text)
+    # Absolute, because the script may change its folder before the path is used.
+    return os.path.abspath(local_path("a folder", text))
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -288,7 +288,9 @@ def _join(command: Sequence[str], options: RunOptions) -> None:
     if context.launcher != "torch" or context.size == 1:
         return
     table = load("options")
-    changed = [n for n, o in table.OPTIONS.items() if o.launches and _is_changed(options, n)]
+    variables = table.variables_of(options)
+    launching = [name for name, option in table.OPTIONS.items() if option.launches]
+    changed = [name for name in launching if table.variable(name) in variables]
     if changed:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
         raise LaunchError(
@@ -296,16 +298,12 @@ def _join(command: Sequence[str], options: RunOptions) -> None:
             f"launcher restarts processes and keeps their output. Remove the option, or pass "
             f"--devices to start a separate run on this machine"
         )
-    os.environ.update(table.variables_of(options))
+    os.environ.update(variables)
     os.environ.setdefault("PYTHONHASHSEED", "0")  # sets of strings have the same order everywhere
     sys.stdout.flush()
     sys.stderr.flush()
     start = [sys.executable, "-P", "-c", _START, _ROOT, str(os.getppid())]
     os.execv(sys.executable, [*start, *command])
-
-
-def _is_changed(options: RunOptions, name: str) -> bool:
-    return bool(getattr(options, name) != getattr(RunOptions(), name))
 
 
 def _without(selection: Selection, lost: int, options: RunOptions) -> Selection:
