@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import onefold
+from tests.checkpoint.folders import steps_in
 from tests.launcher.test_other_launchers import free_port
 
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "stopped_anywhere.py")
@@ -69,6 +70,15 @@ def check_course(folder: Path, course: list[tuple[str, str]]) -> None:
 def test_each_launcher_continues_what_another_began(tmp_path: Path) -> None:
     course = [("variables", "1 3 KILL"), ("joined", "0 7 TERM"), ("onefold run", "2 11 KILL")]
     check_course(tmp_path, course)
+
+
+def test_a_device_that_exits_with_a_code_saves_no_end(tmp_path: Path) -> None:
+    """The code is that of the script, and the next run resumes from the last checkpoint before."""
+    options = {"ONEFOLD_CHECKPOINT": str(tmp_path), "ONEFOLD_SAVE_EVERY": "4"}
+    codes, said = run("joined", "0 6 3", **options)
+    assert codes == {3}, said
+    assert "Traceback" not in said
+    assert steps_in(tmp_path) == [4]
 
 
 @pytest.mark.full

@@ -81,7 +81,12 @@ def register(member: _Closable) -> None:
 
 
 def leave(failure: BaseException | None = None) -> None:
-    """Close all open members; send a failure, if any, to the other devices of each run."""
+    """Close all open members; send a failure, if any, to the other devices of each run.
+
+    After a failure, the functions passed to `at_good_end` are not called any more.
+    """
+    if failure is not None:
+        members.endings.clear()
     for member in list(members.open):
         member.close(failure)
 
