@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Iterator[Start]:
 FAILED = r"device 1 \(cpu, process \d+\) failed in step 4: ArithmeticError: the fault"
 FAULTS = {
     "kill": (r"device 1 \(cpu, process \d+\) was killed by SIGKILL .*in step 4", 137),
-    "stop": (r"device 1 .*(suspended|stopped).*step 4", 1),
+    "stop": (r"device 1 .*suspended.*step 4", 1),
     "raise": (FAILED, 1),
     "inside": (FAILED, 1),
     "exit": (r"device 1 \(cpu, process \d+\) ended with exit code 3 in step 4", 3),

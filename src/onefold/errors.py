@@ -147,7 +147,7 @@ class PeerLost(PeerError):
     @classmethod
     def stopped(cls, device: int, pid: int, *, waiting: int, step: int) -> PeerLost:
         """Return the error for a stopped process for which device ``waiting`` waits."""
-        what = f"(process {pid}) is stopped (by SIGSTOP or a debugger) and does not respond"
+        what = f"(process {pid}) is suspended (by SIGSTOP or a debugger) and does not respond"
         return cls.in_step(device, what, waiting=waiting, step=step)
 
     @classmethod

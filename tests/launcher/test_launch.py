@@ -93,5 +93,6 @@ def test_the_command_decides_what_is_kept(
 
 def test_what_is_no_function_is_refused_before_a_device_starts() -> None:
     made: Any = float
-    with pytest.raises(TypeError, match=r"main must be a function, but got float\. Write "):
+    words = r"main must be a function, but got float\. Write onefold\.launch"
+    with pytest.raises(TypeError, match=words):
         onefold.launch(made("1"), devices="cpu:2")
