@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 from onefold.core.options import RunOptions
@@ -96,7 +95,10 @@ OPTIONS = {
     "placement": RunOption(_DEVICES, "KIND", _HELP_OF_PLACEMENT, str),
     "exchange": RunOption(_DEVICES, "auto|shared|collective", "Transport between devices.", str),
     "timeout": RunOption(
-        *(_DEVICES, "SECONDS", "Timeout for waiting on another device.", float),
+        _DEVICES,
+        "SECONDS",
+        "Timeout for waiting on another device.",
+        float,
         field="timeout_s",
     ),
     "offload_dir": RunOption(
@@ -106,21 +108,30 @@ OPTIONS = {
         _STOP, "DIR", "Resume from this folder's last checkpoint; save here.", _folder
     ),
     "save_every": RunOption(
-        *(_STOP, "N|TIME", "Checkpoint interval: steps, time, or both (500,1h).", read_interval),
+        _STOP,
+        "N|TIME",
+        "Checkpoint interval: steps, time, or both (500,1h).",
+        read_interval,
     ),
     "keep_last": RunOption(_STOP, "N", "Number of recent checkpoints to keep.", int),
     "max_restarts": RunOption(
         _STOP, "N", "Maximum restarts without a new checkpoint.", int, launches=True
     ),
     "restart_devices": RunOption(
-        *(_STOP, "same|fewer", "Devices of a restart; fewer drops a lost one.", str),
+        _STOP,
+        "same|fewer",
+        "Devices of a restart; fewer drops a lost one.",
+        str,
         launches=True,
     ),
     "grace_period": RunOption(
         _STOP, "SECONDS", "Time to save after a stop signal.", float, field="grace_period_s"
     ),
     "stop_signal": RunOption(
-        *(_STOP, "NAMES", "Stop signals under another launcher (TERM,USR1).", _signals),
+        _STOP,
+        "NAMES",
+        "Stop signals under another launcher (TERM,USR1).",
+        _signals,
         field="stop_signals",
     ),
     "allow_changed": RunOption(
@@ -128,7 +139,10 @@ OPTIONS = {
     ),
     "record": RunOption(_INSPECT, "DIR", "Folder for the record of the run.", _folder),
     "logs": RunOption(
-        *(_INSPECT, "DIR", "Folder for the other devices' output (device-1.log).", _folder),
+        _INSPECT,
+        "DIR",
+        "Folder for the other devices' output (device-1.log).",
+        _folder,
         launches=True,
     ),
     "profile": RunOption(
@@ -142,7 +156,7 @@ OPTIONS = {
     ),
 }
 """All options, by their names in Python; each variable is ONEFOLD_ and the name in capitals."""
-_DEFAULTS = {f.name: f.default for f in fields(RunOptions) if f.default is not MISSING}
+_DEFAULT = RunOptions()
 _PREFIX = "ONEFOLD_"
 _OTHERS = ("ONEFOLD_CONTEXT", TOOLS_VARIABLE, "ONEFOLD_SECRET")
 _LIKE = 0.75
@@ -194,7 +208,9 @@ def describe(options: RunOptions) -> dict[str, str]:
     >>> describe(RunOptions(checkpoint="/tmp/run"))["the option checkpoint"]
     'True'
     """
-    values = {name: getattr(options, name) for name in _DEFAULTS if name not in _OF_A_HOST}
+    values = {
+        name: getattr(options, name) for name in RunOptions.__slots__ if name not in _OF_A_HOST
+    }
     values |= {name: bool(getattr(options, name)) for name in ("checkpoint", "record")}
     return {f"the option {n}": str(v) for n, v in values.items()}
 
@@ -226,10 +242,10 @@ def variables_of(options: RunOptions) -> dict[str, str]:
         if name == "save_every":
             time = f"{options.save_every_s:.0f}s" if options.save_every_s else ""
             text = ",".join(filter(None, [str(value or ""), time]))
-            same = (value, options.save_every_s) == (_DEFAULTS[field], 0.0)
+            same = (value, options.save_every_s) == (_DEFAULT.save_every, 0.0)
         else:
             text = ",".join(value) if isinstance(value, tuple) else str(value)
-            same = value == _DEFAULTS[field]
+            same = value == getattr(_DEFAULT, field)
         if not same:
             found[variable(name)] = text
     return found
