@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.launcher.test_every_launcher import ONEFOLD, run
+from tests.launcher.test_every_launcher import SCRIPT as STOPPED_ANYWHERE
 from tests.tools.test_host_watch import SCRIPT as SCRIPT_THAT_HANGS
 from tests.tools.test_host_watch import started, told_by
 
@@ -142,6 +144,19 @@ def test_srun_gives_the_bits_of_one_device(slurm: dict[str, str], options: str) 
     done = subprocess.run(command, env={**os.environ, **slurm}, **how)
     size = "3" if "-n3" in options else "2"
     assert (done.returncode, done.stdout) == (0, alone().replace("1 ", f"{size} ", 1)), done.stderr
+
+
+def test_a_run_under_srun_stops_and_resumes(slurm: dict[str, str], tmp_path: Path) -> None:
+    """On two nodes, by the options of ``onefold run`` in each task."""
+    joined = [*ONEFOLD, "--checkpoint", str(tmp_path), "--save-every", "100", STOPPED_ANYWHERE]
+    command = ["srun", "--overcommit", "-N2", "-n2", "-wnode1,node2", *joined]
+    how: Any = {"capture_output": True, "text": True, "timeout": 300}
+    ends = []
+    for fate in ("1 5 TERM", ""):
+        done = subprocess.run(command, env={**os.environ, **slurm, "FATE": fate}, **how)
+        ends.append((done.returncode, done.stdout.splitlines()[-1:]))
+    _, whole = run("python")
+    assert ends == [(75, []), (0, whole.splitlines()[-1:])], done.stderr
 
 
 def test_a_name_that_does_not_resolve_is_named(slurm: dict[str, str], tmp_path: Path) -> None:
