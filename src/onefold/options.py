@@ -20,6 +20,7 @@ from onefold.system.words import seconds_of
 
 __all__ = [
     "HEADINGS",
+    "OF_OPTION",
     "OPTIONS",
     "RunOption",
     "describe",
@@ -203,21 +204,26 @@ def options_of(environment: Mapping[str, str]) -> RunOptions:
 
 
 def describe(options: RunOptions) -> dict[str, str]:
-    """Describe what must be the same in every process of another launcher.
+    """Describe the options, except defaults, that every process of another launcher must share.
 
-    >>> describe(RunOptions(checkpoint="/tmp/run"))["the option checkpoint"]
-    'True'
+    >>> describe(RunOptions(checkpoint="/tmp/run", audit=0.5))
+    {'the option checkpoint': 'set', 'the option audit': '0.5'}
     """
-    values = {
-        name: getattr(options, name) for name in RunOptions.__slots__ if name not in _OF_A_HOST
-    }
-    values |= {name: bool(getattr(options, name)) for name in ("checkpoint", "record")}
-    return {f"the option {n}": str(v) for n, v in values.items()}
+    found = {}
+    for name in RunOptions.__slots__:
+        value = getattr(options, name)
+        if name not in _OF_A_HOST and value != getattr(_DEFAULT, name):
+            found[f"{OF_OPTION}{name}"] = "set" if name in _FOLDERS else str(value)
+    return found
 
 
+OF_OPTION = "the option "
+"""Prefix of the names that `describe` gives."""
+_FOLDERS = ("checkpoint", "record")
+"""Fields that name a folder, which may differ between hosts, and that all processes need."""
 _OF_A_HOST = {
-    *("checkpoint", "logs", "max_restarts", "offload_dir", "placement", "profile", "program"),
-    *("quiet", "record", "restart_devices", "stop_signals", "tools"),
+    *("logs", "max_restarts", "offload_dir", "placement", "profile", "program", "quiet"),
+    *("restart_devices", "stop_signals", "tools"),
 }
 """Fields that name places on a host or belong to its launcher; and the placement, which is
 compared in any case."""

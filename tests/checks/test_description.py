@@ -202,6 +202,8 @@ def test_options_that_differ_name_the_hosts(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr("tests.step.assembled.LaunchContext", lambda context=context: context)
         found.append(json.dumps(said()).encode())
     compare(found[:1] * 2)
-    words = r"checkpoint is False on device 0 and True on device 1 .hosts one and two.\. Every"
+    words = (
+        r"the option checkpoint is absent on device 0 and set on device 1 .hosts one and two.\. "
+    )
     with pytest.raises(DisagreementError, match=words):
         compare(found)

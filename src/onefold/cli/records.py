@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from onefold import RunOptions
 from onefold.cli import Screen, print_json
 from onefold.cli.replay import StepReplay
 from onefold.errors import LaunchError
-from onefold.options import describe
+from onefold.options import OF_OPTION
 from onefold.record import Record, alike, shards_of
 from onefold.record.entries import BlockEntry, Result, StartEntry, StepEntry
 from onefold.record.findings import Findings, ShardFinding
@@ -38,8 +37,11 @@ from onefold.system.words import counted, in_shell, listed, tell
 __all__ = ["compare_runs", "find_commit", "first_difference", "show_record"]
 
 _OF_NO_ACCOUNT = {
-    *("the number of shards per device", "the placement", "a hash", "the host", "the stages"),
-    *describe(RunOptions()),
+    "the number of shards per device",
+    "the placement",
+    "a hash",
+    "the host",
+    "the stages",
 }
 """Words of a description that do not affect the bits."""
 _FEW = 8
@@ -267,7 +269,7 @@ def _causes(one: StartEntry, two: StartEntry) -> list[str]:
     for first, second in zip(*of_runs, strict=True):
         for name in first | second:
             then, now = first.get(name, "none"), second.get(name, "none")
-            if then != now and name not in _OF_NO_ACCOUNT:
+            if then != now and name not in _OF_NO_ACCOUNT and not name.startswith(OF_OPTION):
                 lines.append(f"{name[:_SHOWN]}: {then[:_SHOWN]}, and {now[:_SHOWN]}")
     if len(lines) > _MOST_CAUSES:
         lines[_MOST_CAUSES:] = [f"and {counted(len(lines) - _MOST_CAUSES, 'more difference')}"]
