@@ -203,7 +203,7 @@ def test_who_does_not_come_is_named(wait: str, stopped: bool, monkeypatch: Any) 
     with mailboxes(2, timeouts_s=(LIMIT_S if stopped else SHORT_S, LIMIT_S)) as boxes:
         boxes[0].step = 4
         monkeypatch.setattr(mailbox.StoppedProcess, "sample_state", lambda self: stopped)
-        words = "is stopped" if stopped else "did not arrive within 0.2 s in step 4, .*0 w"
+        words = "is suspended" if stopped else "did not arrive within 0.2 s in step 4, .*0 w"
         kind = PeerLost if stopped else PeerTimeout
         with pytest.raises(kind, match=rf"^device 1 \(process {os.getpid()}\) {words}") as caught:
             WAITS[wait](boxes[0])
