@@ -36,7 +36,7 @@ def saved_by_the_lead(folder: str) -> None:
 @for_each("exchange", EXCHANGES)
 def test_a_save_of_the_lead_alone_is_named(tmp_path: Path, exchange: Any) -> None:
     """At the end of a script, where the others have ended already."""
-    words = r"Device 0 is in trainer.save, which must be called on every device, and so not under"
+    words = r"Device 0 is at trainer.save, which must be called on every device, and so not under"
     with pytest.raises(PeerError, match=words):
         simulate(saved_by_the_lead, 2, args=(str(tmp_path),), exchange=exchange)
     assert not list(tmp_path.iterdir())
@@ -52,7 +52,7 @@ def fingerprint_of_the_lead() -> None:
 
 def test_a_fingerprint_of_the_lead_alone_is_named() -> None:
     """Where devices keep their partitions; see `trainer.gathered`."""
-    words = "device 1 calls trainer.step .*device 0 calls trainer.fingerprint"
+    words = "device 1 reached trainer.step .*device 0 reached trainer.fingerprint"
     with pytest.raises(DisagreementError, match=words):
         simulate(fingerprint_of_the_lead, 2, placement="partition", exchange="collective")
 

@@ -140,13 +140,13 @@ AFTER_A_STEP: dict[str, Callable[[Any, int], object]] = {
 }
 BEFORE_A_STEP: dict[str, Callable[[Any, int], object]] = {
     "step 2.*other shares than device 0": lambda t, n: setattr(t, "shares", (1 + 2 * n, 3 - 2 * n)),
-    "device 1 calls trainer.step while device 0 calls trainer.barrier": (
+    "device 1 reached trainer.step while device 0 reached trainer.barrier": (
         lambda t, n: n or t.barrier()
     ),
-    "device 1 calls trainer.step while device 0 calls trainer.evaluate": (
+    "device 1 reached trainer.step while device 0 reached trainer.evaluate": (
         lambda t, n: n or t.evaluate(score, rows(8), batch_size=8)
     ),
-    "trainer.step while device 0 calls the beginning of trainer.averaged": averaged,
+    "trainer.step while device 0 reached trainer.averaged": averaged,
     r"step 2.*another mode \(train, eval": lambda t, n: t.model[1].train(n == 0),
     r"step 2.*\(the p of dropout": lambda t, n: setattr(t.model[1], "p", 0.25 * (1 + n)),
     "step 2.*other frozen parameters": lambda t, n: t.model[2].bias.requires_grad_(n == 0),

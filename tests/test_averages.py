@@ -148,8 +148,8 @@ INSIDE: dict[str, Callable[[onefold.Trainer], object]] = {
     "trainer.step": lambda trainer: trainer.step(batch_of(4)),
     "trainer.load": lambda trainer: trainer.load("nowhere"),
     "trainer.average": lambda trainer: trainer.average(decay=0.9),
-    "the beginning of trainer.averaged": shown,
-    "the beginning of trainer.modifying": in_modifying,
+    "trainer.averaged": shown,
+    "trainer.modifying": in_modifying,
 }
 
 

@@ -306,7 +306,7 @@ def failing_in_a_search(trainer: Any, rank: int) -> None:
 @for_each(
     ("script", "words"),
     [
-        (by_the_lead_alone, r"device 1 calls trainer.barrier while device 0 calls .*gradient"),
+        (by_the_lead_alone, r"device 1 reached trainer.barrier while device 0 reached .*gradient"),
         (lambda t, rank: t.gradient(batch_of(rank)), r"device 1 received another batch.*fork_rng"),
         (unlike_calls, r"device 1 is in step 2 and device 0 in step 1"),
         (outside_of_the_block, r"outside of `with trainer.modifying\(\):`"),

@@ -47,16 +47,16 @@ class Call(IntEnum):
     GATHER = 4, "trainer.gather"
     SAVE = 5, "trainer.save"
     LOAD = 6, "trainer.load"
-    CHANGING = 7, "the beginning of trainer.modifying"
+    CHANGING = 7, "trainer.modifying"
     CHANGED = 8, "the end of trainer.modifying"
     BARRIER = 9, "trainer.barrier"
     AVERAGE = 10, "trainer.average"
-    AVERAGED = 11, "the beginning of trainer.averaged"
+    AVERAGED = 11, "trainer.averaged"
     AVERAGED_END = 12, "the end of trainer.averaged"
-    UPDATE_BN = 13, "the update_bn of trainer.averaged"
+    UPDATE_BN = 13, "trainer.averaged(update_bn=...)"
     BROADCAST = 14, "trainer.broadcast"
     GRADIENT = 15, "trainer.gradient"
-    WHOLE = 16, "the beginning of trainer.gathered"
+    WHOLE = 16, "trainer.gathered"
     CLOSE = 17, "trainer.close"
     RECORD = 18, "trainer.record"
     FINGERPRINT = 19, "trainer.fingerprint"
@@ -170,10 +170,13 @@ def _refuse_difference(words: Sequence[bytes], settings: Callable[[], str], chan
         return
     others = [n for n, head in enumerate(heads) if head[places[0]] != lead[places[0]]]
     who = f"device{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+    is_, has = ("are", "have") if len(others) > 1 else ("is", "has")
     where = f"step {lead.step}, {Call(lead.call).words}"
     theirs, ours = (_shown(name, head[places[0]]) for head in (heads[others[0]], lead))
     theirs = settings() if name == "settings" else theirs
-    raise DisagreementError(_WORDS[name].format(who=who, where=where, theirs=theirs, ours=ours))
+    raise DisagreementError(
+        _WORDS[name].format(who=who, is_=is_, has=has, where=where, theirs=theirs, ours=ours)
+    )
 
 
 def checksum(text: bytes) -> int:
@@ -196,22 +199,22 @@ def _shown(name: str, number: int) -> str:
 
 _SAME = "every device must run the same script on the same data"
 _WORDS = {
-    "call": "{who} calls {theirs} while device 0 calls {ours}: all devices must make the same "
-    "trainer calls in the same order, and none under `if trainer.is_lead:`. Also call trainer.save "
-    "and others that write files on all devices: only the lead writes",
-    "step": "{who} is in step {theirs} and device 0 in step {ours}: " + _SAME,
-    "loss": "{where}: {who} computes loss {theirs} of the Trainer and device 0 loss {ours} "
+    "call": "{who} reached {theirs} while device 0 reached {ours}: all devices must make the same "
+    "trainer calls in the same order, and none under `if trainer.is_lead:`. This includes calls "
+    "that write files, such as trainer.save: only the lead writes",
+    "step": "{who} {is_} in step {theirs} and device 0 in step {ours}: " + _SAME,
+    "loss": "{where}: {who} {is_} computing loss {theirs} of the Trainer and device 0 loss {ours} "
     "(counted from 0): all devices must make the same steps in the same order",
-    "samples": "{where}: {who} has {theirs} samples and device 0 has {ours}: every device must "
+    "samples": "{where}: {who} {has} {theirs} samples and device 0 has {ours}: every device must "
     "receive the same whole batch, or the same data set",
-    "batch_size": "{where}: {who} has a batch_size of {theirs} and device 0 has {ours}: " + _SAME,
-    "shares": "{where}: {who} has other shares than device 0: set trainer.shares to the same "
+    "batch_size": "{where}: {who} {has} a batch_size of {theirs} and device 0 has {ours}: " + _SAME,
+    "shares": "{where}: {who} {has} other shares than device 0: set trainer.shares to the same "
     "value on every device, before the same step",
-    "loader": "{where}: {who} has {theirs} and device 0 {ours}: " + _SAME,
-    "data_pass": "{where}: {who} is in pass {theirs} over the data and device 0 in pass {ours}: "
+    "loader": "{where}: {who} {has} {theirs} and device 0 {ours}: " + _SAME,
+    "data_pass": "{where}: {who} {is_} in pass {theirs} over the data and device 0 in pass {ours}: "
     + _SAME,
-    "place": "{where}: {who} is at sample {theirs} of a pass over the data and device 0 at sample "
-    "{ours}: every device must use every batch of a loader",
+    "place": "{where}: {who} {is_} at sample {theirs} of a pass over the data and device 0 at "
+    "sample {ours}: every device must use every batch of a loader",
     "data": "{where}: the data set of {who} has other samples than that of device 0: create the "
     "same data set on every device, and seed its random values first. Paths, times and process "
     "numbers in a sample count as differences. A sampler, a stream or the function of "
@@ -222,10 +225,10 @@ _WORDS = {
     "the others did not? Random draws on one device belong in `with trainer.fork_rng():`",
     "settings": "{where}: the optimizer's settings of {who} differ from those of device 0, in "
     "{theirs}: make the same change on every device, or change them in trainer.modifying()",
-    "modes": "{where}: {who} has modules in another mode (train, eval), with other numbers (the p "
-    "of dropout, the momentum of batch norm), or other frozen parameters than device 0: set them "
+    "modes": "{where}: {who} {has} modules in another mode (train, eval), with other numbers (the "
+    "p of dropout, the momentum of batch norm), or other frozen parameters than device 0: set them "
     "to the same values on every device",
-    "values": "{where}: {who} has other parameters or buffers than device 0: they were changed "
+    "values": "{where}: {who} {has} other parameters or buffers than device 0: they were changed "
     "differently between two calls. Change them in trainer.modifying()",
     "outside": "{where}: a module that the loss uses in addition to the model has other values on "
     "{who} than on device 0: seed its random values before creating it",

@@ -141,7 +141,7 @@ class Agreement:
         return agreed
 
     def end(self, step: int) -> None:
-        """Wait until all devices leave the run. Call it on all of them; some may be gone already.
+        """Wait until all devices leave the run. Call it on all of them; some may have left already.
 
         The model's parts may have changed by now, so they are not compared.
 
@@ -170,7 +170,7 @@ class Agreement:
     def _with_advice(self, error: PeerError, call: Call) -> PeerError:
         """Name the call in the error: the script may make it on the lead only."""
         advice = (
-            f"{error}. Device {self._context.first.number} is in {call.words}, which must be "
+            f"{error}. Device {self._context.first.number} is at {call.words}, which must be "
             f"called on every device, and so not under `if trainer.is_lead:`"
         )
         return type(error)(advice, device=error.device, step=error.step)
