@@ -52,7 +52,7 @@ def test_a_script_that_refuses_one_of_ours_is_explained(
     done = ended("run", "--devices", "cpu:1", str(script), option, "5")
     assert done.returncode == 2
     assert f"unrecognized arguments: {option} 5" in done.stderr
-    words = f"If {option} was meant for onefold run, put it before the script"
+    words = f"To pass {option} to onefold run, put it before the script"
     assert (words in done.stderr) is explained
 
 

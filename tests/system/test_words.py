@@ -3,10 +3,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from typer.main import get_command
 
 from onefold.cli.main import app
-from onefold.system.words import message_of, visible, words_of_failure
+from onefold.system.words import message_of, tell_failure, visible, words_of_failure
 from onefold_jobs.data.fetch import cause_of
 from tests.conftest import ROOT
 
@@ -42,6 +43,14 @@ def test_the_end_of_a_device_is_told_as_what_it_was() -> None:
     assert words_of_failure(KeyError("a"), 2) == "failed in step 2: KeyError: 'a'"
     assert words_of_failure(Silent(), 2).startswith("failed in step 2: Silent: its message cannot")
     assert words_of_failure(SystemExit(0), 2).startswith("ended by sys.exit(0) in step 2; either")
+
+
+def test_a_long_error_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for length, told in ((150, "LossError (see above)"), (10, f"LossError: {10 * 'x'}")):
+        error = f"LossError: {length * 'x'}"
+        tell_failure(f"device 1 failed in step 4: {error}", f"onefold.errors.{error}\n")
+        last = f"onefold: device 1 failed in step 4: {told}\n"
+        assert capsys.readouterr().err == f"onefold.errors.{error}\n{last}"
 
 
 COMMANDS: Any = get_command(app)

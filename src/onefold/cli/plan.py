@@ -17,7 +17,7 @@ from rich.text import Text
 from onefold import RunOptions, list_devices, select_devices, supervise
 from onefold.cli import Screen, print_json
 from onefold.system.safe_files import PrivateFolder
-from onefold.system.words import counted, show_traceback, tell
+from onefold.system.words import counted, tell_failure
 
 __all__ = ["plan_script", "read_counts", "show_devices"]
 
@@ -48,8 +48,7 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions, as
         )
         outcome = supervise(command, select_devices(1), settled)
         if outcome.exit_code or not path.exists():
-            show_traceback(outcome.traceback)
-            tell(outcome.message or "the script created no Trainer")
+            tell_failure(outcome.message or "the script created no Trainer", outcome.traceback)
             return 2
         found = json.loads(path.read_text())
     *gpus, processor = list_devices()

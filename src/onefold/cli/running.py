@@ -26,7 +26,7 @@ from onefold.options import (
     variable,
 )
 from onefold.system.process import STOPPED_CODE
-from onefold.system.words import in_shell, show_traceback, tell, visible
+from onefold.system.words import in_shell, tell, tell_failure, visible
 
 __all__ = [
     "DEFAULT_PLACEMENT",
@@ -276,8 +276,7 @@ def _tell_end(outcome: Outcome) -> None:
         tell(f"timeline: {outcome.timeline} (opens in ui.perfetto.dev)")
     if not outcome.exit_code:
         return
-    show_traceback(outcome.traceback)
-    tell(outcome.message)
+    tell_failure(outcome.message, outcome.traceback)
     if outcome.logs:
         tell(f"output of the other devices: {outcome.logs}")
 
@@ -302,6 +301,6 @@ def _tell_of_late_options(context: typer.Context, command: list[str], outcome: O
     late = come_too_late(given, own)
     if late:
         tell(
-            f"arguments after the script belong to the script. If {', '.join(late)} was meant for "
+            f"arguments after the script belong to the script. To pass {', '.join(late)} to "
             f"onefold run, put it before the script"
         )

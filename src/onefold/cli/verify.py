@@ -52,7 +52,7 @@ from onefold.record import Record, alike
 from onefold.record.entries import BlockEntry, Result, StepEntry
 from onefold.system.process import STOPPED_CODE
 from onefold.system.safe_files import PrivateFolder, read_record
-from onefold.system.words import counted, show_traceback, tell
+from onefold.system.words import counted, tell, tell_failure
 
 __all__ = [
     "Difference",
@@ -574,8 +574,7 @@ class _Runs:
 
 
 def _failed(outcome: Outcome, where: str) -> typer.Exit:
-    show_traceback(outcome.traceback)
-    tell(f"{where}: {outcome.message}")
+    tell_failure(f"{where}: {outcome.message}", outcome.traceback)
     return typer.Exit(_FAILED)
 
 
