@@ -81,6 +81,11 @@ def test_a_step_is_computed_again_and_put_into_a_bundle(tmp_path: Path) -> None:
     assert "8 shards have the bits of the record." in text
     assert "float32 (1, 4), from " in text
     assert content(tmp_path) == before
+    (tmp_path / "look.py").write_text(
+        "def look(model, shards, step):\n    print(step, '\\nlast')\n"
+    )
+    code, text = onefold(tmp_path, "replay", "run", "--step", "7", "--call", "look.py:look")
+    assert (code, "\n7 \nlast\n" in text) == (0, True), text
     code, text = onefold(tmp_path, "replay", "run", "--step", "3", "--bundle", "step.zip")
     assert code == 0, text
     for path in ("train.py", "model.pt"):

@@ -215,7 +215,7 @@ class StepReplay:
         table = self.record.checkpoints
         columns = (table[name].tolist() for name in ("step", "folder", "line"))
         rows = sorted((at, name, line) for at, name, line in zip(*columns, strict=True))
-        # Only names in this folder: a record may contain any path.
+        # Allow only names in this folder: a record may contain any path.
         rows = [each for each in rows if _CHECKPOINT.fullmatch(each[1])]
         return [name for at, name, line in rows if at < step and not (of_script and line)]
 
@@ -277,8 +277,9 @@ def replay_step(
         console.print(_GATHERS)
     elif shard is not None:
         _print_samples(console, found.shards[0])
-    if found.printed:
-        console.out(found.printed, end="", highlight=False)
+    # Print by line, because a Screen escapes line breaks.
+    for line in found.printed.splitlines():
+        console.out(line)
     if bundle is not None:
         console.print(f"bundle: {bundle}")
     if as_json:
