@@ -73,6 +73,13 @@ def test_what_is_left_of_a_repeated_reason_is_whole(tmp_path: Path) -> None:
     first, *others = (note.partition(".tsv, ")[2] for note in left_out_notes(bad))
     assert first.endswith("if it is Latin-1, convert the file with iconv -f WINDOWS-1252 -t UTF-8")
     assert others == [f"line {n}: likewise, got e9 as byte 4" for n in (3, 4)]
+    words = "expected a label, got {!r}: name it, such as: a"
+    bad = [
+        BadFile(Path("a.tsv"), words.format("it's: b")),
+        BadFile(Path("b.tsv"), words.format("c: d")),
+    ]
+    assert left_out_notes(bad)[1] == "left out: b.tsv: likewise, got 'c: d'"
+    assert left_out_notes(bad[::-1])[1] == 'left out: a.tsv: likewise, got "it\'s: b"'
 
 
 def test_what_may_not_be_looked_at_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Callable, Sequence, Sized
@@ -32,6 +33,8 @@ __all__ = [
 
 _TOLD = 5
 """Maximum number of bad files or lines that an error names; all of them are written to a file."""
+_VALUE = re.compile(r"""('(\\.|[^'\\])*'|"(\\.|[^"\\])*"|(?!: ).)*""", re.DOTALL)
+"""The value in a reason, up to the colon before the advice. A quoted value may have colons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +122,8 @@ def _shortly(bad: Sequence[BadFile]) -> list[str]:
     before = ""
     for each in bad[:_TOLD]:
         expected, got, came = each.reason.partition(", got ")
-        # The advice follows the colon.
-        again = replace(each, reason=f"likewise{got}{came.partition(': ')[0]}")
+        value = _VALUE.match(came)
+        again = replace(each, reason=f"likewise{got}{value.group() if value else came}")
         lines.append(str(again if expected == before else each))
         before = expected
     return lines
