@@ -164,7 +164,7 @@ LOOKUPS: list[tuple[Make, Change]] = [
 def test_elsewhere_it_is_refused(make: Make, look: Change, devices: int) -> None:
     trainer, optimizer = stepped(make, devices=devices)
     words = (
-        r"the state of \w+ was looked up while it is partitioned.*modifying\(optimizer_state=True\)"
+        r"the state of \w+ was accessed while it is partitioned.*modifying\(optimizer_state=True\)"
     )
     if make is polyak and devices == 1:
         look(optimizer)  # nothing is divided

@@ -57,8 +57,8 @@ _PATIENCE_S = 5.0
 def main() -> int:
     """Run the script or function of the launcher; return the exit code of the process."""
     arguments = sys.argv[1:]
-    # Before anything slow: a launcher that is gone must leave no worker behind, and a signal while
-    # PyTorch loads must find this handler instead of the default one, which kills.
+    # Do this before anything slow: if the launcher has died, no worker must remain, and a signal
+    # while PyTorch loads must find this handler instead of the default one, which kills.
     die_with_parent(int(arguments[0]))
     context, process = current_context(), os.getpid()
     # Programs that the script starts must not inherit the launcher's descriptors.

@@ -136,7 +136,7 @@ def draw_curves(runs: Sequence[Run], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    # Not pyplot, which would choose a backend that may need a display, and keep every figure.
+    # pyplot would choose a backend that may need a display, and keep every figure.
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     accuracy_axes, loss_axes = figure.subplots(1, 2)
     accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -1,6 +1,6 @@
 """The devices of a run, and the work of each device.
 
-`Devices` knows all devices, and which of them this process drives. `Assignment` says which device
+`Devices` knows all devices, and which of them this process drives. `Assignment` sets which device
 runs which shards and updates which segments. An assignment is immutable: if the script changes the
 shares between two steps, a new assignment replaces it, so that no reader sees a mixture of both.
 """

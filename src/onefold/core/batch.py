@@ -227,7 +227,8 @@ def checked_dim(dim: object) -> int:
     Raises:
             TypeError, ValueError: ``dim`` is not an integer, or is negative.
     """
-    # Not counted from the last dimension, because tensors of a batch may differ in their number.
+    # Dimensions are not counted from the last, because tensors of a batch may differ in their
+    # number.
     return check_whole("dim, counted from the first dimension,", dim, least=0)
 
 
@@ -326,7 +327,7 @@ def as_if_copied(leaf: torch.Tensor) -> torch.Tensor:
 def _moved(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
     leaves_host = leaf.device.type == "cpu" != device.type
     if leaves_host and leaf.layout is torch.strided and leaf.nbytes >= _LEAST_PINNED_BYTES:
-        # From unpinned memory the host would block on the copy, and on all work queued before it.
+        # The host would block on a copy from unpinned memory, and on all work queued before it.
         leaf = leaf.pin_memory()
     moved = leaf.to(device, non_blocking=True)
     return as_if_copied(leaf) if moved is leaf and device.type != "cpu" else moved

@@ -66,7 +66,7 @@ __all__ = [
 
 # The largest alignment that affects the choice of kernels: see the note on alignment.
 _ALIGNMENT_BYTES = 256
-# From this size on a tensor is added in place: copying it would cost as much as adding it.
+# A tensor of at least this size is added in place: copying one would cost as much as adding it.
 _LARGE_BYTES = 256 << 10
 
 
@@ -311,7 +311,7 @@ def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """Return the same values with the given dense strides: a view if the memory already matches."""
     if tensor.stride() == stride:
         return tensor
-    # PyTorch sets the stride of a dimension of length 1 freely: it says nothing about memory.
+    # PyTorch chooses the stride of a dimension of length 1 freely: it does not describe memory.
     sides = zip(tensor.shape, tensor.stride(), stride, strict=True)
     if all(ours == theirs for size, ours, theirs in sides if size > 1):
         return tensor.as_strided(tensor.shape, stride)
@@ -359,7 +359,7 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Return whether the elements of a tensor with these strides fill one block of memory."""
-    # From the fastest dimension to the slowest, each stride must be the product of the faster
+    # Going from the fastest dimension to the slowest, each stride must be the product of the faster
     # sizes. Dimensions of length 1 are exempt, because PyTorch leaves arbitrary strides there.
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):

@@ -30,7 +30,7 @@ class GatheredRows(NamedTuple):
 class GatherRequest(BaseException):
     """Ends a shard whose step does not know yet that its loss gathers; never reaches the script."""
 
-    # Not an Exception, because a loss may catch those.
+    # Derive from BaseException, because a loss may catch every Exception.
 
 
 class Gatherer(ABC):

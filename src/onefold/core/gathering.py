@@ -239,6 +239,6 @@ def _of_all(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     total = counts.sum()
     means, squares = rows[:, :channels], rows[:, channels:-1]
     middle = (means * counts).sum(0) / total
-    # Not from the mean of squares, which cancels if the mean is large. See Chan et al., Updating
-    # Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+    # The mean of squares would cancel if the mean is large. See Chan et al., Updating Formulae and
+    # a Pairwise Algorithm for Computing Sample Variances, 1979.
     return middle, (squares + counts * (means - middle).square()).sum(0), total

@@ -76,7 +76,7 @@ def seeing_whole_batch(sees: bool) -> Iterator[None]:
 class _Arithmetic(ABC):
     """Arithmetic of terms: add terms and scale their totals; weights do not change."""
 
-    # Not a parameter of `__init__`: `dataclasses.replace` of a total must not keep the old mean.
+    # init=False, because `dataclasses.replace` of a total must not keep the old mean.
     _whole: torch.Tensor | None = field(init=False, default=None, repr=False, compare=False)
     # NumPy would wrap a term on the right in an object array. None makes NumPy return
     # NotImplemented, so that Python calls our reflected method.

@@ -121,7 +121,7 @@ def seed_generators(
     """
     COMMON.purpose, COMMON.numbers = common or ("", None)
     COMMON.device = device
-    # Not torch.manual_seed, which would seed every GPU of the machine, and other backends too.
+    # torch.manual_seed would seed every GPU of the machine, and other backends too.
     for generator in _generators(device):
         generator.manual_seed(seed)
     random.seed(seed)

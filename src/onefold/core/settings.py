@@ -148,9 +148,8 @@ _OF_A_PROCESS = {"compared": False, "saved": False}
 class Settings:
     """The settings that a user chose for a run.
 
-    Unless its field says otherwise, a setting must be the same on all devices, and is saved in
-    checkpoints: a resumed run must have the same value, or allow the change. The metadata of a
-    field:
+    By default, a setting must be the same on all devices, and is saved in checkpoints: a resumed
+    run must have the same value, or allow the change. The metadata of a field can change this:
 
     - ``compared`` and ``saved``: False if devices, or a resumed run, may have other values;
     - ``allow``: the name under which ``--allow-changed`` allows a change, if not its own;
@@ -276,7 +275,7 @@ def check_same(
         name: name of the value in the message.
 
     Raises:
-        CheckpointError: the values differ; the message says how to load anyway, and the
+        CheckpointError: the values differ; the message explains how to load anyway, and the
             consequence.
     """
     if saved == now or what in allow_changed:

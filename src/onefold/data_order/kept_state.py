@@ -100,7 +100,7 @@ def _parts_of(value: Any) -> Iterator[object]:
         return _parts_of_function(value)
     if isinstance(value, type):
         return iter([part for base in value.__mro__ for part in _own_parts(base)])
-    # Not for subclasses, because their methods are the script's code.
+    # Subclasses are excluded, because their methods are the script's code.
     if type(value) is dict:
         return iter(value.values())
     if type(value) in (list, tuple):

@@ -538,8 +538,8 @@ class LoaderTrack:
         if self.position is None or this.abandoned:
             return
         if this.epoch is not None and this.epoch != self.position.epoch:
-            # The script kept an iterator of an earlier epoch until now. Its end says nothing about
-            # the current epoch.
+            # The script kept an iterator of an earlier epoch until now. Its end does not affect the
+            # current epoch.
             self._passes = [each for each in self._passes if each is not this]
         elif this.used:
             self.position.note_pass_end(broken_off=this.broken_off)

@@ -320,11 +320,11 @@ class CollectiveTransport(Transport):
 
 
 def _asked(question: Callable[[], T], otherwise: T) -> T:
-    """Query the store, which may be gone with the lost device, or have no answer."""
+    """Query the store, which may have ended with the lost device, or not answer."""
     try:
         return question()
     except RuntimeError as error:
-        _log.info("the store of the run has no answer: %s", error)
+        _log.info("the store of the run did not answer: %s", error)
         return otherwise
 
 

@@ -105,7 +105,8 @@ class CollectiveMemory(Memory):
             allocator.apart or not allocator.on_disk
         )
         self._make_private(start, {self._rank: transport.device})
-        # Only now, because the broadcast covers all memory, in the same order in every process.
+        # The broadcast comes last, because it covers all memory, in the same order in every
+        # process.
         self.broadcast_from_lead(start.buffers)
 
     def broadcast_from_lead(self, buffers: FlatTensors) -> None:

@@ -173,7 +173,7 @@ class Connections:
     def cut(self) -> None:
         """Shut down all sockets in both directions: every wait on them ends with an error."""
         for descriptor, inode in self.sockets.items():
-            # shutdown raises if the other end is gone already.
+            # shutdown raises if the other end is already closed.
             with _copy_of(descriptor, inode) as copy, suppress(OSError):
                 if copy is not None:
                     copy.shutdown(socket.SHUT_RDWR)

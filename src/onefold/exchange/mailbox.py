@@ -180,7 +180,7 @@ class Mailbox:
 
     def _tell(self, frame: bytes) -> None:
         for peer in self._peers.values():
-            # Never block here: a peer that is gone or has a full queue must not delay the others.
+            # Never block here: a dead peer, or one with a full queue, must not delay the others.
             with contextlib.suppress(OSError):
                 peer.socket.send(frame, socket.MSG_DONTWAIT)
 

@@ -13,7 +13,7 @@ removed here, because it would otherwise divide the work itself. `Trainer.traini
 onefold for the batch's gradient, and each device computes its shards. The loop then clips the
 gradient and updates, on every device. The update runs inside `onefold.Trainer.modifying`, which
 broadcasts the lead's values at its end. Only the lead writes files, progress bars and logs: on
-other devices, the loop is told that its process is not the first one.
+other devices, the loop runs as a process that is not the first one.
 
 Note: the denominator of a shard's loss
 ---------------------------------------

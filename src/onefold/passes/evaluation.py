@@ -136,7 +136,7 @@ def compute_shards(
         for number, batch in enumerate(batches):
             first = number == 0
             ctrl_c.deliver()
-            # Only now, because the data's digest is known once the first batch has been read.
+            # Agree after the first batch is read, because the data's digest is not known earlier.
             if first:
                 call.agree(engine, call.samples, batch)
                 during.enter_context(engine.context.with_generators_of(function))

@@ -131,7 +131,8 @@ class PartitionedParameters(ResidentParameters):
         self.stay_gathered()
         try:
             yield
-            # Only at the end of the outermost block, because parameters stay resident until then.
+            # Check only at the end of the outermost block, because parameters stay resident until
+            # then.
             if self._gathers == 1:
                 self._buffers.refuse_written()
             if self._gathers == 1 and detect_writes:

@@ -65,8 +65,8 @@ def run_share(
     """
     device, table, watch = replica.number, exchange.table, replica.watch
     shares = task.batch.shares
-    # Only our own rows, because the rows of other devices may already contain results of this step.
-    # An empty shard records nothing, so its row would otherwise still hold the previous step.
+    # Clear only our own rows, because the rows of other devices may already contain results of this
+    # step. An empty shard records nothing, so its row would otherwise still hold the previous step.
     table.clear_rows(device, shares.shards_of(device))
     replica.start_step(task)
     exchange.memory.start_step(shares)
@@ -76,9 +76,9 @@ def run_share(
     whole = blocks[: len(blocks) - len(sent)]
     for slot, gradients in enumerate(partial_sums(replica, task, record, done, whole)):
         start = watch.now()
-        # From here until `publish_parameters` these tensors belong to the exchange, which adds to
-        # them in place. The gradients of a single shard are never added to, so `GradientRules.norm`
-        # may still read them.
+        # The exchange owns these tensors until `publish_parameters`, and adds to them in place. The
+        # gradients of a single shard are never added to, so `GradientRules.norm` may still read
+        # them.
         exchange.memory.publish(device, slot, gradients)
         watch.note("exchange", "publish", start)
     for block in sent:
@@ -144,7 +144,8 @@ def partial_sums(
 
     def leaf(node: Block) -> Gradients | None:
         if node.stop - node.start > 1:
-            # Not a shard: `fold` then requests its halves, the left one first.
+            # Return None for a block of several shards: `fold` then requests its halves, the left
+            # one first.
             return None
         if node.start not in batch.shards:
             # An empty shard stays in the tree and adds nothing, because the tree depends on V

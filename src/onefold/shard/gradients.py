@@ -220,8 +220,8 @@ def _apart(gradients: Gradients) -> Gradients:
         if gradient is None:
             continue
         start, stop = extents[number]
-        # Not dense: an expanded tensor, whose elements share memory, or a view with gaps, which may
-        # contain another gradient.
+        # An expanded tensor, whose elements share memory, is not dense. Neither is a view with
+        # gaps, which may contain another gradient.
         dense = stop - start == gradient.numel() * gradient.element_size()
         if not dense or start < taken:
             result[number] = gradient.clone()

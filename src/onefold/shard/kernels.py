@@ -194,8 +194,8 @@ def computing_in(
         short = "bf16" if dtype is torch.bfloat16 else "fp16"
         said = str(error).strip().splitlines()[0].rstrip(".")
         raise PrecisionError(
-            f'{layer} cannot be computed in {name} on {_processor(device)}: PyTorch says "{said}". '
-            f'Use Trainer(precision="fp32"), or compute this layer in float32: call it inside '
+            f"{layer} cannot be computed in {name} on {_processor(device)}: PyTorch raised "
+            f'"{said}". Use Trainer(precision="fp32"), or compute this layer in float32, inside '
             f'torch.autocast("{device.type}", enabled=False), with inputs converted by .float(). '
             f'With precision="{short}-params", first try "{short}", which keeps weights in float32'
         ) from error

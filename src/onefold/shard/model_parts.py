@@ -166,8 +166,8 @@ class Modes:
         """List the parts again."""
         # Keep the list: walking the module tree takes longer than all use of the list in a step.
         self._parts = list(self._module.modules())
-        # Only PyTorch's own layers: in a user's module a number of such a name may mean anything,
-        # and may change in every call.
+        # This covers only PyTorch's own layers: in a user's module a number of such a name may mean
+        # anything, and may change in every call.
         self._numbers = [
             (part.__dict__, name)
             for part in self._parts

@@ -119,7 +119,7 @@ class ShardTask:
 
     def of_one_divisor(self, part: Contribution) -> Contribution:
         """Combine the terms of a loss into one if the denominators are known."""
-        # One forward pass over the whole batch: the terms' own weights are the denominators.
+        # In one forward pass over the whole batch, the terms' own weights are the denominators.
         divisors = self.divisors
         if self.is_plain:
             divisors = [each.known_weight for each in part.parts]

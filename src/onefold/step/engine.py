@@ -473,7 +473,8 @@ class Engine:
         if together:
             agreement.end(step)
         self.placement.leave(together=together)
-        # From here on the script may write to the model without changing the others' parameters.
+        # Once memory is private, the script may write to the model without changing the others'
+        # parameters.
         context.exchange.memory.make_own()
         context.update.end()
         allow_clipping(context.parts.trained.values())

@@ -71,8 +71,8 @@ class Background:
         _all.add(self)
 
     def start(self, job: Callable[[], None]) -> None:
-        """Start a job; an earlier one must have been waited for."""
-        # Not a daemon thread: the end of the program must not cut off a checkpoint.
+        """Start a job; call `wait` for an earlier one first."""
+        # A daemon thread would let the end of the program cut off a checkpoint.
         self._thread = threading.Thread(target=self._run, args=(job,), name=self.what)
         self._thread.start()
 

@@ -110,7 +110,7 @@ TOOLS_VARIABLE = "ONEFOLD_TOOLS"
 """Environment variable with the options of a run's tools, as JSON; see `RunOptions.tools`."""
 
 STOPPED_CODE = 75
-"""Exit code of a run that was asked to stop, saved itself, and can be resumed (EX_TEMPFAIL)."""
+"""Exit code of a run that saved itself after a stop request, and can be resumed (EX_TEMPFAIL)."""
 
 _Handler = Callable[[int, FrameType | None], Any]
 

@@ -135,7 +135,7 @@ def _sweep(directory: Path) -> None:
             leaving.callback(os.close, folder)
             there = os.fstat(folder)
             is_ours = there.st_uid == os.geteuid() and stat.S_IMODE(there.st_mode) == stat.S_IRWXU
-            # On another host, or before a reboot, the lock says nothing about the process.
+            # The lock proves nothing about a process on another host, or before a reboot.
             if is_ours and read_plain(path / _MARK) == _boot():
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.lstat(path), there):

@@ -73,7 +73,7 @@ def take_requests(numbers: Iterable[signal.Signals], note: Callable[[], None]) -
 
     Args:
         numbers: the signals. SIGHUP stays ignored under ``nohup``.
-        note: called in a signal handler when this process is asked to stop.
+        note: called in a signal handler when this process receives a stop request.
     """
     before: dict[int, Any] = {}  # the original handler of each signal
     process, asked = os.getpid(), list[int]()
@@ -104,7 +104,7 @@ class StopSignals:
     is noted, because Python handles signals in the main thread only.
 
     Args:
-        saves: whether the run saves itself when it is asked to stop.
+        saves: whether the run saves itself on a stop request.
     """
 
     def __init__(self, *, saves: bool) -> None:

@@ -263,12 +263,12 @@ class DividedState(MutableMapping[Any, Any]):
 
     def _error(self) -> RuntimeError:
         way = self._why or (
-            "look it up, and call methods of the optimizer that use it (train() and eval(), a swap "
+            "access it, and call methods of the optimizer that use it (train() and eval(), a swap "
             "of averages), inside `with trainer.modifying(optimizer_state=True):`, on every device"
         )
         name = type(self._optimizer).__name__
         return RuntimeError(
-            f"the state of {name} was looked up while it is partitioned: each device has the "
+            f"the state of {name} was accessed while it is partitioned: each device has the "
             f"segments that it updates, not whole parameters. To see whole parameters, {way}"
         )
 
@@ -374,8 +374,7 @@ class StateView:
         """Show the state of whole parameters to the script, to each optimizer its own."""
         for one, kept in self._all:
             if kept is self.kept:
-                # Only parameters of this optimizer: several share one mapping, but each shows its
-                # own.
+                # Several optimizers share one mapping, but each shows only its own parameters.
                 own = [p for group in one.param_groups for p in group["params"] if p in whole]
                 # State under keys that are not parameters is never divided, so show it as it is.
                 loose = {key: kept[key] for key in kept if not isinstance(key, torch.Tensor)}
@@ -441,7 +440,7 @@ class UpdateDraws:
         held = OwnGenerators(generators_in(*self._optimizers))
         before, states = GeneratorStates(*self._devices), comparable_state(held.states())
         yield
-        # Not reached if the step raised: that error is the one to report.
+        # If the step raised, this line is not reached: that error is the one to report.
         own = "" if states == comparable_state(held.states()) else "a generator of its own"
         if drawn := own or before.drawn_from():
             names = " or ".join(type(optimizer).__name__ for optimizer in self._optimizers)

@@ -74,7 +74,7 @@ def classify(*, data: str | Path, devices: int | str = "auto", **options: Any) -
 
     Raises:
         ValueError: an option does not exist or has an invalid value.
-        OnefoldError: any error of the command. The message says what to do.
+        OnefoldError: any error of the command. The message explains what to do.
 
     Example:
         >>> import tempfile

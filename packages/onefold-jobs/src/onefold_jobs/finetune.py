@@ -171,8 +171,8 @@ def load_body(model: nn.Module, weights: Path, head: str, *, key: str | None) ->
     Raises:
         CheckpointError: the weights do not fit the model; some may already be loaded.
     """
-    # Not strict, because the file's last layer is for other classes. So check here whether anything
-    # else is missing.
+    # Load with strict=False, because the file's last layer is for other classes. So check here
+    # whether anything else is missing.
     loaded = load_finite(model, weights, key=key, strict=False)
 
     def counts(name: str) -> bool:

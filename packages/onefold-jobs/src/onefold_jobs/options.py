@@ -280,8 +280,8 @@ class PictureOptions(TrainOptions):
     pretrained_key: str | None = option(None, "Key of the weights in the file.", shown="none")
 
     def __post_init__(self) -> None:
-        # Not super(): dataclass(slots=True) creates the class a second time, and super() without
-        # arguments refers to the first one.
+        # super() would fail: dataclass(slots=True) creates the class a second time, and super()
+        # without arguments refers to the first one.
         TrainOptions.__post_init__(self)
         # An option without effect is more likely a mistake than intended.
         for name in ("pretrained_key", "pretrained_classes", "reuse_classes"):

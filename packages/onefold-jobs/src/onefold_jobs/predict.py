@@ -148,7 +148,7 @@ def write_prediction(
     require_predictions(path)
     # File names may not be UTF-8: CSV keeps their bytes, but JSON cannot.
     encoded = content.encode(errors="backslashreplace" if format == "json" else "surrogateescape")
-    # Not synced, because predictions can be repeated after a power failure.
+    # Do not sync, because predictions can be repeated after a power failure.
     write_whole(path, encoded, sync=False)
     return path
 

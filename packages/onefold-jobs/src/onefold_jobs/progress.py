@@ -202,7 +202,7 @@ class Meter:
     def add(self, step: onefold.Step, rate: float) -> None:
         """Count a step that used this learning rate."""
         self._sums["rate"] = rate
-        # Not read here, because Python would wait for the GPU: see the note.
+        # Reading the step here would make Python wait for the GPU: see the note.
         self._pending.append(step)
         if time.perf_counter() - self._looked_s > _LOOK_S:
             self.look()

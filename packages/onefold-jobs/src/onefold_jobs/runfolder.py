@@ -85,7 +85,7 @@ FAULTS = ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, Ty
 
 def next_name(runs: Path, job: str) -> str:
     """Find the first free name made of the job and a number."""
-    # Only a proposal: if another process takes it meanwhile, the lock decides.
+    # This is only a proposal: if another process takes it meanwhile, the lock decides.
     names = (f"{job}-{number}" for number in count(1))
     return next(name for name in names if not (runs / name).exists())
 
@@ -163,8 +163,8 @@ def require_room(folder: Path) -> None:
     require_writable(folder, "name another one with --runs")
     check_own_folders(folder)
     require_writable(folder / CHECKPOINTS, "fix it, or give this run another --name")
-    # Only a check, which releases the lock immediately: the data are read first, and the lead's
-    # process acquires the lasting lock.
+    # This check releases the lock immediately: the data are read first, and the lead's process
+    # acquires the lasting lock.
     FolderLock(folder, instead=_INSTEAD).refuse_held()
 
 

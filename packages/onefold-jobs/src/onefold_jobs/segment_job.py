@@ -211,8 +211,8 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
     _pos_weight(options.pos_weight, data)
     fine = options.pretrained is not None
     before = MaskModel.before(options)
-    # As large as the shortest side allows, rounded down to a multiple of every encoder's stride so
-    # that crops rarely need padding.
+    # The crop is as large as the shortest side allows, rounded down to a multiple of every
+    # encoder's stride so that crops rarely need padding.
     crop = min(LARGEST_CROP, max(32, data.shortest // 32 * 32))
     encoder = _encoder(options, before)
     width = options.width or (before.width if before else USUAL_WIDTH)
@@ -402,7 +402,7 @@ def _labeled(run: Path, data: Path, facts: RunFacts, options: EvaluateOptions) -
 def _mask_rule(run: Path) -> MaskRule:
     options = read_config(run / CONFIG, JOB)
     kind = MaskModel.of_run(run)
-    # Not the classes of the options: the masks that they came from may have moved.
+    # Use the run's classes, not those of the options: the masks that they came from may have moved.
     classes = tuple(f"{each.name}={'|'.join(each.values)}" for each in kind.classes)
     with kept_facts(run):
         foreground, void = (

@@ -87,7 +87,7 @@ class Augment:
         top = below(max(1, image.height - self.side + 1))
         right, bottom = min(left + self.side, image.width), min(top + self.side, image.height)
         image, mask = (each.crop((left, top, right, bottom)) for each in (image, mask))
-        # Only multiples of 90 degrees, which move pixels; other angles would interpolate mask
+        # Turning by multiples of 90 degrees only moves pixels; other angles would interpolate mask
         # values.
         turned = Image.Transpose
         ways = []
@@ -383,7 +383,8 @@ def loss_and_measure(
             numbers = batch["masks"].clamp(min=0).to(torch.int64)
             weights = by_class.to(losses.device)[numbers] * weights
             losses = losses * weights
-        # Not the shard's mean: shards differ in pixels, and onefold divides by the batch's pixels.
+        # A mean over the shard would be wrong: shards differ in pixels, and onefold divides by the
+        # batch's pixels.
         return onefold.Mean(losses.sum(), weights.sum())
 
     def measure(model: nn.Module, batch: Any) -> Measured:

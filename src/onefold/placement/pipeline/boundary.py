@@ -87,7 +87,7 @@ class StageOutputs:
 class StageHandover(BaseException):
     """Ends a loss that continues on another device; never reaches the script."""
 
-    # Not an Exception, because a loss may catch those.
+    # Derive from BaseException, because a loss may catch every Exception.
 
     def __init__(self, outputs: StageOutputs) -> None:
         super().__init__()
@@ -460,7 +460,7 @@ class _Entering(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: torch.Tensor, inputs: StageInputs, number: int) -> torch.Tensor:
         ctx.inputs, ctx.number = inputs, number
-        # Not an argument, so that the result may be written to in place, as in a plain loop.
+        # The result is not an argument, so that it may be written to in place, as in a plain loop.
         return inputs.outputs.tensors[number]
 
     @staticmethod

@@ -228,7 +228,7 @@ def _read_numbers(
             f"{expected}, more than the limit of {_MOST_UNPACKED_BYTES} for a gzip file: "
             f"unpack it with gunzip"
         )
-    # One byte more: reading to the end also makes gzip verify its checksum.
+    # Ask for one byte more: reading to the end also makes gzip verify its checksum.
     content = file.read(length + 1)
     if len(content) != length:
         raise ValueError(

@@ -163,8 +163,8 @@ def classes_of(labels: Iterable[Label]) -> list[str]:
     (['9', '10'], ['rude', 'toxic'], [])
     """
     names = {name for label in labels for name in parts_of(label)}
-    # As strings, 10 would precede 2, and class 2 would not be output 2. Spellings such as 1 and 01
-    # have the same value, so the string breaks the tie.
+    # If classes were sorted as strings, 10 would precede 2, and class 2 would not be output 2.
+    # Spellings such as 1 and 01 have the same value, so the string breaks the tie.
     if all(name.removeprefix("-").isdecimal() for name in names):
         return sorted(names, key=lambda name: (int(name), name))
     return sorted(names)
@@ -416,7 +416,7 @@ def check_same(parts: Sequence[Sequence[Sample]], where: str) -> list[str]:
                 f"use test samples that are not in the training set"
             )
         notes.append(f"{where}: {words}: {_alike(both)}")
-    # Not an error: a model can still be trained, and only the user knows the right label.
+    # This is not an error: a model can still be trained, and only the user knows the right label.
     torn = [(each, first[each.content]) for each in [*train, *test] if each.content]
     torn = [(each, other) for each, other in torn if each.label != other.label]
     if torn:

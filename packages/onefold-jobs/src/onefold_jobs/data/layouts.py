@@ -47,7 +47,7 @@ def refuse_other_layouts(
         masks: whether it reads a folder of masks.
 
     Raises:
-        DataError: the dataset is of such a kind. The message says what to do.
+        DataError: the dataset is of such a kind. The message explains what to do.
     """
     boxes = next(_boxes(directory), None)
     if boxes:

@@ -351,7 +351,8 @@ def _foreground(pixels: _Pixels, rule: MaskRule, counted: _Array) -> _Array:
     if rule.foreground:
         return pixels.matches(rule.spans("foreground")) & counted
     brightest = int(pixels.brightness.max(initial=0, where=counted))
-    # Only counted pixels, or a void border of 255 would turn a foreground of 1 into background.
+    # Read only counted pixels, or a void border of 255 would turn a foreground of 1 into
+    # background.
     limit = _HALF if brightest > 1 else 0
     return np.asarray((pixels.brightness > limit) & counted)
 
@@ -359,7 +360,7 @@ def _foreground(pixels: _Pixels, rule: MaskRule, counted: _Array) -> _Array:
 def _pixels(path: Path) -> _Pixels:
     picture = load_picture(path, weight=_WEIGHT)
     lossy = path.suffix.lower() in _LOSSY
-    # Not converted to RGB: --foreground 3 means index 3 of the palette, whatever its color.
+    # Keep the palette: --foreground 3 means its index 3, whatever the color.
     if picture.mode == "P":
         return _of_palette(picture)
     values = deep_values(picture)

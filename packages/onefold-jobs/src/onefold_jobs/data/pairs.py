@@ -93,7 +93,7 @@ def read_pairs(
     rule = rule or MaskRule()
     bad: list[BadFile] = []
     train, given, folders = pairs_in(directory, bad)
-    # One stratum for all, because pairs have no labels to stratify by.
+    # All pairs form one stratum, because they have no labels to stratify by.
     train, test = (
         (train, given)
         if given is not None

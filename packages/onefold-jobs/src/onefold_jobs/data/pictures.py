@@ -671,7 +671,7 @@ def _is_visible_folder(path: Path) -> bool:
     """
     if path.name.startswith(".") or path.name.lower() in _SYSTEM_FOLDERS:
         return False
-    # Not is_dir, which raises or silently returns False depending on the version of Python.
+    # is_dir raises or silently returns False depending on the version of Python.
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except OSError as error:

@@ -211,7 +211,7 @@ def pack_scan(files: Iterable[tuple[Path, Seen[Any]]], root: Path) -> str:
         root: root of the data, which names are relative to.
     """
     named = {name_below(path, root): seen for path, seen in files}
-    # Not with msgspec alone, which rejects names that are not UTF-8.
+    # msgspec alone would reject names that are not UTF-8.
     return json.dumps(msgspec.to_builtins(_Scan(named, 4)))
 
 

@@ -395,7 +395,7 @@ def _csv_rows(path: Path, delimiter: str, *, skip: bool) -> Iterator[tuple[int, 
 
 def _open_jsonl(path: Path) -> Table:
     _, first = next(_jsonl_rows(path), (1, "an empty file"))
-    # From all lines, because the first one may lack keys of others, such as a label.
+    # Read the names from all lines, because the first one may lack keys of others, such as a label.
     found = (cells for _, cells in _jsonl_rows(path) if isinstance(cells, dict))
     # A missing key counts as null, which is reported if the key is needed.
     lacking: dict[str, Any] = {name: None for cells in found for name in cells}
@@ -575,7 +575,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
         while line := source.readline(LONGEST_LINE_BYTES + 3):
             if not line.endswith(b"\n"):
                 _skip_rest(source)
-            # Not rstrip: a CR or a space before the line ending belongs to the text.
+            # Do not use rstrip: a CR or a space before the line ending belongs to the text.
             line = line.removesuffix(b"\n").removesuffix(b"\r")
             blank.append(line)
             if line.strip():

@@ -62,8 +62,8 @@ class VGG(nn.Module):
                 layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(inplace=True)]
                 before = after
             layers.append(nn.MaxPool2d(2))
-        # One Sequential for all stages: torchvision numbers all layers consecutively, including
-        # ReLUs.
+        # All stages are in one Sequential, because torchvision numbers all layers consecutively,
+        # including ReLUs.
         self.features = nn.Sequential(*layers)
         self.apply(initialize)
 
@@ -221,7 +221,7 @@ class DecoderStep(nn.Module):
             features: output of the previous step.
             skip: features of the encoder (n, skip_channels, 2h, 2w), or None.
         """
-        # Not bilinear, whose backward on CUDA sums gradients in nondeterministic order.
+        # The backward of bilinear on CUDA sums gradients in nondeterministic order.
         joined = F.interpolate(features, scale_factor=2, mode="nearest")
         if skip is not None:
             joined = torch.cat([joined, skip], dim=1)

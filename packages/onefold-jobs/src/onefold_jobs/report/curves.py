@@ -77,7 +77,7 @@ def curves_of_several(runs: Runs) -> list[Chart]:
     # A dict instead of a set keeps the order, so that the page is reproducible.
     names = dict.fromkeys(name for run in runs.values() for name in run.score_names)
     target = next(iter(runs.values())).target
-    # One unit for all runs, chosen by the longest, because they share the axis.
+    # All runs get the unit of the longest one, because they share the axis.
     longest_s = max(finite_or_zero(run.trained_s) for run in runs.values())
     unit_s, unit = next((size, word) for least, size, word in _UNITS if longest_s >= least)
 
@@ -263,7 +263,7 @@ def thinned(points: Points) -> Points:
 
 def _picture(chart: Chart) -> str:
     require("a report", "report", "matplotlib")
-    # Not pyplot, which selects a window system, and keeps every figure until it is closed.
+    # pyplot would select a window system, and keep every figure until it is closed.
     from matplotlib.figure import Figure
 
     size = (_WIDTH_POINTS / _POINTS_PER_INCH, _HEIGHT_POINTS / _POINTS_PER_INCH)
