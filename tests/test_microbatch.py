@@ -197,7 +197,7 @@ def test_the_largest_microbatches_that_fit_are_found(
     assert given == result(trainer_of(Small(12, **where), microbatch=found), batches(2))
     said = [r.getMessage() for r in caplog.records if "microbatch=" in r.getMessage()]
     assert any(f"in microbatches of {found}" in text for text in said) == (found is not None)
-    assert any("batch norm uses the statistics" in text for text in said) == (
+    assert any("batch norm normalizes over a microbatch" in text for text in said) == (
         restless and bool(found)
     )
 

@@ -109,7 +109,7 @@ class Agreement:
             self._context.parts.modes.refresh()
         if not self._context.with_others:
             return Agreed((0,), StepRequests(requests))
-        # These two calls make the state of all devices equal, so it may differ before.
+        # Both calls make the state of all devices equal, so it may differ before them.
         settles = call in (Call.LOAD, Call.CHANGED)
         # Samples are read from flat memory; buffers that the script replaced are not in it.
         self._context.first.buffers.absorb()
@@ -124,7 +124,7 @@ class Agreement:
             outside=self._external.checksum(function) if run_checks else 0,
         )
         self.note_call(call)
-        # A change is not compared but reported to all devices: then all raise the same error, and
+        # Changes are reported instead of compared, so that all devices raise the same error and
         # each can name the device that changed something.
         try:
             words = self._context.exchange.agree(
@@ -159,7 +159,7 @@ class Agreement:
         try:
             agreed = read_agreed(self._context.exchange.agree(step, head.word(changed=changed)))
         except PeerLost:
-            # Its script ended without this call, or its failure is reported there.
+            # The peer's script ended without this call, or the peer raises its own error.
             return
         if any(agreed.changed):
             raise DisagreementError(
@@ -168,7 +168,7 @@ class Agreement:
             )
 
     def _with_advice(self, error: PeerError, call: Call) -> PeerError:
-        """Name the call in the error: the script may make it on the lead only."""
+        """Name the call in the error, because the script may make it on the lead only."""
         advice = (
             f"{error}. Device {self._context.first.number} is at {call.words}, which must be "
             f"called on every device, and so not under `if trainer.is_lead:`"
@@ -291,7 +291,7 @@ class GroupSettings:
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):
             for key, value in values.items():
                 came, here = from_json(value), group.get(key)
-                # In place: a scheduler, or a captured graph, holds the very tensor.
+                # Copy in place, because a scheduler or a captured graph holds this tensor object.
                 if isinstance(came, torch.Tensor) and isinstance(here, torch.Tensor):
                     here.copy_(came)
                 else:

@@ -77,9 +77,9 @@ def hold(module: torch.nn.Module, close: Callable[[], None]) -> None:
 
 
 def check_moves(module: torch.nn.Module, device: torch.device) -> None:
-    """Refuse a model that cannot be moved to a device in place, as the same parameter objects.
+    """Refuse a model whose parameters cannot be moved to a device and stay the same objects.
 
-    PyTorch can do so for its built-in accelerators.
+    PyTorch can move them in this way for its built-in accelerators.
 
     Raises:
         ValueError: a part of the model is on a device of another type.
@@ -158,7 +158,7 @@ def assemble(
         timeout_s=settings.timeout_s,
         allocator=layout.allocator,
     )
-    # Before anything else can fail: the other devices wait for this process from here on.
+    # Call this before anything else can fail: the other devices wait for this process from here on.
     joined(exchange)
     memory = exchange.memory
     named = parts.named.values()

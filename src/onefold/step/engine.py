@@ -1,4 +1,4 @@
-"""Runs a step: agree, compute, judge, update, publish. Or hands its gradient to the script.
+"""Runs a step: agree, compute, judge, update, publish; or leaves its gradient to the script.
 
 The replicas hold the model's state, the placement decides where it is stored, and the exchange
 moves it between devices.
@@ -116,13 +116,13 @@ class Engine:
         return next(iter(self.losses.values()))
 
     def end_step(self) -> None:
-        """Note that the last step is complete, including its position in the data."""
+        """Note that the last step is complete, and that the position in the data includes it."""
         self.agreement.torn = ""
 
     def step(
         self, batch: ShardedBatch, number: int, *, name: str = "", requests: int = 0
     ) -> StepResult:
-        """Update the parameters once. `onefold.exchange.exchange` gives the order of the exchange.
+        """Update the parameters once; `onefold.exchange.exchange` describes the order of messages.
 
         Args:
             batch: the batch, with this process's shards of it.
@@ -250,7 +250,7 @@ class Engine:
             )
 
     def _compute(self, batch: ShardedBatch, number: int) -> tuple[StepTotals, StepWeight]:
-        """Compute all shards' gradients and losses, a second time if a loss needs it."""
+        """Compute the gradients and losses of all shards; twice if a loss requires it."""
         context, parts, several = self.context, self.context.parts, batch.shares.shards > 1
         objective, run_checks = self.objective, context.checks.run_checks
         objective.trained = parts.trainable()
@@ -268,8 +268,8 @@ class Engine:
         for add in self.hooks.tasks:
             task = add(task)
         if context.alone and not self.placement.may_write(task.shards):
-            # A single device compares nothing between two steps, so what the user changed is valid.
-            # Make it the reference, against which writes by shards are detected.
+            # A single device compares nothing between two steps, so changes by the user are valid.
+            # Make the current values the reference, against which writes by shards are detected.
             context.guard.note(values=run_checks)
         self.agreement.torn = f"step {number}"
         try:
@@ -386,8 +386,9 @@ class Engine:
 
     def _gathered_if_needed(self) -> AbstractContextManager[None]:
         """Gather all parameters for a step that cannot run with one stage at a time."""
-        # Joint shards and weighing run shards outside of the rounds in which devices gather each
-        # other's stages. Compiled code takes all of its parameters as arguments.
+        # The search for a microbatch size, joint shards and weighing run shards outside of the
+        # rounds in which devices gather each other's stages. Compiled code takes all of its
+        # parameters as arguments.
         known = self.objective
         tries = self._cuts_shards and self.microbatches.trials
         all_of_it = tries or self.context.compilers.compiled or known.gathers or known.several_terms
@@ -411,7 +412,7 @@ class Engine:
         if weight.value > 0 and not failure:
             with context.timed("exchange", "norm"):
                 self.rules.load_totals(weight, totals, self._task)
-                # If a hook took the gradient, give it the denominator, and do not check the norm.
+                # If a hook takes the gradient, pass it the denominator, and do not check the norm.
                 if seen is not None:
                     seen(weight.value)
                 norm = self._norm(totals)
@@ -424,7 +425,7 @@ class Engine:
         # Call any() on a list: on a tensor with so few numbers it takes far longer.
         beside = any(context.table.kinds.tolist())
         values = self._values.of_step(task.batch, task.step) if beside else None
-        # Copies: the script may read `Step.loss` long after the table is overwritten.
+        # Clone the numbers: the script may read `Step.loss` long after the table is overwritten.
         numbers, weights = context.table.numbers.clone(), context.table.weights.tolist()
         return StepResult(numbers, weights, weight.value, verdict, norm, values), failure
 

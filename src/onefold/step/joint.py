@@ -160,7 +160,7 @@ class _JointRun:
         try:
             self._backward(self._forward())
         finally:
-            # On errors too: no shard's thread may live on, and use the module that it borrowed.
+            # End the threads on errors too: none may live on and use the module that it borrowed.
             for turn in self._turns.values():
                 turn.end()
             self._put_back()
@@ -319,7 +319,7 @@ def trade_divisors(
     if terms == 1:
         return None
     columns = zip(*(row or [("mean", 0.0)] * terms for row in rows), strict=True)
-    # In the order of the fold: denominators affect the bits of the result, as gradients do.
+    # Add in the order of the fold: denominators affect the bits of the result, as gradients do.
     return tuple(
         1.0
         if any(kind == "sum" for kind, _ in column)
@@ -333,7 +333,7 @@ _Names = tuple[tuple[str, ...], tuple[Column, ...]]
 
 
 class ValueExchange:
-    """Keeps the names of metrics that a run has seen, and so the layout of their part of the table.
+    """Keeps the names of a run's metrics, which define the layout of their part of the table.
 
     `onefold.core.values` describes how they are sent.
 

@@ -45,7 +45,7 @@ class MicrobatchSearch:
         self.samples = chosen if isinstance(chosen, int) else None
         """Maximum number of samples that run at once; None for a whole shard."""
         self.trials = _TRIALS if chosen == "auto" else None
-        """Number of steps that will still start with a search; None if the size was chosen."""
+        """Number of steps that will still start with a search; None if the user chose the size."""
         self._updated = False
         self._warned = False
 
@@ -124,9 +124,9 @@ class MicrobatchSearch:
             for module in modules
         ):
             _log.warning(
-                "batch norm uses the statistics of a microbatch: with microbatch=%d, of %d of a "
-                "shard's %d samples. If these are too few, call eval() on these layers, use group "
-                "norm, or use more shards instead of microbatch with onefold.SyncBatchNorm",
+                "batch norm normalizes over a microbatch: microbatch=%d gives it %d of a shard's "
+                "%d samples at a time. If these are too few, call eval() on these layers, use "
+                "group norm, or use more shards instead of microbatch with onefold.SyncBatchNorm",
                 size,
                 size,
                 largest,

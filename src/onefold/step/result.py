@@ -67,9 +67,9 @@ class Step:
     def values(self) -> dict[str, torch.Tensor]:
         """Metrics that the loss returned, over the whole batch: () float64 for each name.
 
-        They are reduced as losses are: the sum of the shards' totals over the sum of their weights,
-        NaN if these are 0. Empty if the loss returned no metrics. Computed when they are read; on a
-        GPU, nothing blocks on them until then.
+        They are reduced as losses are: the sum of the shards' totals over the sum of their weights;
+        NaN if the latter is 0. Empty if the loss returned no metrics. Computed when they are read;
+        on a GPU, nothing blocks on them until then.
         """
         beside = self.outcome.values
         return {} if beside is None else beside.finished()
@@ -142,8 +142,8 @@ class StepResult:
     @property
     def loss(self) -> torch.Tensor:
         """See `Step.loss`."""
-        # In the order of the fold, as gradients are added, so that the loss has the same bits on
-        # any number of devices.
+        # Add in the order of the fold, like gradients, so that the loss has the same bits on any
+        # number of devices.
         total = fold_rows(self.totals)
         # Divide by a tensor: for a Python number, a GPU multiplies by its reciprocal, which rounds
         # differently.

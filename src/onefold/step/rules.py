@@ -102,7 +102,7 @@ class GradientRules:
         update = self._update
         if shards > 1:
             return update.norms.squared(update.owned_gradients, share).sqrt()
-        # The same bits as torch.nn.utils.clip_grad_norm_, because one shard equals a plain loop.
+        # Keep the bits of torch.nn.utils.clip_grad_norm_, because one shard equals a plain loop.
         if totals.whole is None:
             return update.norms.of_one_shard(update.gradients, totals.gave, share, widened=widened)
         given = [gradient for gradient in totals.whole if gradient is not None]
@@ -114,7 +114,7 @@ class GradientRules:
 
     def clip(self, norm: torch.Tensor) -> None:
         """Clip the gradient by norm, then by value; ``norm`` is the norm before clipping."""
-        # On the device: reading the norm to skip a factor of 1 would block on a GPU.
+        # Scale on the device: reading the norm, to skip a factor of 1, would block on a GPU.
         if self._clip_norm is not None:
             self._update.scale((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if self._clip_value is not None:
@@ -217,12 +217,12 @@ class FiniteCheck:
         self._unread: _Unread | None = None
 
     def of_loss(self, task: ShardTask, *, now: bool, alone: bool) -> str:
-        """Describe the first loss that is not finite, if the step is to be skipped for it.
+        """Describe the first loss that is not finite, if the step is skipped because of it.
 
         Args:
             task: the task that all shards of the step share.
             now: whether to check in this step, with the gradient; this blocks on a GPU.
-            alone: whether no gradient norm follows, with which the losses could be read from a GPU.
+            alone: whether no gradient norm follows; if one does, the losses are read with it.
 
         Raises:
             LossError: a loss is not finite, and the step is not skipped.
@@ -240,7 +240,7 @@ class FiniteCheck:
     def of_gradient(
         self, norm: torch.Tensor, step: int, name: Callable[[], str]
     ) -> tuple[str, torch.Tensor | None]:
-        """Describe what is not finite, if the step is to be skipped for it.
+        """Describe what is not finite, if the step is skipped because of it.
 
         Args:
             norm: (), norm of the whole gradient.
@@ -300,8 +300,8 @@ class FiniteCheck:
         """Surround a step's shards, and check the last step after they are queued.
 
         Raises:
-            LossError, GradientError: a value of the last step is not finite. This replaces an error
-                of a shard, which computed with the results of that step.
+            LossError, GradientError: a value of the last step is not finite. This error replaces a
+                shard's error, because the shard computed with the results of that step.
         """
         try:
             yield
@@ -327,7 +327,7 @@ def _bad_loss(totals: torch.Tensor, task: ShardTask) -> str:
     """
     batch = task.batch
     for shard, total in enumerate(totals.tolist()):
-        # Recovering samples and advice takes time, so only on a failure.
+        # Look up samples and advice only on a failure, because it takes time.
         if not math.isfinite(total):
             advice = load("shard.advice").ONE_SAMPLE
             alone = f". {advice}" if batch.size_of(shard) == 1 < batch.samples else ""
@@ -352,7 +352,7 @@ def bad_gradient(context: StepContext, task: ShardTask, done: Done) -> str:
     for replica in context.replicas:
         with context.attached(replica):
             found[replica.number] = _of_shards(replica, task, done)
-    # All devices take part, also those whose shards are finite, and raise the same error.
+    # All devices take part, even those whose shards are finite, so that all raise the same error.
     rows = context.exchange.transport.all_gather_values(found)
     first = min(filter(None, rows), default=None)
     if first is None:
