@@ -310,7 +310,7 @@ def test_an_address_of_no_interface_is_reported(
     with gloo_interface(here, ["10.9.9.8", "node"]):
         assert NAME not in os.environ
     assert Probe.asked == ["fe80::1", "fe80::1", "10.9.9.8"]
-    assert f"10.9.9.9 is no interface's first address: gloo may need {NAME}" in caplog.text
+    assert f"no interface has 10.9.9.9 as its first address: gloo may need {NAME}" in caplog.text
 
 
 APART = Path(__file__).parent.parent / "scripts" / "apart.py"

@@ -1,7 +1,7 @@
 """Connects processes through torch.distributed: those on other hosts, and those that drive GPUs.
 
-Every device sends tensors point to point to the device that needs them. So no library chooses an
-order of addition, and every device hears from every other one, so that a lost device can be named.
+Every device sends tensors point to point to the devices that need them, so that no library chooses
+an order of addition. Every device also hears from every other one, so that it can name a lost one.
 
 Note: how sends and receives are matched
 ----------------------------------------
@@ -54,7 +54,7 @@ __all__ = ["MOST_OF_A_GROUP", "CollectiveTransport", "Moving", "Operation", "gro
 T = TypeVar("T")
 _log = logging.getLogger("onefold")
 _FAILURE_KEY = "onefold/failure"
-# How long an error waits for the reason that a failing device writes to the store.
+# How long this process looks for the reason that a failing device writes to the store.
 _LAST_WORDS_S = 1.0
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "peer")
 
@@ -136,9 +136,9 @@ class CollectiveTransport(Transport):
 
         Operations without a chunk come first.
         """
-        # Receives first within a chunk: gloo runs the two directions of a connection one after the
-        # other if both ends start by sending. The sort must be stable, because parts of one chunk
-        # are matched by their place in the list.
+        # Within a chunk, start receives first: gloo runs the two directions of a connection one
+        # after the other if both ends start by sending. The sort must be stable, because parts of
+        # one chunk are matched by their place in the list.
         ordered = sorted(
             (op for op in operations if op.part.numel()),
             key=lambda op: (-1 if op.chunk is None else op.chunk, op.sends),
@@ -356,7 +356,7 @@ def groups_of(operations: Sequence[Operation], size: int) -> list[list[Operation
     """Split a batch into groups that are started one after the other; see the note on groups.
 
     Args:
-        operations: all of them on one type of device.
+        operations: tensors of one type of device.
         size: the number of devices; with more than 64, a group has one message for each other
             device and direction.
     """

@@ -82,7 +82,7 @@ class CollectiveMemory(Memory):
         allocator = transport.allocator
         super().__init__(storage, assignment, allocator)
         self.transport, self._rank = transport, transport.rank
-        # Allocated when shares first need them.
+        # Partial sums are allocated when shares first need them.
         self._own = defaultdict[int, Partial](
             lambda: Partial.private(storage.gradients, transport.device)
         )
@@ -211,7 +211,8 @@ class CollectiveMemory(Memory):
         tables = transport.move(self._tables_to_move(shares))
 
         def finish() -> None:
-            # In this order on every device, because messages are matched by their order alone.
+            # Finish in this order on every device, because messages are matched by their order
+            # alone.
             for moving in (*self._moving, swapped, tables):
                 moving.finish()
             for peer, row in rows.items():
@@ -322,7 +323,8 @@ class CollectiveStageExchange(StageExchange):
     def exchange(self, call: StageMessage) -> list[Delivery]:
         transport = self._transport
         if isinstance(call, ParameterRequest) and self._is_alone_with(call.stage):
-            # No message: no other device has a part of this stage, or takes part in the request.
+            # Send no message: no other device has a part of this stage, or takes part in the
+            # request.
             self._fill(call, self._numbered(self._kept[self.rank][call.stage]))
             return []
         headers = self._all_gather_headers(transport, self._among, call)

@@ -212,7 +212,7 @@ class PeerWatch:
         self._lateness: LateWatch | None = lateness
         self._end = threading.Event()
         self._peers = {rank: StoppedProcess(pid) for rank, pid in pids.items()}
-        # A daemon, because a script that never closes its Trainer must be able to end.
+        # Use a daemon thread, because a script that never closes its Trainer must be able to end.
         self._thread = threading.Thread(target=self._watch, name="onefold peers", daemon=True)
         _watches.add(self)
         self._thread.start()
@@ -239,7 +239,7 @@ class PeerWatch:
                 self._answer()
 
     def _answer(self) -> None:
-        # A local reference: `close` may drop the attribute meanwhile, from the main thread.
+        # Take a local reference: `close` may drop the attribute meanwhile, from the main thread.
         lateness = self._lateness
         try:
             if lateness is not None:
@@ -374,7 +374,7 @@ class SealedStore(Store):
 
     def _sealed(self, key: str, value: str | bytes) -> str:
         text = value if isinstance(value, bytes) else value.encode()
-        # Text, because a store takes values from Python as text.
+        # Seal as text, because a store takes values from Python as text.
         return (_MARK + self._seal(key, text) + text.hex().encode()).decode()
 
     def _opened(self, key: str, text: bytes) -> bytes:
@@ -439,7 +439,7 @@ def prove(
     Raises:
         DisagreementError: a process does not know the secret, or an intruder relays messages.
     """
-    # Fresh challenges, so that answers recorded from another group are useless.
+    # Draw fresh challenges, so that answers recorded from another group are useless.
     challenges = trade(os.urandom(_BYTES))
     seen = "\n".join(" ".join(ends) for ends in connections or ()).encode()
     answers = trade(_answer(secret, rank, challenges, seen) + seen)

@@ -89,7 +89,8 @@ class Exchange:
         Raises:
             LossError: an accelerator computed a weight that is negative or not finite.
         """
-        # Read the weights that a GPU computes once, here: reading blocks on the GPU.
+        # Read the weights that a GPU computes here, and only once, because reading blocks on the
+        # GPU.
         self.table.await_weights()
         self.reduction.collect(shares)
 
@@ -167,7 +168,7 @@ def join(
         # equal sizes on all devices; comparing does not.
         compare(transport.all_gather_objects({devices.own[0]: description}))
         return exchange_over(transport, storage, start, assignment)
-    # KeyboardInterrupt too: the other processes must not wait for the whole timeout.
+    # Close on KeyboardInterrupt too: the other processes must not wait for the whole timeout.
     except BaseException as error:
         transport.close(error)
         raise
@@ -208,7 +209,7 @@ def exchange_over(
 
 
 class LocalMemory(Memory):
-    """All devices are driven by one process, each with its own flat memory.
+    """Memory of a process that drives all devices, each with its own flat memory.
 
     A single device uses gradients where backward left them.
 
@@ -261,7 +262,7 @@ class LocalMemory(Memory):
         return own.flat if isinstance(own, Partial) else None
 
     def publish_parameters(self) -> None:
-        # Non-blocking: the next kernels of both devices are queued behind the copy.
+        # The copies do not block: the next kernels of both devices are queued behind them.
         for owner, chunks in enumerate(self._updated):
             source = self.trained[owner]
             for receiver, parameters in self.trained.items():

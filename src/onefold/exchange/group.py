@@ -343,7 +343,8 @@ def _make_group(
     context = meeting.context
     backend = collective_backend(kind)
     limit = timedelta(seconds=timeout_s)
-    # Bind it to its GPU. Otherwise NCCL may guess one, and create a context on it.
+    # Bind the group to this process's GPU. Otherwise NCCL may guess one, and create a context on
+    # it.
     index = None if kind == "cpu" else torch.accelerator.current_device_index()
     device = None if index is None else torch.device(kind, index)
     if dist.is_initialized():
@@ -374,7 +375,7 @@ def all_gather_objects(
     lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
     counts = [int(length) for length in lengths]
-    # Checked before memory is allocated: the length comes from a process that may be an intruder.
+    # Check the lengths before allocating memory: they come from processes that may be intruders.
     if most is not None and not all(0 <= count <= most for count in counts):
         raise RuntimeError(f"a process announces {counts} bytes, over {most}")
     # all_gather needs one length from all, and frombuffer rejects an empty or a read-only buffer.
@@ -513,7 +514,8 @@ def _connected(place: tuple[str, int], timeout_s: float) -> Store | str:
         with suppress(RuntimeError):
             made.append(TCPStore(*place, timeout=limit, wait_for_workers=False))
 
-    # A thread, because PyTorch waits without a limit for an answer of another program at the port.
+    # Use a thread: if another program listens at the port and does not answer, PyTorch waits
+    # without a limit.
     thread = threading.Thread(target=make, daemon=True)
     thread.start()
     thread.join(min(_STORE_S, timeout_s))
@@ -576,7 +578,7 @@ def gloo_interface(context: LaunchContext, hosts: Sequence[str]) -> Iterator[Non
 
 def _interface_toward(hosts: Sequence[str]) -> str:
     """Return the interface to the first host that is another one; empty if gloo needs none."""
-    # gloo does the same if no interface is set; if it fails, gloo uses loopback.
+    # If no interface is set, gloo does the same, and falls back to loopback.
     with suppress(OSError), socket.socket() as probe:
         probe.bind((socket.gethostname(), 0))
         if not ip_address(probe.getsockname()[0]).is_loopback:
@@ -591,7 +593,9 @@ def _interface_toward(hosts: Sequence[str]) -> str:
                 if found[20:24] == socket.inet_aton(own):
                     return name
     if own != "0.0.0.0":
-        _log.info("%s is no interface's first address: gloo may need %s", own, _GLOO_INTERFACE)
+        _log.info(
+            "no interface has %s as its first address: gloo may need %s", own, _GLOO_INTERFACE
+        )
     return ""
 
 

@@ -299,7 +299,7 @@ def _read(connection: socket.socket) -> tuple[bytes, array[int]]:
     See the note at the head.
     """
     files = array("i")
-    # Twice, because a first reset or end of stream may hide a message that is still queued.
+    # Read twice, because a first reset or end of stream may hide a message that is still queued.
     for _ in range(2):
         try:
             beside = socket.CMSG_LEN(files.itemsize)
@@ -420,7 +420,8 @@ def _reach(name: str, rank: int, check_run: Callable[[], None]) -> socket.socket
                 connection.send(_HELLO.pack(rank))
                 return connection
         except OSError as error:
-            # These mean that the process does not listen yet, or that its queue is full: try again.
+            # These errors mean that the process does not listen yet, or that its queue is full: try
+            # again.
             if error.errno not in (errno.ECONNREFUSED, errno.EAGAIN, errno.ENOENT):
                 connection.close()
                 raise
@@ -449,7 +450,7 @@ def _hello(connection: socket.socket) -> int | None:
     """Return the rank of a process that connected; None for a foreign or silent process."""
     if credentials(connection)[1] != os.getuid():
         return None
-    # A limit, so that a silent process cannot keep the others from being accepted.
+    # Set a limit, so that a silent process cannot keep the others from being accepted.
     connection.settimeout(_HELLO_S)
     try:
         (rank,) = _HELLO.unpack(connection.recv(_HELLO.size))

@@ -162,7 +162,7 @@ class Partial:
             copy_each(targets, [self.chunk(chunk) for chunk in shown])
 
     def hold(self, gradients: Gradients) -> Gradients:
-        """Move a sum, before more is added to it, to where `write_some` would copy the final sum.
+        """Move a sum to the place of the final sum (see `write_some`), before more is added to it.
 
         Returns:
             The gradients in their new places. A gradient is not moved if `write_some` would not
@@ -342,7 +342,7 @@ class FrozenMemory:
         return [number for own in self._own for number in own]
 
     def entry_of(self, number: int) -> int:
-        """Return the number of a segment's parameter, counted on from the trained ones."""
+        """Return the number of a segment's parameter; the trained parameters come first."""
         return self._segments[number].entry
 
     def part(self, number: int) -> torch.Tensor:
@@ -351,7 +351,7 @@ class FrozenMemory:
         return self._kept_layout.in_room(self._places[number], self._kept[stage])
 
     def keep(self) -> None:
-        """Store this device's part of the memory of all frozen parameters, if that exists now."""
+        """Store this device's part of `flat`, if the memory of `flat` exists now."""
         for number in self.numbers if self.flat.is_there else ():
             self.part(number).copy_(self._in_flat(number))
 
@@ -378,7 +378,7 @@ class FrozenMemory:
         return self._layout.places[frozen[0]][0] if frozen else self._layout.stage_bytes[stage]
 
     def view(self, number: int) -> torch.Tensor:
-        """View a parameter of a completely kept stage; numbers count on from the trained ones."""
+        """View a parameter of a stage that is kept as a whole, by its number as in `entry_of`."""
         stage = self._layout.stages.stage_of[number]
         return self._kept_layout.whole(number, self._kept[stage])
 
@@ -513,7 +513,7 @@ class Memory(ABC):
         """
 
     def hold(self, slot: int, gradients: Gradients) -> Gradients:
-        """Move a block's sum, before the last shard is added, to where it is sent from.
+        """Move a block's sum to the memory that it is sent from, before the last shard is added.
 
         See `Partial.hold`. Called before `publish_stage`, if `Storage.early` is set.
         """
@@ -584,12 +584,12 @@ class Memory(ABC):
     def broadcast_tensor_from_lead(self, values: torch.Tensor) -> None:  # noqa: B027 (see there)
         """Overwrite a tensor of every process with the lead's, if `is_partitioned`.
 
-        Collective; may block. Otherwise all parameters are the lead's from the start.
+        Collective; may block. If not `is_partitioned`, parameters have the lead's values already.
         """
 
 
 def write_first(flat: FlatTensors, values: Sequence[torch.Tensor | FirstValues]) -> None:
-    """Write the first values to flat memory; draw values that are not drawn yet at the end."""
+    """Write the first values to flat memory; values that must still be drawn come last."""
     there = [value if isinstance(value, torch.Tensor) else None for value in values]
     # Drawing needs memory for each tensor, so skip these here and draw them straight into place.
     flat.write(there, skip={number for number, value in enumerate(there) if value is None})

@@ -103,7 +103,7 @@ class Progress:
 
     def set_step(self, rank: int, step: int) -> None:
         """Note that ``rank`` started ``step``."""
-        # The state comes last: a reader that sees it finds the step.
+        # Write the state last: a reader that sees it also finds the step.
         self._rows[rank * _COLUMNS + 1] = step
         self._rows[rank * _COLUMNS] = _BEGUN
 
@@ -114,7 +114,7 @@ class Progress:
     def set_shard(self, rank: int, shard: int) -> None:
         """Note that ``rank`` computes a shard; -1 for none."""
         self._rows[rank * _COLUMNS + 2] = shard + 1
-        # Counts every start, so that a watcher sees progress although the shard's number repeats.
+        # Count every start, so that a watcher sees progress even if the shard's number repeats.
         self._rows[rank * _COLUMNS + 5] += 1
 
     def set_call(self, rank: int, call: int) -> None:
@@ -143,14 +143,15 @@ class Progress:
 
     def place_of(self, rank: int) -> DevicePlace:
         """Return the position of ``rank``."""
-        # A copy in one slice; it may still be half written, see the note at the head.
+        # Copy the row in one slice; it may still be half written, see the note at the head.
         row = self._rows[rank * _COLUMNS : (rank + 1) * _COLUMNS]
         _, _, shard, wait, peer, begun, call, reads = row
         return DevicePlace(self.step_of(rank), shard - 1, wait, peer - 1, begun, call, reads)
 
     def set_ended(self, rank: int) -> None:
         """Note that the script of ``rank`` ended."""
-        # The step first: without one, memory of zeros would read as step 0 after the state changes.
+        # Write the step first: without one, a row of zeros would read as step 0 once the state
+        # changes.
         self._rows[rank * _COLUMNS + 1] = self.step_of(rank)
         self._rows[rank * _COLUMNS] = _ENDED
 

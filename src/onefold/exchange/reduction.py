@@ -117,7 +117,8 @@ class BlockReduction(Reduction):
         self._totals: dict[int, list[torch.Tensor | None]] = {}
 
     def collect(self, shares: Shares) -> None:
-        # Before any addition: additions are in place, so all devices must have finished writing.
+        # Collect before any addition: additions are in place, so all devices must have finished
+        # writing.
         arrivals = self.memory.collect(shares)
         for device in self.memory.trained:
             self._totals[device] = self._added_up(device, shares, arrivals)
@@ -155,7 +156,7 @@ class BlockReduction(Reduction):
             }
             if home is not None:
                 parts = {b: [each.to(home.device) for each in part] for b, part in parts.items()}
-            # In place, left before right: the leftmost part becomes the total and loses its own
+            # Add in place, left before right: the leftmost part becomes the total and loses its own
             # value. So each chunk must be folded exactly once per step.
             for pairs in additions(shares, together=self.memory.at_once):
                 add_each(
@@ -368,7 +369,7 @@ class StageReduction(Reduction):
         return all(each.header == DONE for each in found)
 
     def _arrived(self, but: int = 0) -> list[Delivery]:
-        """Wait for all late deliveries except the latest events'; return them."""
+        """Wait for the late deliveries of all events except the last ``but``; return them."""
         come: list[Delivery] = []
         while len(self._late) > but:
             for each in self._late.popleft():
@@ -381,7 +382,8 @@ class StageReduction(Reduction):
         sends = [each for each in found if each.header.is_send]
         for header, segments, shared, _ in sends:
             tensors = [segments.get(number) for number in self._segments[header.stage]]
-            # Sums are kept in the allocator's memory, which may be a file, so copy at once.
+            # Sums are kept in the allocator's memory, which may be a file, so copy the tensors at
+            # once.
             if self._allocator.apart:
                 tensors = [None if t is None else self._allocator.copy(t) for t in tensors]
                 shared = False
@@ -406,7 +408,7 @@ class StageSum:
     def plus(self, other: StageSum, allocator: TensorAllocator) -> StageSum:
         """Add another sum to the right of this one.
 
-        The result may reuse the memory of either sum, or else the allocator's.
+        The result reuses the memory of either sum if possible; otherwise the allocator's.
         """
         tensors, shared = list(self.tensors), set(self.shared)
         in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -467,7 +469,7 @@ class Header(NamedTuple):
         return self.shard == _PREFETCHES
 
     def packed(self, parameters: int) -> bytes:
-        """Pack the header into bytes, with one length for up to ``parameters`` parameters."""
+        """Pack the header into bytes; the length depends only on ``parameters``, the maximum."""
         # Every device's header has the same length, as `all_gather_bytes` requires.
         flags = sum(1 << place for place, gave in enumerate(self.gave) if gave)
         head = _HEAD.pack(self.shard, self.stage, self.last)
@@ -566,8 +568,8 @@ class StageExchange(ABC):
         """Set how this device's own parameters are found.
 
         Args:
-            values: maps the number of a segment, with frozen ones counted on from the trained ones,
-                to (numel,) in storage order, in the dtype of the model.
+            values: maps the number of a segment (frozen ones come after the trained ones) to
+                (numel,) in storage order, in the dtype of the model.
         """
         self._values = values
 

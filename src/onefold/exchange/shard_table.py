@@ -139,7 +139,7 @@ class ShardTable:
                 self._host_digests[shard] = result.digest
             else:
                 self.digests[shard : shard + 1].copy_(result.digest, non_blocking=True)
-        # Nearly every shard gives a gradient to every parameter: then add a single number.
+        # Nearly every shard gives a gradient to every parameter. In that case, add a single number.
         gave = result.gave
         row = self.gave[device]
         np.add(row, 1 if all(gave) else gave, out=row)
@@ -202,7 +202,7 @@ class ShardTable:
         start = 0
         for part in self._row_parts(device, shards):
             stop = start + part.nbytes
-            # In place, because other objects keep views of these arrays for the whole run.
+            # Assign in place, because other objects keep views of these arrays for the whole run.
             part[...] = message[start:stop].numpy().view(part.dtype).reshape(part.shape)
             start = stop
 

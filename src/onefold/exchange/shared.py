@@ -71,7 +71,7 @@ __all__ = ["SharedMemory", "SharedStageExchange", "SharedTransport"]
 def new_file(
     size_bytes: int, allocator: TensorAllocator = DEFAULT_ALLOCATOR
 ) -> tuple[int, torch.Tensor]:
-    """Make a file without a name, and map it: its descriptor and (size,) uint8 of zeros.
+    """Make a file without a name; return its descriptor and its mapping, (size,) uint8 zeros.
 
     The caller closes the descriptor.
 

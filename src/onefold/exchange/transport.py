@@ -207,8 +207,8 @@ class Transport(ABC):
     def send(self, device: int, target: int, message: Message) -> None:
         """Send a message from a device of this process; does not wait until it is received.
 
-        A device of a pipeline has at most as many unfinished shards as the pipeline has devices
-        from this one to its end, and at most that many messages are in flight to it.
+        A device of a pipeline never has more unfinished shards, nor more messages in flight to it,
+        than there are devices from it to the end of the pipeline.
         """
 
     @abstractmethod
@@ -260,7 +260,7 @@ class LocalTransport(Transport):
         return make(0)
 
     def send(self, device: int, target: int, message: Message) -> None:
-        # Packed: a copy, so that the sender may overwrite its tensors before they are received.
+        # Pack the message: the copy lets the sender overwrite its tensors before they are received.
         self._sent[device, target].append(packed_message(message))
 
     def receive(self, device: int, source: int) -> Message:
@@ -288,7 +288,7 @@ def host_buffer(
         return memory
     if device.type == "cpu" or allocator.apart:
         return allocator.empty(nbytes)
-    # Pinned, because a GPU otherwise copies through a buffer of the driver, which is slower.
+    # Pin the memory: a GPU otherwise copies through a buffer of the driver, which is slower.
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
