@@ -30,6 +30,7 @@ RUNS_CODE = """
     jobs/text_models.py MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].from_pretrained:
         safetensors alone, which hold no code
     launcher/launch.py cloudpickle.loads: what our own worker wrote into a file without a name
+    launcher/hosts.py subprocess.Popen: the command of --via, or this Python; no shell of ours
     launcher/launch.py subprocess.Popen: this Python, with -P, on our own module; no shell
     weights.py torch.load: with weights_only
     worker.py cloudpickle.loads: the launcher's function, from a file without a name
@@ -65,6 +66,7 @@ REMOVES_OR_PUTS = """
     system/file_memory.py os.ftruncate: longer, of our own file without a name
     system/file_memory.py tempfile.TemporaryFile: without a name, in the home that was named
     launcher/membership.py os.fdopen: a copy of stderr
+    launcher/part.py os.open: the null device
     launcher/workers.py os.ftruncate: memory without a name
     exchange/progress.py os.ftruncate: memory without a name
     tools/host_watch.py os.open: for reading, memory without a name of a process of this user
@@ -155,6 +157,8 @@ PLACES = {
 ENDS = """
     exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
     launcher/hang.py os.kill: with a signal that writes stacks, if a handler is installed
+    launcher/hosts.py self._process.kill: a child that does not end, or whose host is lost
+    launcher/part.py os.kill: this process, with a signal that the first host passes on
     launcher/workers.py os.killpg: a worker that was not reaped, so its id is not reused
     launcher/workers.py os.pidfd_open: of a child that was just started
     launcher/workers.py os.kill: a worker whose end was not collected, where there are no pidfds
@@ -172,6 +176,7 @@ ENDS = """
 
 LOCKS = """
     checkpoint/folder.py fcntl.flock: on a file of its owner alone; never waits
+    launcher/hosts.py threading.Lock: of a process's own lines; held for one write
     system/folder_lock.py fcntl.fcntl: a lock on a file of its owner alone; never waits
     system/safe_files.py fcntl.flock: on the private folder, so that others leave it; never waits
     testing/scheduler.py threading.Semaphore: of simulated devices, one of which always goes on
@@ -207,6 +212,11 @@ WAITS = """
     exchange/connections.py self._store.wait: as the caller says, or for the limit of the store
     exchange/mailbox.py poller.poll: for part of the limit
     data_order/worker_processes.py time.sleep: twenty milliseconds at a time, as the limit says
+    launcher/hosts.py probe.bind: to a free port of this machine
+    launcher/hosts.py self._process.poll: does not wait
+    launcher/hosts.py connection.wait: for part of a limit, or while parts run, signals noticed
+    launcher/hosts.py self._process.wait: for part of a limit, or after a kill
+    launcher/hosts.py time.sleep: between two signs of life
     launcher/workers.py connection.wait: for part of a limit, or while workers run, signals noticed
     launcher/workers.py self._process.wait: for what the kernel has said to have ended
     testing/scheduler.py thread.join: each device ends, or is made to
@@ -225,6 +235,8 @@ THREADS = """
     exchange/group.py threading.Thread: in PyTorch until a stranger at the port answers; the run has
         failed by then
     jobs/data/pictures.py ThreadPoolExecutor: ends with the block
+    launcher/hosts.py threading.Thread: signs of life of a program without PyTorch, until it ends
+    launcher/part.py threading.Thread: waits for signals to pass on, in a program without PyTorch
     tools/host_watch.py threading.Thread: waited for when Python ends
     shard/gather.py threading.Thread: ended with its step; else it waits outside of PyTorch
     testing/scheduler.py threading.Thread: no daemon
@@ -235,8 +247,9 @@ ENVIRONMENT = """
     launcher/environment.py environment.pop: takes the run's record out
     integrations/transformers.py os.environ.pop: what onefold has read by then, of its own processes
     exchange/group.py os.environ: gloo's interface, put back afterwards
-    launcher/environment.py environment: for a worker, in a copy
-    launcher/environment.py environment.setdefault: for a worker, in a copy
+    launcher/launch.py environment: for a worker, in a copy
+    launcher/launch.py environment.setdefault: for a worker, in a copy
+    launcher/launch.py environment.pop: for a worker, in a copy
     launcher/launch.py os.environ.update: the options of a run that this process joins
     launcher/launch.py os.environ.setdefault: the order of sets, where nobody has said so
     launcher/environment.py os.environ.update: where compiled code is kept, where nobody has said so

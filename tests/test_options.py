@@ -8,7 +8,8 @@ import pytest
 
 from onefold.core.options import RunOptions
 from onefold.errors import LaunchError
-from onefold.launcher.environment import read_context, worker_environment
+from onefold.launcher.environment import read_context
+from onefold.launcher.launch import worker_environment
 from onefold.options import OPTIONS, options_of, variable, variables_of
 from tests.tables import for_each
 
@@ -31,6 +32,8 @@ GIVEN = RunOptions(
     timeout_s=7.5,
     offload_dir="/tmp/disk",
     stop_signals=("USR1",),
+    hosts=("node1", "node2"),
+    via="ssh -p 2222 {host}",
 )
 INTERNAL = {"program", "quiet", "saves", "save_every_s", "stops_after", "tools"}
 """Fields that no user sets; and the seconds of ``--save-every``, which has both of its fields."""

@@ -109,7 +109,7 @@ def _tell_end() -> None:
     # An error was raised when the Trainer was created; do not repeat it at exit.
     with suppress(errors.LaunchError):
         context = current_context()
-        if context.agent_store and "torch" in sys.modules:
+        if (context.agent_store or (context.address and context.rank)) and "torch" in sys.modules:
             import_module("onefold.exchange.group").tell_end(context)
 
 

@@ -56,6 +56,21 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
+def _hosts(text: str) -> tuple[str, ...]:
+    """Read names, or a file with one name per line; # begins a comment."""
+    names = text.split(",")
+    if os.path.isfile(text):
+        with open(text, encoding="utf-8") as file:
+            names = [line.partition("#")[0] for line in file]
+    names = [name.strip() for name in names if name.strip()]
+    for name in names:
+        if len(name.split()) > 1 or name.startswith("-"):
+            raise ValueError(f"expected names of hosts, one per line of a file, but got {name!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"hosts must differ, but got {', '.join(names)}")
+    return tuple(names)
+
+
 def _signals(text: str) -> tuple[str, ...]:
     names = tuple(name.removeprefix("SIG") for name in text.replace(",", " ").split())
     known = [each.name.removeprefix("SIG") for each in (*STOP_SIGNALS, *NOTICES)]
@@ -104,6 +119,12 @@ OPTIONS = {
     ),
     "offload_dir": RunOption(
         _DEVICES, "DIR", "Folder, on a disk, for the --placement offload file.", _folder
+    ),
+    "hosts": RunOption(
+        _DEVICES, "NAMES|FILE", "Hosts of the run, this one first.", _hosts, launches=True
+    ),
+    "via": RunOption(
+        _DEVICES, "COMMAND", 'Command that reaches a host ("ssh {host}").', str, launches=True
     ),
     "checkpoint": RunOption(
         _STOP, "DIR", "Resume from this folder's last checkpoint; save here.", _folder
@@ -222,8 +243,8 @@ OF_OPTION = "the option "
 _FOLDERS = ("checkpoint", "record")
 """Fields that name a folder, which may differ between hosts, and that all processes need."""
 _OF_A_HOST = {
-    *("logs", "max_restarts", "offload_dir", "placement", "profile", "program", "quiet"),
-    *("restart_devices", "stop_signals", "tools"),
+    *("hosts", "logs", "max_restarts", "offload_dir", "placement", "profile", "program", "quiet"),
+    *("restart_devices", "stop_signals", "tools", "via"),
 }
 """Fields that name places on a host or belong to its launcher; and the placement, which is
 compared in any case."""

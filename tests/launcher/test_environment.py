@@ -5,7 +5,8 @@ import pytest
 
 from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import LaunchError
-from onefold.launcher.environment import PLACE, read_context, worker_environment
+from onefold.launcher.environment import PLACE, read_context
+from onefold.launcher.launch import worker_environment
 from tests.tables import for_each
 
 TORCHRUN = {

@@ -15,8 +15,9 @@ import torch
 from onefold.core.options import LaunchContext
 from onefold.errors import LaunchError
 from onefold.launcher import foreign_launchers
-from onefold.launcher.environment import read_context, worker_environment
+from onefold.launcher.environment import read_context
 from onefold.launcher.foreign_launchers import others_of
+from onefold.launcher.launch import worker_environment
 from onefold.session import forming
 from tests.launcher.test_slurm import SRUN
 from tests.tables import for_each

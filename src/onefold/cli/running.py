@@ -105,6 +105,8 @@ def run(
     script: Script = None,
     devices: Devices = "auto",
     placement: PlacementOption = DEFAULT_PLACEMENT,
+    hosts: Annotated[str | None, _option("hosts")] = None,
+    via: Annotated[str, _option("via")] = _DEFAULTS.via,
     module: Module = False,
     checkpoint: Annotated[Path | None, _option("checkpoint")] = None,
     save_every: Annotated[str, _option("save_every")] = str(_DEFAULTS.save_every),
@@ -136,7 +138,7 @@ def run(
     timeout: Timeout = _DEFAULTS.timeout_s,
     offload_dir: OffloadDir = None,
 ) -> None:
-    """Run a script on the devices of this machine.
+    """Run a script on the devices of this machine, or of several hosts.
 
     Under torchrun or srun with several processes, this process becomes a device of their run,
     unless --devices is given. The variable ONEFOLD_SAVE_EVERY has the effect of --save-every, and
@@ -156,13 +158,17 @@ def run(
         steps, seconds = read_interval(save_every)
     except ValueError as error:
         raise LaunchError(f"--save-every {save_every} is not valid: {error}") from None
+    try:
+        named = OPTIONS["hosts"].read(hosts) if hosts else ()
+    except ValueError as error:
+        raise LaunchError(f"--hosts {hosts} is not valid: {error}") from None
     if checkpoint is not None:
         if checkpoint.exists() and not checkpoint.is_dir():
             raise LaunchError(f"--checkpoint {checkpoint} must be a folder, but is a file")
         checkpoint.mkdir(parents=True, exist_ok=True)
     elif given := [each for each in _OF_CHECKPOINTS if _is_given(context, each)]:
-        named = ", ".join(f"--{each.replace('_', '-')}" for each in given)
-        raise LaunchError(f"{named} requires --checkpoint DIR")
+        words = ", ".join(f"--{each.replace('_', '-')}" for each in given)
+        raise LaunchError(f"{words} requires --checkpoint DIR")
     # Absolute paths, because the script may change its folder before a worker uses them.
     options = RunOptions(
         placement=placement,
@@ -182,14 +188,17 @@ def run(
         logs=_absolute(logs),
         audit=audit,
         on_corruption=on_corruption,
+        hosts=named,
+        via=via,
     )
-    selection = select_devices(devices)
-    joins = not _is_given(context, "devices")
+    # Each of several hosts selects its own devices.
+    selection = Selection((), choice=devices) if named else select_devices(devices)
+    joins = not (named or _is_given(context, "devices"))
     outcome = supervise(command, selection, options, joins=joins)
     _tell_end(outcome)
     _tell_of_late_options(context, command, outcome)
     if as_json:
-        print_json(_as_json(outcome, selection, options))
+        print_json(_as_json(outcome, options))
     else:
         _tell_what_is_next(outcome, command, options)
     raise typer.Exit(outcome.exit_code)
@@ -256,12 +265,12 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _as_json(outcome: Outcome, selection: Selection, options: RunOptions) -> dict[str, Any]:
+def _as_json(outcome: Outcome, options: RunOptions) -> dict[str, Any]:
     return {
         "exit_code": outcome.exit_code,
         "message": outcome.message,
         "stopped_by": outcome.stopped_by.name if outcome.stopped_by else None,
-        "devices": list(selection.devices),
+        "devices": list(outcome.devices),
         "step": outcome.step if outcome.exit_code and outcome.step >= 0 else None,
         "checkpoint": options.checkpoint or None,
         "record": options.record or options.checkpoint or None,

@@ -101,6 +101,10 @@ class RunOptions:
     """Folder for the output of devices other than the lead."""
     quiet: bool = False
     """Whether the lead's output also goes to a log file."""
+    hosts: tuple[str, ...] = ()
+    """Hosts of the run, of which the first is this machine; empty for this machine alone."""
+    via: str = "ssh {host}"
+    """Command that runs its further arguments on a host."""
 
     def __post_init__(self) -> None:
         # Checked on creation in the launcher, before any worker starts.

@@ -106,9 +106,9 @@ class Rendezvous:
             base: Store = (
                 # A file without a name, which the kernel opens for this user only: there is no open
                 # port, and nothing that could be removed or left behind.
-                FileStore(f"/proc/self/fd/{context.store_descriptor}", self.size)
-                if context.store_descriptor >= 0
-                else reach_store(context, self.timeout_s)
+                reach_store(context, self.timeout_s)
+                if context.address
+                else FileStore(f"/proc/self/fd/{context.store_descriptor}", self.size)
             )
             if context.secret:
                 base = SealedStore(base, context.secret.encode(), context.run_id)
@@ -130,7 +130,7 @@ class Rendezvous:
     def has_ended(self, rank: int) -> bool:
         """Whether the script of a device ended."""
         progress = progress_of(self.context)
-        if progress is not None:
+        if progress is not None and self.context.one_host:
             return progress.has_ended(rank)
         return bool(self.store.check([f"ended/{rank}"]))
 
@@ -389,7 +389,7 @@ def all_gather_objects(
 def tell_end(context: LaunchContext) -> None:
     """Announce that this script ended, because others may wait for a Trainer that it never makes.
 
-    Used under PyTorch's launcher; workers of onefold's launcher note it in `Progress`.
+    Workers of onefold's launcher on one host note it in `Progress` instead.
     """
     if context.size == 1 or _memberships:
         return

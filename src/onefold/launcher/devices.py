@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def row(index):
 gpus = [row(index) for index in range(torch.accelerator.device_count() if some else 0)]
 print(json.dumps({"cuda": torch.version.cuda, "kind": kind.type if some else "", "gpus": gpus}))
 """
-"""Lists GPUs in the workers' numbering; see `onefold.launcher.environment.worker_environment`."""
+"""Lists GPUs in the workers' numbering; see `onefold.launcher.launch.worker_environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,8 @@ class Selection:
     devices: tuple[str, ...]
     may_leave: bool = False
     """Whether devices may be left out, because the user did not request a number."""
+    choice: str = field(default="auto", compare=False)
+    """Text of the choice, which each host of a run over several hosts reads by itself."""
 
 
 def list_devices() -> list[DeviceInfo]:
@@ -122,7 +124,7 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
     if number.isdecimal() and (kind == "cpu" or (number == text and not listed)):
         if int(number) < 1:
             raise ValueError(f"devices must be at least 1, but got {text}")
-        return Selection(("cpu",) * int(number) if kind else _emptiest(int(number)))
+        return Selection(("cpu",) * int(number) if kind else _emptiest(int(number)), choice=text)
     names = tuple(_read(part.strip(), text) for part in text.split(","))
     chosen = [name for name in names if name != "cpu"]
     there = _names(_gpus()) if chosen else []
@@ -134,7 +136,7 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
             )
         if chosen.count(name) > 1:
             raise ValueError(f"devices {text}: {name} is listed twice; use each GPU once")
-    return Selection(names)
+    return Selection(names, choice=text)
 
 
 def emptiest_gpu() -> int:

@@ -39,11 +39,15 @@ from onefold.errors import LaunchError
 from onefold.system.process import TOOLS_VARIABLE
 
 __all__ = [
+    "CONTEXT_VARIABLE",
+    "CUBLAS_SETTING",
+    "INDUCTOR_VARIABLE",
     "OFFLOAD_DIR_VARIABLE",
     "PLACE",
     "PLACEMENT_VARIABLE",
     "STARTED_IN",
     "allocator_chosen",
+    "code_of_run",
     "current_context",
     "have_cublas_repeat",
     "have_private_caches",
@@ -53,13 +57,12 @@ __all__ = [
     "note_readers",
     "simulated",
     "visible_gpus",
-    "worker_environment",
 ]
 
 _log = logging.getLogger("onefold")
 CONTEXT_VARIABLE = "ONEFOLD_CONTEXT"
 PLACEMENT_VARIABLE, OFFLOAD_DIR_VARIABLE = "ONEFOLD_PLACEMENT", "ONEFOLD_OFFLOAD_DIR"
-_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 STARTED_IN = os.getcwd() if os.path.isdir(".") else ""
 """Working directory when the program started; empty if it no longer exists."""
 _OF_KERNELS = (
@@ -73,9 +76,8 @@ _FOREIGN = (
 """Prefixes of variables that other launchers set; see `onefold.launcher.foreign_launchers`."""
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOBAL_RANK", "NODE_RANK")
 """Variables that identify a process among several. Data libraries read the last two."""
-_FOLDERS = ("ONEFOLD_CHECKPOINT", "ONEFOLD_RECORD")
-"""Folders of one run, which no program of its script may use."""
-_CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+CUBLAS_SETTING = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+"""Variable that makes cuBLAS deterministic, and its value."""
 
 
 def read_context(environment: Mapping[str, str]) -> LaunchContext:
@@ -194,7 +196,7 @@ def have_cublas_repeat() -> None:
     PyTorch reads the variable once, at the first use of cuBLAS. Without it, PyTorch raises an error
     for matrix products in deterministic mode.
     """
-    os.environ.setdefault(_CUBLAS, _CUBLAS_REPEATS)
+    os.environ.setdefault(*CUBLAS_SETTING)
 
 
 def have_private_caches(otherwise: Callable[[], str]) -> str:
@@ -209,10 +211,10 @@ def have_private_caches(otherwise: Callable[[], str]) -> str:
     Raises:
         ValueError: another user could write to the folder that the user chose.
     """
-    caches, run = load("system.caches"), _code_of_run(current_context())
+    caches, run = load("system.caches"), code_of_run(current_context())
     # Values that this function set for an earlier Trainer are not the user's choice.
     user = {name: value for name, value in os.environ.items() if _chosen.get(name) != value}
-    place = user.get(_INDUCTOR)
+    place = user.get(INDUCTOR_VARIABLE)
     # PyTorch sets the variable itself when its compiler loads.
     if not place or place in (caches.default_of_torch(), run):
         try:
@@ -220,11 +222,11 @@ def have_private_caches(otherwise: Callable[[], str]) -> str:
         except (ValueError, OSError) as error:
             place = run or otherwise()
             _log.info("compiled code is not kept for the next run: %s", error)
-        _chosen[_INDUCTOR] = place
+        _chosen[INDUCTOR_VARIABLE] = place
     else:
-        caches.check_named(_INDUCTOR, place)
+        caches.check_named(INDUCTOR_VARIABLE, place)
     _chosen.update(caches.other_caches(user, Path(place)))
-    os.environ.update({**_chosen, _INDUCTOR: place})
+    os.environ.update({**_chosen, INDUCTOR_VARIABLE: place})
     return place
 
 
@@ -232,27 +234,6 @@ _chosen: dict[str, str] = {}
 """Variables that `have_private_caches` set."""
 
 
-def _code_of_run(context: LaunchContext) -> str:
+def code_of_run(context: LaunchContext) -> str:
     """Subfolder of the run's private folder, which only this user can read."""
     return os.path.join(context.directory, "compiled") if context.directory else ""
-
-
-def worker_environment(context: LaunchContext) -> dict[str, str]:
-    """Build the environment of a worker that onefold launches."""
-    environment = dict(os.environ)
-    environment[CONTEXT_VARIABLE] = context.to_json()
-    # PyTorch creates this folder as soon as its compiler loads, so set it before.
-    if environment.get(_INDUCTOR) in (None, "", load("system.caches").default_of_torch()):
-        environment[_INDUCTOR] = _code_of_run(context)
-    # CUDA's default order is by speed. Devices were chosen in NVML's order, which is by PCI bus.
-    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    # Read when cuBLAS loads: with other workspaces its results may differ between runs.
-    environment.setdefault(_CUBLAS, _CUBLAS_REPEATS)
-    environment.setdefault("PYTHONHASHSEED", "0")  # sets of strings have the same order everywhere
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the launcher reports the first failure
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: its name may not resolve
-    # With these variables, a data library would read only part of the data, which every device
-    # must read whole, and a program that the script starts would take itself for a device.
-    for name in (*PLACE, "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "PET_NNODES", *_FOLDERS):
-        environment.pop(name, None)
-    return environment

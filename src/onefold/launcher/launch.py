@@ -37,20 +37,25 @@ from onefold.core.options import (
 from onefold.errors import LaunchError, RunFailed
 from onefold.launcher.devices import Selection, select_devices
 from onefold.launcher.environment import (
+    CONTEXT_VARIABLE,
+    CUBLAS_SETTING,
+    INDUCTOR_VARIABLE,
     OFFLOAD_DIR_VARIABLE,
+    PLACE,
     PLACEMENT_VARIABLE,
+    code_of_run,
     current_context,
-    worker_environment,
 )
 from onefold.launcher.workers import Logs, Outcome, RunStatus, StoppedGroup, WorkerGroup
+from onefold.system.caches import default_of_torch
 from onefold.system.folder_lock import lock_of_checkpoints
-from onefold.system.process import STOPPED_CODE, ctrl_c_later
+from onefold.system.process import ctrl_c_later
 from onefold.system.safe_files import PrivateFolder, local_path
 from onefold.system.stop_signals import StopSignals
 from onefold.system.words import counted, show_traceback, tell
 from onefold.watch.timeline import check_timeline, join_timeline
 
-__all__ = ["launch", "supervise"]
+__all__ = ["LaunchedRun", "launch", "supervise", "worker_environment"]
 
 
 _START = (
@@ -59,6 +64,8 @@ _START = (
 )
 """Program of a worker. ``-P`` keeps the current folder off the path while libraries load, because
 another user may have put a ``pickle.py`` there. onefold's own location is appended last."""
+_OF_ONE_RUN = ("ONEFOLD_CHECKPOINT", "ONEFOLD_HOSTS", "ONEFOLD_RECORD")
+"""Folders and hosts of one run, which no program of its script may use."""
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -236,7 +243,8 @@ def supervise(
     """
     if joins:
         _join(command, options)
-    options.pipeline_of(len(selection.devices))
+    if not options.hosts:
+        options.pipeline_of(len(selection.devices))
     if not (options.offload_dir or options.placement_kind.keeps_whole):
         offload_dir = os.environ.get(OFFLOAD_DIR_VARIABLE, "")
         options = replace(options, offload_dir=os.path.abspath(offload_dir) if offload_dir else "")
@@ -247,33 +255,34 @@ def supervise(
         others = (
             f"a launcher has started {context.size} processes, and this one is rank {context.rank}"
         )
-    if others and not options.quiet:
+    if others and not options.quiet and not options.hosts:
         tell(f"{others}. onefold starts a separate run, on this machine only")
     ranks = range(0 if options.quiet else 1, len(selection.devices))
     with (
         StopSignals(saves=options.may_stop) as signals,
         contextlib.closing(Logs(options.logs, ranks)) as logs,
     ):
-        run = _LaunchedRun(command, selection, options, signals, logs, tuple(handed))
+        run = LaunchedRun(command, _place(selection, options), signals, logs, tuple(handed))
+        if options.hosts:
+            run = load("launcher.hosts").HostsRun(command, selection.choice, options, signals)
         failed_in: list[int] = []
-        failures, saved = 0, newest_step(options.checkpoint)
+        failures, saved, devices = 0, newest_step(options.checkpoint), len(selection.devices)
         while True:
             outcome = run.attempt(checkpoints_to_leave_out(failed_in))
             now_saved = newest_step(options.checkpoint)
             failures = 1 if now_saved > saved else failures + 1
             saved = max(saved, now_saved)
             if outcome.final or failures > options.max_restarts:
-                # A run that a tool stopped early, as planned, has no logs worth naming.
-                failed = outcome.failed and outcome.exit_code != STOPPED_CODE
-                return replace(outcome, logs=logs.place(failed=failed))
+                return outcome if options.hosts else logs.name_in(outcome)
             failed_in.append(outcome.step)
             if options.restart_devices == "fewer":
-                run = replace(run, selection=_without(run.selection, outcome.lost, options))
+                selection = _without(selection, outcome.lost, options)
+                run = replace(run, place=_place(selection, options))
             show_traceback(outcome.traceback)
             tell(outcome.message)
             left = ""
-            if run.selection != selection:
-                left = f", with {counted(len(run.selection.devices), 'device')}"
+            if len(selection.devices) != devices:
+                left = f", with {counted(len(selection.devices), 'device')}"
             words = words_of_restart(failed_in)
             tell(f"restarting ({failures} of {options.max_restarts}){left}{words}")
 
@@ -306,6 +315,18 @@ def _join(command: Sequence[str], options: RunOptions) -> None:
     os.execv(sys.executable, [*start, *command])
 
 
+def _place(selection: Selection, options: RunOptions) -> LaunchContext:
+    """The place of this host in a run that has no other host."""
+    return LaunchContext(
+        size=len(selection.devices),
+        local_size=len(selection.devices),
+        launcher="onefold",
+        devices=selection.devices,
+        may_leave=selection.may_leave,
+        options=options,
+    )
+
+
 def _without(selection: Selection, lost: int, options: RunOptions) -> Selection:
     """Drop the lost device and devices beyond whole pipelines; keep all if none would remain."""
     devices = selection.devices
@@ -324,6 +345,8 @@ def _check_places(options: RunOptions) -> None:
         LaunchError: the offload folder is not a directory, the path of the timeline holds something
             else, or another run writes its checkpoints to the same folder.
     """
+    if options.hosts:
+        _refuse_with_hosts(options)
     try:
         for name in ("record", "profile", "checkpoint", "offload_dir", "logs"):
             local_path(name, getattr(options, name))
@@ -346,64 +369,78 @@ def _check_places(options: RunOptions) -> None:
         raise LaunchError(f"--profile {error.filename}: {error.strerror}") from None
 
 
+def _refuse_with_hosts(options: RunOptions) -> None:
+    """Raise for an option that acts on one host only."""
+    given = {
+        "--logs": options.logs,
+        "--profile": options.profile,
+        "--restart-devices fewer": options.restart_devices == "fewer",
+    }
+    if named := [name for name, value in given.items() if value]:
+        raise LaunchError(
+            f"{', '.join(named)} cannot be used with --hosts. Remove it, or run on this host alone"
+        )
+
+
 @dataclass(frozen=True, slots=True)
-class _LaunchedRun:
-    """A run, which may be attempted several times."""
+class LaunchedRun:
+    """A run on this host, or the part of a run there; it may be attempted several times."""
 
     command: Sequence[str]
-    selection: Selection
-    options: RunOptions
+    place: LaunchContext
+    """Place of this host in the run: the rank of its first device, and all devices."""
     signals: StopSignals
     logs: Logs
-    handed: tuple[int, ...]
+    handed: tuple[int, ...] = ()
 
     def attempt(self, leave_out: int) -> Outcome:
-        """Start the workers and watch them until all have ended.
+        """Start the workers of this host and watch them until all have ended.
 
         Args:
             leave_out: number of newest checkpoints to skip.
         """
-        devices = self.selection.devices
-        with PrivateFolder() as folder, contextlib.closing(RunStatus(len(devices))) as status:
+        place, profile = self.place, self.place.options.profile
+        with PrivateFolder() as folder, contextlib.closing(RunStatus(place.size)) as status:
             parts = folder.path / "timeline"
             parts.mkdir()
-            context = LaunchContext(
-                size=len(devices),
-                run_id=uuid.uuid4().hex,
-                launcher="onefold",
-                devices=devices,
-                may_leave=self.selection.may_leave,
-                options=self.options,
+            context = replace(
+                place,
+                run_id=place.run_id or uuid.uuid4().hex,
                 leave_out=leave_out,
                 directory=str(folder.path),
-                timeline_parts=str(parts) if self.options.profile else "",
+                timeline_parts=str(parts) if profile else "",
                 progress_descriptor=status.table,
                 store_descriptor=status.store,
                 safe_path=bool(os.environ.get("PYTHONSAFEPATH")),
-                local_size=len(devices),
             )
             outcome, timeline = self._watched(context, status), None
-            if self.options.profile and not folder.is_there():
+            if profile and not folder.is_there():
                 tell(f"{folder.path} was removed, and the timeline with it")
-            elif self.options.profile:
+            elif profile:
                 # A timeline that cannot be written must not fail the run.
                 try:
-                    timeline = join_timeline(parts, Path(self.options.profile))
+                    timeline = join_timeline(parts, Path(profile))
                 except (OSError, ValueError) as error:
                     tell(f"the timeline could not be written: {error}")
-            step = status.progress.step_of(0)
-            return replace(outcome, step=step, timeline=str(timeline or ""))
+            return replace(
+                outcome,
+                step=status.progress.step_of(place.rank),
+                timeline=str(timeline or ""),
+                devices=place.devices,
+            )
 
     def _watched(self, context: LaunchContext, status: RunStatus) -> Outcome:
-        group = WorkerGroup(status, self.signals, self.options)
+        group = WorkerGroup(status, self.signals, context)
         interrupted = False
         try:
-            for rank, device in enumerate(context.devices):
+            for number in range(context.local_size):
+                rank = context.rank + number
+                device = context.devices[rank]
                 group.check_requests()
                 own = replace(
                     context,
                     rank=rank,
-                    local_rank=rank,
+                    local_rank=number,
                     report_descriptor=status.reports[rank],
                     stacks_descriptor=status.stacks[rank],
                 )
@@ -418,7 +455,7 @@ class _LaunchedRun:
         except StoppedGroup:
             interrupted = True
             # A run that saves itself got the first request, and its grace period is over.
-            if not self.options.may_stop:
+            if not context.options.may_stop:
                 group.interrupt(self.signals.came[0])
         finally:
             group.end()
@@ -443,6 +480,28 @@ class _LaunchedRun:
             start_new_session=True,
             pass_fds=(*shared, *self.handed),
         )
+
+
+def worker_environment(context: LaunchContext) -> dict[str, str]:
+    """Build the environment of a worker that onefold launches."""
+    environment = dict(os.environ)
+    environment[CONTEXT_VARIABLE] = context.to_json()
+    # PyTorch creates this folder as soon as its compiler loads, so set it before.
+    if environment.get(INDUCTOR_VARIABLE) in (None, "", default_of_torch()):
+        environment[INDUCTOR_VARIABLE] = code_of_run(context)
+    # CUDA's default order is by speed. Devices were chosen in NVML's order, which is by PCI bus.
+    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    # Read when cuBLAS loads: with other workspaces its results may differ between runs.
+    environment.setdefault(*CUBLAS_SETTING)
+    environment.setdefault("PYTHONHASHSEED", "0")  # sets of strings have the same order everywhere
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the launcher reports the first failure
+    if context.one_host:
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
+    # With these variables, a data library would read only part of the data, which every device
+    # must read whole, and a program that the script starts would take itself for a device.
+    for name in (*PLACE, "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "PET_NNODES", *_OF_ONE_RUN):
+        environment.pop(name, None)
+    return environment
 
 
 def newest_step(directory: str) -> int:

@@ -45,7 +45,7 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 
-from onefold.core.options import RECORD_FILE, RunOptions
+from onefold.core.options import RECORD_FILE, LaunchContext
 from onefold.errors import LaunchError
 from onefold.exchange.progress import Progress
 from onefold.launcher.hang import HangWatch, HostDevice
@@ -203,17 +203,17 @@ class WorkerGroup:
     Args:
         status: memory shared with the workers.
         signals: signals that the launcher received.
-        options: options of the run.
+        place: place of this host in the run, with its options.
     """
 
-    def __init__(self, status: RunStatus, signals: StopSignals, options: RunOptions) -> None:
+    def __init__(self, status: RunStatus, signals: StopSignals, place: LaunchContext) -> None:
         self._status = status
         self._signals = signals
-        self._options = options
+        self._place, self._options = place, place.options
         self._workers: list[Worker] = []
         self._mentioned = False
         self._deadline_s = 0.0
-        folder = options.recorded_in
+        folder = self._options.recorded_in
         self._hang = HangWatch(Path(folder, RECORD_FILE) if folder else None)
 
     def add(self, rank: int, device: str, process: subprocess.Popen[bytes]) -> None:
@@ -252,7 +252,8 @@ class WorkerGroup:
                 for worker in waiting:
                     worker.unresponsive = worker.stillness.sample_state()
                 self._mention_threads(waiting)
-                self._hang.report_hangs([self._watched(worker) for worker in self._running()])
+                if self._place.one_host:  # otherwise the workers of all hosts watch each other
+                    self._hang.report_hangs([self._watched(each) for each in self._running()])
             if self._note_ended() or any(worker.unresponsive for worker in self._workers):
                 self._wait_for_words()
                 return
@@ -320,25 +321,29 @@ class WorkerGroup:
 
     def outcome(self, *, interrupted: bool = False) -> Outcome:
         """Determine how the run ended; ``interrupted`` if a signal ended it at once."""
-        if self._options.may_stop and self._is_requested():
+        # Another host may have been asked to stop.
+        asked = not self._place.one_host and {w.code for w in self._workers} == {STOPPED_CODE}
+        if self._options.may_stop and (asked or self._is_requested()):
             return self._stopped_outcome()
         if not interrupted:
             return self._own_outcome()
         by = self._signals.came[0] if self._signals.came else signal.SIGINT
         name = "Ctrl-C" if by == signal.SIGINT else by.name
-        text = f"stopped by {name} in step {self._step_text(0)} (device 0)"
+        first = self._place.rank
+        text = f"stopped by {name} in step {self._step_text(first)} (device {first})"
         return Outcome(128 + by, text, final=True, stopped_by=by)
 
     def _stopped_outcome(self) -> Outcome:
         """Outcome of a run that was asked to save itself and stop."""
-        codes = {worker.code for worker in self._workers}
+        codes, first = {worker.code for worker in self._workers}, self._place.rank
         by = self._signals.came[0] if self._signals.came else None
         name = by.name if by else "a signal to a device"
         checkpoint = self._options.checkpoint
         if codes == {0}:
             return Outcome(0, final=True)
         if codes <= {0, STOPPED_CODE}:
-            text = f"stopped by {name} after step {self._status.progress.step_of(0) - 1} and saved"
+            last = self._status.progress.step_of(first) - 1
+            text = f"stopped by {name} after step {last} and saved"
             if checkpoint:
                 text += f" in {checkpoint}. Run the same command to resume"
             return Outcome(STOPPED_CODE, text, final=True, stopped_by=by)
@@ -347,8 +352,8 @@ class WorkerGroup:
         if failed.exit_code:
             return replace(failed, final=True)
         why = "a second signal arrived" if self._signals.drain() > 1 else "its grace period ended"
-        text = f"stopped by {name} in step {self._step_text(0)} (device 0) before it had saved, "
-        text += f"because {why}"
+        text = f"stopped by {name} in step {self._step_text(first)} (device {first}) before it had "
+        text += f"saved, because {why}"
         if checkpoint:
             text += f"; earlier checkpoints, if any, are in {checkpoint}"
         by = by or signal.SIGTERM
@@ -388,7 +393,7 @@ class WorkerGroup:
     def _told(self, worker: Worker, report: WorkerReport) -> Outcome:
         step = self._step_text(worker.rank)
         if report.caused_by_peer:  # the text names the peer; this device's step does not matter
-            return Outcome(1, report.text)
+            return Outcome(1, report.text, caused_by_peer=True)
         hint = next((hint for words, hint in _LEFT_OVER.items() if words in report.text), "")
         text = f"{worker} failed in step {step}: {report.kind}: {report.text}{hint}"
         # A device would raise the same LaunchError again.
@@ -427,6 +432,10 @@ class Outcome:
     """Signal that ended the run early, if any."""
     step: int = -1
     """Step of the lead when the run ended; -1 before the first step."""
+    devices: tuple[str, ...] = ()
+    """Devices of the last attempt."""
+    caused_by_peer: bool = False
+    """Whether a device of another host caused the failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -541,6 +550,12 @@ class Logs:
         # The user may open a path that was shown, so the folder is kept from here on.
         self._is_named |= useful
         return str(self._folder if self._number == 1 else self._path("*")) if useful else ""
+
+    def name_in(self, outcome: Outcome) -> Outcome:
+        """Return an outcome with the place of the logs."""
+        # A run that a tool stopped early, as planned, has no logs worth naming.
+        failed = outcome.failed and outcome.exit_code != STOPPED_CODE
+        return replace(outcome, logs=self.place(failed=failed))
 
     def close(self) -> None:
         """Close the files; remove a private folder unless it was shown to the user."""

@@ -162,7 +162,8 @@ def _launched(context: LaunchContext, shards: int) -> tuple[torch.device, ...]:
         if context.rank >= len(names):
             print(f"device {context.rank} is not needed: the batch has {shards} shards")
             sys.exit(0)
-        return tuple(map(_checked, names))
+        # Each of several hosts has checked its own; those of others are not visible here.
+        return tuple(map(torch.device if context.address else _checked, names))
     seen, kind = accelerator.count(), accelerator.kind()
     if seen == 0:
         return (torch.device("cpu"),) * context.size

@@ -1,4 +1,4 @@
-"""Hang detection for processes that another launcher started.
+"""Hang detection for processes of several hosts, and for those of another launcher.
 
 Each process runs two threads. One checks the positions of the devices of its host. The other
 communicates with the threads of other hosts through the run's store, over a separate connection: it
@@ -48,7 +48,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # it is expor
 from onefold.core.options import LaunchContext
 from onefold.exchange.connections import host_identity
 from onefold.exchange.group import Rendezvous
-from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress, own_table
+from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress, own_table, progress_of
 from onefold.launcher.hang import (
     AGAIN_S,
     STACKS_LABEL,
@@ -110,8 +110,10 @@ def watch_for_hangs(context: LaunchContext) -> None:
 
     Call it after the process has joined the others.
     """
-    size = context.size
-    (table, progress), stacks = own_table(size), memory_file(STACKS_LABEL)
+    size, table, stacks = context.size, context.progress_descriptor, memory_file(STACKS_LABEL)
+    progress = progress_of(context)
+    if progress is None:
+        table, progress = own_table(size)
     answer_with_stacks(stacks)
     own = HostDevice(context.rank, os.getpid(), progress, stacks)
     store = Rendezvous(context, size, context.options.timeout_s).apart("waits")

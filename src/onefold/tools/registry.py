@@ -71,7 +71,7 @@ TOOLS = (
     # Innermost: the first to note that a step is done.
     Tool("places", lambda context: places_of(context) is not None),
     # Without a hook.
-    Tool("host_watch", lambda context: context.launcher == "torch"),
+    Tool("host_watch", lambda context: context.address),
     Tool("planning", lambda context: "plan" in context.options.tools),
 )
 """All tools, the outermost hook first. Before a step it is called first, after a step last; see
