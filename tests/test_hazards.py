@@ -53,6 +53,7 @@ REMOVES_OR_PUTS = """
     checkpoint/folder.py os.rename: folders of this name and form, whose record says they are ours
     checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
+    tools/lead_folder.py tempfile.TemporaryDirectory: in the directory, for other hosts to look for
     exchange/others.py SharedMemory: our own class, whose memory has no name
     exchange/shared.py os.ftruncate: memory without a name
     jobs/data/files.py tempfile.mkstemp: a new file, which the message names

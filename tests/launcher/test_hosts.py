@@ -107,6 +107,32 @@ def test_a_run_on_two_hosts_has_the_bits_of_one_device(
 
 
 @pytest.mark.full
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts over a folder, which needs root")
+def test_the_folder_of_the_first_host_is_enough(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runpy.run_path(SCRIPT)
+    expected = capfd.readouterr().out.splitlines()[-1]
+    seen, other = tmp_path / "seen", tmp_path / "other"
+    other.mkdir()
+    via = f"unshare --mount sh -c 'mount --bind {other} {seen} && exec \"$@\"' {{host}}"
+    seen.mkdir()
+    options = ("--checkpoint", str(seen / "run"), "--save-every", "2")
+    code, _, said = end_of(command(*options, SCRIPT, via=via), "1 6 TERM")
+    assert code == 75, said
+    assert "checkpoints are kept on" in said
+    code, out, said = end_of(command(*options, SCRIPT, via=via))
+    assert (code, out.splitlines()) == (0, [expected]), said
+    # Now the second host has them, and the first one has none.
+    other.rmdir()
+    seen.rename(other)
+    seen.mkdir()
+    code, _, said = end_of(command(*options, SCRIPT, via=via))
+    assert code == 1
+    assert "has a checkpoint of step 15" in said
+
+
+@pytest.mark.full
 def test_an_error_on_another_host_is_told_once(tmp_path: Path) -> None:
     code, out, said = end_of(command(once(tmp_path, "raise RuntimeError('once')")))
     assert code == 1
