@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from onefold.cli import tell_failure
 from onefold.cli.main import app
-from onefold.system.words import message_of, tell_failure, visible, words_of_failure
+from onefold.system.words import message_of, visible, words_of_failure
 from onefold_jobs.data.fetch import cause_of
 from tests.conftest import ROOT
 

@@ -23,7 +23,15 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from onefold.system.safe_files import json_text, local_path
-from onefold.system.words import counted, in_shell, listed, seconds_of, tell, visible
+from onefold.system.words import (
+    counted,
+    in_shell,
+    listed,
+    seconds_of,
+    show_traceback,
+    tell,
+    visible,
+)
 
 __all__ = [
     "Command",
@@ -37,6 +45,7 @@ __all__ = [
     "print_json",
     "seconds_of",
     "tell",
+    "tell_failure",
     "tell_next",
     "visible",
 ]
@@ -49,6 +58,8 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Exception that typer raises for arguments it cannot use; the class has no public name."""
 _FEW = 3
 """Maximum number of commands with an option that an error lists; beyond that it lists none."""
+_LONG_ERROR = 100
+"""Minimum length of an error that is not repeated after its traceback."""
 _OTHER = "Other"
 """Heading of options that were declared without one; it comes last."""
 
@@ -249,6 +260,23 @@ class Screen(Console):
 def print_json(value: Any) -> None:
     """Print a value as one line of JSON."""
     print(json_text(value))
+
+
+def tell_failure(message: str, traceback: str) -> None:
+    """Print the traceback and the message of a failed run, without repeating a long error.
+
+    Args:
+        message: the failed device, and the error.
+        traceback: traceback that ends with the same error; may be empty.
+    """
+    show_traceback(traceback)
+    parts = message.split(": ")
+    for number, kind in enumerate(parts[1:], start=1):
+        error = ": ".join(parts[number:])
+        if len(error) > _LONG_ERROR and error in traceback:
+            message = f"{': '.join(parts[:number])}: {kind} (see above)"
+            break
+    tell(message)
 
 
 def tell_next(command: str) -> None:

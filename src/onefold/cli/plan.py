@@ -15,9 +15,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from onefold import RunOptions, list_devices, select_devices, supervise
-from onefold.cli import Screen, print_json
+from onefold.cli import Screen, print_json, tell_failure
 from onefold.system.safe_files import PrivateFolder
-from onefold.system.words import counted, tell_failure
+from onefold.system.words import counted
 
 __all__ = ["plan_script", "read_counts", "show_devices"]
 

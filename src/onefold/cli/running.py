@@ -17,7 +17,7 @@ import typer
 from typer import Argument, Option
 
 from onefold import Outcome, RunOptions, Selection, select_devices, supervise
-from onefold.cli import print_json, tell_next
+from onefold.cli import print_json, tell_failure, tell_next
 from onefold.errors import LaunchError
 from onefold.options import (
     HEADINGS,
@@ -26,7 +26,7 @@ from onefold.options import (
     variable,
 )
 from onefold.system.process import STOPPED_CODE
-from onefold.system.words import in_shell, tell, tell_failure, visible
+from onefold.system.words import in_shell, tell, visible
 
 __all__ = [
     "DEFAULT_PLACEMENT",

@@ -44,7 +44,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onefold import Outcome, RunOptions, select_devices, supervise
-from onefold.cli import Screen, print_json
+from onefold.cli import Screen, print_json, tell_failure
 from onefold.cli.plan import read_counts
 from onefold.cli.running import DEFAULT_PLACEMENT
 from onefold.cli.verdicts import GUESSES, State, hints_of, report_mathematics, unequal_passes
@@ -52,7 +52,7 @@ from onefold.record import Record, alike
 from onefold.record.entries import BlockEntry, Result, StepEntry
 from onefold.system.process import STOPPED_CODE
 from onefold.system.safe_files import PrivateFolder, read_record
-from onefold.system.words import counted, tell, tell_failure
+from onefold.system.words import counted, tell
 
 __all__ = [
     "Difference",

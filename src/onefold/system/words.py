@@ -26,12 +26,11 @@ __all__ = [
     "seconds_of",
     "show_traceback",
     "tell",
-    "tell_failure",
     "visible",
     "words_of_failure",
 ]
 
-_LONGEST_MESSAGE, _LONG_ERROR = 4000, 100
+_LONGEST_MESSAGE = 4000
 _HIDDEN, _JOINERS = {"Cc", "Cf", "Cs", "Zl", "Zp"}, "\u200c\u200d"
 """Unicode categories that a terminal obeys or hides, and two joiners that some languages need."""
 _LAYOUT = "\n\t"
@@ -149,23 +148,6 @@ def tell(text: str, screen: TextIO | None = None) -> None:
 def show_traceback(text: str) -> None:
     """Print the traceback of a failed process; nothing if it is empty."""
     print(visible(text, _LAYOUT), file=sys.stderr, end="")
-
-
-def tell_failure(message: str, traceback: str) -> None:
-    """Print the traceback and the message of a failed run, without repeating a long error.
-
-    Args:
-        message: the failed device, and the error.
-        traceback: traceback that ends with the same error; may be empty.
-    """
-    show_traceback(traceback)
-    parts = message.split(": ")
-    for number, kind in enumerate(parts[1:], start=1):
-        error = ": ".join(parts[number:])
-        if len(error) > _LONG_ERROR and error in traceback:
-            message = f"{': '.join(parts[:number])}: {kind} (see above)"
-            break
-    tell(message)
 
 
 def words_of_failure(failure: BaseException, step: int) -> str:
