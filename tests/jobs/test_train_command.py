@@ -258,9 +258,9 @@ SHARED = "devices cannot share {} shards, because a shard is never split. Use --
         ("segment --data x --devices cpu,cpu,cpu,cpu,cpu", SHARED.format(4, 4)),
         ("classify --data x --devices cpu:3 --shards 2", SHARED.format(2, 2)),
         ("text --data x --devices cuda:0", "cuda:0 does not exist: this machine has no GPU"),
-        ("classify --data data.zip", "; this is a file"),
+        ("classify --data data.zip", ", but this is a file"),
         ("classify --data data", "there is no such folder in "),
-        ("classify --data data.csv", "expected a folder, a table, or digits, mnist"),
+        ("classify --data data.csv", "expected a folder, a table, or one of digits, mnist"),
         ("text --data data", "--data data: expected a folder with train.tsv and dev.tsv"),
     ],
 )

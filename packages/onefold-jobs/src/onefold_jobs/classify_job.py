@@ -133,7 +133,7 @@ class ClassifyOptions(LabelOptions, PictureOptions):
     mixup: float = option(0.0, "Mixup strength, such as 0.2.", MIX)
     cutmix: float = option(0.0, "CutMix strength, such as 1.", MIX)
     pretrained_classes: str | None = option(None, "Class names, one per line.", shown="the run's")
-    reuse_classes: bool = option(False, "Keep the last layer's rows of shared classes.")
+    reuse_classes: bool = option(False, "Copy last-layer rows of the same classes.")
 
     def __post_init__(self) -> None:
         # super() fails here: see PictureOptions.
@@ -227,7 +227,7 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
     columns = Columns("image", options.image_column, options.label_column)
     tabled = is_table(directory) or (directory.is_file() and options.label_column)
     if not tabled:
-        require_folder(directory, f"a folder, a table, or digits, {', '.join(FETCHED)}")
+        require_folder(directory, f"a folder, a table, or one of digits, {', '.join(FETCHED)}")
     if any(directory.glob("*-images-idx3-ubyte*")):
         names = FASHION_CLASSES if options.data == "fashion-mnist" else None
         data = read_idx_folder(directory, names, labels_as_is=options.labels_as_is)

@@ -193,7 +193,9 @@ class TrainOptions:
         variable="ONEFOLD_PLACEMENT",
     )
     holdout: float = option(0.1, "Fraction held out if there is no test set.", PART)
-    shards: int = option(8, "Slices of each batch: maximum devices.", within(1, MOST_SHARDS))
+    shards: int = option(
+        8, "Shards of each batch; the maximum number of devices.", within(1, MOST_SHARDS)
+    )
     batch_size: int = option(64, "Global batch size, over all devices.", COUNT)
     epochs: int | None = option(None, "Passes over the training set.", COUNT, shown="10")
     lr: float | None = option(None, "Learning rate.", FACTOR, shown="0.001; sgd: 0.05")
@@ -209,13 +211,13 @@ class TrainOptions:
     schedule: Schedule = option("cosine", "Learning rate.")
     warmup_epochs: float = option(0.5, "Epochs of learning rate warmup.", within(0, 10**9))
     decay_epochs: int | None = option(
-        None, "Epochs between decays (schedule step).", COUNT, shown="1/3"
+        None, "Epochs between decays (schedule step).", COUNT, shown="epochs/3"
     )
     decay: float = option(0.1, "Factor of each decay (schedule step).", FRACTION)
-    scale_lr: ScaleRate = option("none", "Scale by batch size.")
+    scale_lr: ScaleRate = option("none", "Scale lr by batch size.")
     base_batch_size: int = option(256, "Batch size that --lr is for (--scale-lr).", COUNT)
     patience: int | None = option(
-        None, "Stop after N epochs without progress.", COUNT, shown="never"
+        None, "Stop after N epochs without a new best.", COUNT, shown="never"
     )
     max_time: str | None = option(None, "Stop after this time, such as 45m.", shown="no limit")
     ema: float | None = option(None, "Average weights with this decay: 0.999.", SHARE, shown="none")
@@ -233,7 +235,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        # Checked here already, because the trainer is created only after the data are read.
+        # Check here already, because the trainer is created only after the data are read.
         try:
             run = onefold.RunOptions(placement=self.placement)
             run.check_combination(compile=self.compile, microbatch=self.microbatch)
@@ -452,7 +454,7 @@ def rate_factor(options: TrainOptions, *, epochs: int, steps: int) -> Callable[[
     # A plain function: LambdaLR saves nothing of it, so a run that resumes with more epochs follows
     # the schedule of its new length.
     def factor(done: int) -> float:
-        # Never 0, or the first step would change nothing.
+        # The factor is never 0, or the first step would change nothing.
         if done < warmup:
             return (done + 1) / (warmup + 1)
         if options.schedule == "cosine":

@@ -212,7 +212,7 @@ def _loaded(opened: ImageFile, weight: int = 1) -> Image:
     # Before load, which allocates all pixels. Until then, there is only a header and a descriptor.
     _in_hand.take(opened.width * opened.height * weight)
     opened.load()
-    # Checked after loading, because a PNG may contain its EXIF data after the pixels.
+    # Check after loading, because a PNG may contain its EXIF data after the pixels.
     turned = opened.getexif().get(_ORIENTATION, 1) != 1
     return ImageOps.exif_transpose(opened) if turned else opened
 
@@ -623,7 +623,7 @@ def require_folder(path: Path, expected: str) -> None:
         return
     nothing = "there is no such folder" + ("" if path.is_absolute() else f" in {Path.cwd()}")
     came = "this is a file" if path.exists() else nothing
-    raise DataError(f"--data {readable(path)}: expected {expected}; {came}")
+    raise DataError(f"--data {readable(path)}: expected {expected}, but {came}")
 
 
 def picture_paths(folder: Path, bad: list[BadFile]) -> list[Path]:

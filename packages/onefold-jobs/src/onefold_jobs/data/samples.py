@@ -98,8 +98,8 @@ def find_splits(path: Path, dev: str | None) -> tuple[Path, list[Path]]:
     kinds = f"a TSV file, or a table ({', '.join(TABLES)})"
     if not path.exists():
         raise DataError(
-            f"--data {readable(path)}: expected a folder with train.tsv and dev.tsv, or {kinds}; "
-            f"it does not exist (from {Path.cwd()})"
+            f"--data {readable(path)}: expected a folder with train.tsv and dev.tsv, or {kinds}, "
+            f"but it does not exist (relative to {Path.cwd()})"
         )
     train: Path | None = path
     found: list[Path] = []
@@ -248,7 +248,7 @@ def hold_out(
     for number, label in enumerate(labels):
         by_label.setdefault(label, []).append(number)
     held: set[int] = set()
-    # Sorted, so that the draws of a class do not depend on the order of classes in the list.
+    # Sort, so that the draws of a class do not depend on the order of classes in the list.
     for _, members in sorted(by_label.items()):
         count = min(max(1, round(share * len(members))), len(members) - 1)
         chosen = torch.randperm(len(members), generator=generator)[:count]
