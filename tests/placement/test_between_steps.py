@@ -147,7 +147,7 @@ def changed_in_a_block(how: str) -> str:
         ("in place", "pipeline", "layers.2.weight was written to in `with trainer.gathered():`"),
         ("data", "partition", "layers.2.weight was written to in `with trainer.gathered():`"),
         ("step in place", "partition", "layers.2.weight changed since the previous call"),
-        ("step data", "pipeline", "parameters (through .data) changed since the previous call"),
+        ("step data", "pipeline", "a parameter (through .data) changed since the previous call"),
     ],
 )
 def test_changes_where_the_model_is_read_are_refused(how: str, placement: Any, words: str) -> None:

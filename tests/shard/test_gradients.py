@@ -189,7 +189,7 @@ def summed(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         ("max_norm", "parameter table.weight"),
         ("mask", "parameter line.weight"),
         ("momentum", "parameter shadow"),
-        ("data", r"parameters \(through .data\)"),
+        ("data", r"a parameter \(through .data\)"),
     ],
 )
 def test_written_parameters_are_refused(how: str, name: str, call: str, devices: int) -> None:

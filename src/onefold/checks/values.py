@@ -237,7 +237,7 @@ class ValueGuard:
     def name_of(self, number: int) -> str:
         """Name a changed parameter for a message, given the result of `changed`."""
         if number > len(self._names):
-            return "parameters (through .data)"
+            return "a parameter (through .data)"
         return f"parameter {self._names[number - 1]}"
 
     def _count(self) -> list[int]:

@@ -141,8 +141,8 @@ def run(
     """Run a script on the devices of this machine, or of several hosts.
 
     Under torchrun or srun with several processes, this process becomes a device of their run,
-    unless --devices is given. The variable ONEFOLD_SAVE_EVERY has the effect of --save-every, and
-    likewise for the other options.
+    unless --devices is given. Every option can also be set by a variable: ONEFOLD_SAVE_EVERY for
+    --save-every, and so on.
 
     With --checkpoint, the first SIGTERM, SIGHUP or Ctrl-C makes the run save itself at the end of
     its step and exit with code 75. The same command resumes it. A second signal ends the run at

@@ -500,8 +500,8 @@ def _rules_of(
         matching = [index for index, name in enumerate(names) if fnmatchcase(name, pattern)]
         if not matching:
             raise ValueError(
-                f"buffers has a rule for {pattern!r}, which matches no buffer of the model: it has "
-                f"{', '.join(names) or 'none'}"
+                f"buffers has a rule for {pattern!r}, which matches no buffer of the model "
+                f"(its buffers: {', '.join(names) or 'none'})"
             )
         for index in matching:
             found[index] = rule

@@ -332,8 +332,8 @@ def _bad_loss(totals: torch.Tensor, task: ShardTask) -> str:
             advice = load("shard.advice").ONE_SAMPLE
             alone = f". {advice}" if batch.size_of(shard) == 1 < batch.samples else ""
             return (
-                f"the loss of step {task.step}, shard {shard} is {total}, but must be finite, for "
-                f"{batch.describe(shard)}{alone}"
+                f"the loss of step {task.step}, shard {shard} is {total}, but must be finite. "
+                f"It is the loss of {batch.describe(shard)}{alone}"
             )
     return ""
 
