@@ -238,7 +238,8 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
         # Before the first step nothing has been computed: only initial values can differ.
         if step == 0:
             return hints
-    # Reversed, so that the first step of each generator is kept: all later steps differ, too.
+    # Iterate in reverse, so that the first step of each generator is kept: all later steps differ,
+    # too.
     uneven = dict(reversed([*_uneven(reference), *_uneven(other)]))
     if uneven:
         names = listed(f"{name} before step {first}" for name, first in uneven.items())

@@ -177,7 +177,7 @@ def verify_script(
     with PrivateFolder("onefold-verify-") as private:
         comparison = _Comparison(command, private.path, options, Screen(as_json=as_json))
         bits = comparison.of_bits(ways)
-        # Even if bits differ, because the mathematics may show the cause.
+        # Do this even if bits differ, because the mathematics may show the cause.
         mathematics = comparison.of_mathematics(ways[0])
     if as_json:
         agree = {"bits_agree": bits == _AGREE, "mathematics_agree": mathematics == _AGREE}

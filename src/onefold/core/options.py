@@ -107,7 +107,7 @@ class RunOptions:
     """Command that runs its further arguments on a host."""
 
     def __post_init__(self) -> None:
-        # Checked on creation in the launcher, before any worker starts.
+        # Check on creation in the launcher, before any worker starts.
         check_seconds("the timeout", self.timeout_s)
         check_seconds("the grace period", self.grace_period_s)
         check_whole("save_every", self.save_every, least=0 if self.save_every_s else 1)

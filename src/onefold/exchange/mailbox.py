@@ -411,7 +411,7 @@ def _reach(name: str, rank: int, check_run: Callable[[], None]) -> socket.socket
     """
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Non-blocking, because a full queue would block connect without a limit.
+        # Do not block: a full queue would block connect without a limit.
         connection.setblocking(False)
         try:
             connection.connect(name)

@@ -166,7 +166,8 @@ class ShardTable:
             room.copy_(values.numbers, non_blocking=True)
 
     def _record_buffers(self, shard: int, buffers: ChangedBuffers) -> None:
-        # Non-blocking: on a GPU the copy is queued behind the shard's own kernels in their stream.
+        # The copy does not block: on a GPU it is queued behind the shard's own kernels in their
+        # stream.
         row = self.buffer_rows[shard]
         self.changed[shard, buffers.indices] = 1
         if len(buffers.indices) == len(row.views):

@@ -100,7 +100,7 @@ class FullOptimizerState:
         self._update.adopt_assigned()
         self._left = self._update.view.hide(undivided=self._update.is_undivided)
         if not self._engine.context.with_others:
-            # Also if the block failed, because changes to parameters are kept as well.
+            # Do this even if the block failed, because changes to parameters are kept as well.
             self.adopt_from_lead()
 
     def adopt_from_lead(self) -> None:

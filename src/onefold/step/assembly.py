@@ -70,7 +70,7 @@ def take_from_holders(module: torch.nn.Module) -> None:
 
 def hold(module: torch.nn.Module, close: Callable[[], None]) -> None:
     """Record that a model now belongs to a Trainer, whose method ``close`` leaves the run."""
-    # Weak: a strong reference to the bound method would keep the Trainer alive.
+    # Use a weak reference: a strong one to the bound method would keep the Trainer alive.
     reference = weakref.WeakMethod(close)
     for tensor in chain(module.parameters(), module.buffers()):
         _holders[tensor] = reference

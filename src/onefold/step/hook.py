@@ -243,7 +243,7 @@ class Hooks:
         self._around, self._computes = of("around"), of("around_compute")
         self.tasks: list[Callable[[ShardTask], ShardTask]] = of("task")
         self.updates: list[Callable[..., None]] = of("around_update")
-        # Reversed: the innermost hook sees a finished step first.
+        # Reverse the order: the innermost hook sees a finished step first.
         self.after_step: list[Callable[[ScriptCall, Step, Spans], None]] = of("after_step")[::-1]
         self._finishes, self._closes = of("finish"), of("close")
         self.saves_run = any(hook.saves_run for hook in hooks)

@@ -215,7 +215,7 @@ def objectives_of(
     """
     found = {}
     if settings.compile:
-        # Compiled once here: every step of this loss then reuses the same graph.
+        # Compile once here: every step of this loss then reuses the same graph.
         made, repeats = load("shard.compiling").CompiledLoss, settings.deterministic
         losses = {name: made(loss, deterministic=repeats) for name, loss in losses.items()}
     for number, (name, loss) in enumerate(losses.items()):

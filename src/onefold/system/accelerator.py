@@ -181,7 +181,8 @@ class HostCopy:
         if values.device.type == "cpu":
             self._values = values.clone()
             return
-        # Pinned: otherwise the host would wait. PyTorch reuses this memory only after the copy.
+        # Pin the memory: otherwise the host would wait. PyTorch reuses this memory only after the
+        # copy.
         self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._values.copy_(values, non_blocking=True)
         self._there = record_event(values.device)

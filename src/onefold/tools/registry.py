@@ -72,7 +72,7 @@ TOOLS = (
     Tool("stops", lambda context: context.options.may_stop),
     # Innermost: the first to note that a step is done.
     Tool("places", lambda context: places_of(context) is not None),
-    # Without a hook.
+    # These tools have no hook.
     Tool("host_watch", lambda context: context.address),
     Tool("planning", lambda context: "plan" in context.options.tools),
 )

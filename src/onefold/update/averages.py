@@ -96,7 +96,7 @@ class AverageRule:
 
     def to_json(self, steps: int) -> dict[str, Any]:
         """Return the rule as JSON for a checkpoint, with the number of steps followed."""
-        # Always a float, even if the user passed decay=0.
+        # Store a float, even if the user passed decay=0.
         decay = None if self.decay is None else float(self.decay)
         return {"decay": decay, "every": self.every, "after": self.after, "steps": steps}
 

@@ -88,7 +88,7 @@ class PartitionedOptimizer:
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
-        # Copies: add_param_group and scripts change the lists themselves.
+        # Copy the lists: add_param_group and scripts change them in place.
         self._held = [list(group["params"]) for group in optimizer.param_groups]
         self._each = optimizers_in(optimizer).values()
         self.view = StateView(optimizer)
@@ -302,7 +302,8 @@ class PartitionedOptimizer:
                     self._step(part)
             self.show()
         finally:
-            # Also after a failure: a script may catch the error and continue to use its groups.
+            # Do this after a failure too: a script may catch the error and continue to use its
+            # groups.
             self.end_step()
 
     def end_step(self) -> None:

@@ -105,7 +105,7 @@ def chosen_checkpoint(run: Path, which: Literal["best", "last"]) -> Path:
     """
     if which == "best":
         return best_checkpoint(run)
-    # Sorted by number instead of name, because names grow longer beyond 99,999,999 steps.
+    # Sort by number instead of name, because names grow longer beyond 99,999,999 steps.
     steps = (_STEP.fullmatch(path.name) for path in (run / CHECKPOINTS).glob("step-*"))
     names = {int(step[1]): step[0] for step in steps if step is not None}
     if not names:

@@ -217,7 +217,7 @@ class Meter:
             for phase, seconds in asdict(step.seconds).items():
                 self._sums[phase] += seconds
         self._pending.clear()
-        # Taken after the reads, which may have waited for long.
+        # Read the clock after these reads, which may have waited for long.
         self._looked_s = time.perf_counter()
 
     @property

@@ -46,5 +46,5 @@ def copy_run(run: Path, folder: Path, checkpoints: Sequence[str]) -> list[str] |
     for each in there[-1:]:
         (copy / CHECKPOINTS / each).symlink_to(run / CHECKPOINTS / each)
     named = ["--runs", str(folder), "--name", copy.name]
-    # Without a logger, which would continue the log of the original run elsewhere.
+    # Replay without a logger, which would continue the log of the original run elsewhere.
     return ["train", facts["job"], "--resume", *named, "--max-time", "999999h", "--log", "none"]

@@ -259,7 +259,7 @@ class RunFolder:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
-        # Checked again, now that no other process can start a run here: one may have started since.
+        # Check again, now that no other process can start a run here: one may have started since.
         check_folder_is_free(self.path)
         for name, content in files.items():
             write_whole(self.path / name, content.encode())

@@ -207,7 +207,7 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
     Raises:
         DataError: an option does not suit the data.
     """
-    # Called only for its errors; the devices compute the number themselves.
+    # Call this only for its errors; the devices compute the number themselves.
     _pos_weight(options.pos_weight, data)
     fine = options.pretrained is not None
     before = MaskModel.before(options)

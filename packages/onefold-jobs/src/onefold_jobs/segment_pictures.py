@@ -518,7 +518,7 @@ def mask_writer(
                 drawn = colored_mask(levels, classes, values=True)
             else:
                 drawn = Image.fromarray(levels * np.uint8(255))
-            # Written atomically, so that a stop leaves no partial file.
+            # Write atomically, so that a stop leaves no partial file.
             with aside_of(output / names[number], below=output) as file:
                 drawn.save(file, format="PNG", pnginfo=note)
             counts = torch.bincount(pixels.flatten(), minlength=max(2, len(classes)))

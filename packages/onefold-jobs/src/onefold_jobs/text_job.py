@@ -134,7 +134,7 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
     samples = read_listed(
         path, options.dev, columns, options.task, labels_as_is=options.labels_as_is
     )
-    # Checked before bad lines are reported: labels of the wrong kind may explain most of them.
+    # Check this before reporting bad lines: labels of the wrong kind may explain most of them.
     labels = [line.label for line in samples.train]
     where, as_is = readable(samples.paths[0]), options.labels_as_is
     notes = check_task(labels, options.task, where, labels_as_is=as_is)

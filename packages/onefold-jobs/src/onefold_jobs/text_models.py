@@ -279,7 +279,7 @@ def _read_state(directory: Path) -> dict[str, torch.Tensor]:
     name = next(name for name in _WEIGHTS if (directory / name).is_file())
     parts = [name]
     if name.endswith(_INDEX):
-        # Sorted: which file wins if two contain a name must not depend on a hash table.
+        # Sort them: which file wins if two contain a name must not depend on a hash table.
         parts = sorted(set(read_json(directory / name, _MOST_CONFIG_BYTES)["weight_map"].values()))
     state: dict[str, torch.Tensor] = {}
     for part in parts:
@@ -379,7 +379,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary_size: int) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
         special_tokens=list(SPECIAL_TOKENS),
-        # Sorted, because the library returns it in no defined order, and the ids follow the order.
+        # Sort it, because the library returns it in no defined order, and the ids follow the order.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -470,7 +470,7 @@ class EncodedTexts(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         ids = self.ids[index]
         if self.token_dropout:
-            # Also drawn for special tokens, so that the number of draws depends only on the length.
+            # Draw for special tokens too, so that the number of draws depends only on the length.
             drawn = torch.rand(len(ids)) < self.token_dropout
             special = torch.isin(ids, torch.tensor(sorted(self.special_ids), dtype=torch.int64))
             ids = ids.masked_fill(drawn & ~special, self.mask_id)

@@ -440,7 +440,8 @@ class Training:
             stop = self.trainer.asked_to_stop
             if stop or step.number % self.options.save_every == 0:
                 extra = {**self.saved, "part": meter.saved()}
-                # Written in the background while training continues, but on disk before a stop.
+                # Save in the background while training continues; before a stop, wait until it is
+                # on the disk.
                 self.trainer.save(self.folder.checkpoints, keep=KEPT, wait=stop, extra=extra)
             if stop:
                 raise SystemExit(STOPPED_CODE)

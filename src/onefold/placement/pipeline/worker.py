@@ -199,7 +199,7 @@ class PipelineWorker:
     def _send_on(
         self, context: PipelineContext, outputs: StageOutputs, begun: ShardState | None
     ) -> None:
-        # Kept with their graph, from which backward continues when their gradients arrive.
+        # Keep them with their graph, from which backward continues when their gradients arrive.
         context.outputs = outputs.tensors
         others = [outputs.order, outputs.shared, outputs.words, outputs.with_gradient]
         head = {

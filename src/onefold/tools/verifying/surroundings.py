@@ -528,7 +528,7 @@ def _map(
         if isinstance(leaf, Broadcast | Scatter):
             return shared(leaf) if shared else replace(leaf, value=_map(leaf.value, change))
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-            # A copy, because PyTorch supports neither foreign byte order nor negative strides.
+            # Make a copy, because PyTorch supports neither foreign byte order nor negative strides.
             native = np.array(leaf, leaf.dtype.newbyteorder("="), order="C")
             return change(torch.from_numpy(native))
         return change(leaf) if isinstance(leaf, torch.Tensor) else leaf

@@ -278,7 +278,7 @@ def mnist(directory: str | PathLike[str], train: bool = True) -> TensorDataset:
         ValueError: a file is damaged, or the two files do not match.
     """
     images, labels = read_labeled(Path(directory), "train" if train else "t10k")
-    # In place after a single conversion, because each copy of 60,000 images takes 188 MB.
+    # Compute in place after a single conversion, because each copy of 60,000 images takes 188 MB.
     pixels = images.unsqueeze(1).to(torch.float32).div_(255)
     return TensorDataset(pixels.sub_(MNIST_MEAN).div_(MNIST_STD), labels)
 

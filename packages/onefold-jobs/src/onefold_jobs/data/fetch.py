@@ -127,7 +127,7 @@ def is_there(path: Path, sha256: str) -> bool:
         return False
     with open_plain(path, follow=True) as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
-    # Never replaced silently, because it may be the user's own file with the same name.
+    # Never replace it silently, because it may be the user's own file with the same name.
     if not got.startswith(sha256):
         raise DataError(
             f"{path}: expected a file whose SHA-256 begins with {sha256}, got {got}; remove it "

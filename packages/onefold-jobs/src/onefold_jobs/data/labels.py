@@ -329,7 +329,7 @@ def _refuse_names(labels: Collection[str], where: str) -> None:
 
 def _plain(label: str) -> str:
     """Reduce a label to its visible content."""
-    # Twice, because casefold can produce letters that NFKC changes, and vice versa.
+    # Normalize twice, because casefold can produce letters that NFKC changes, and vice versa.
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", label).casefold())
     # Zero-width spaces, soft hyphens and direction marks, which spreadsheets leave behind.
     unseen = {letter for letter in folded if unicodedata.category(letter) == "Cf"}

@@ -202,7 +202,7 @@ def _with_classes(
     colors = {value: color for look in reversed(looks) for value, color in look.colors.items()}
     found: list[str] = []
     if rule.classes == AUTO:
-        # Sorted as numbers, or 10 would precede 2; colors sort as strings.
+        # Sort as numbers, or 10 would precede 2; colors sort as strings.
         found = sorted({value for look in looks for value in look.counts}, key=_in_order)
         if len(found) > MOST_CLASSES:
             raise DataError(

@@ -176,7 +176,7 @@ def scan_files(
 
     def see(file: tuple[Path, str, Callable[[Path], Any]]) -> Seen[Any] | BadFile:
         path, kind, look = file
-        # Taken before anything is read: see the note at the head of the file.
+        # Take the stamp before anything is read: see the note at the head of the file.
         stamp = _stamp(path)
         try:
             # Keyed by kind as well, because a file may be both an image and a mask.

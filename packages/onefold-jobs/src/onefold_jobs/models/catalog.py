@@ -99,7 +99,7 @@ def timm_model(name: str, *, num_classes: int, in_channels: int) -> nn.Module:
     if timm_name in ("", name):
         known = ", ".join(MODELS)
         raise ValueError(f"the model must be one of {known} or {TIMM_PREFIX}NAME, got {name!r}")
-    # Never pretrained here, because every process of the run would download the weights.
+    # Do not load pretrained weights here, because every process of the run would download them.
     model: nn.Module = import_library("timm", name).create_model(
         timm_name, pretrained=False, num_classes=num_classes, in_chans=in_channels
     )
