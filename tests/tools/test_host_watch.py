@@ -24,6 +24,7 @@ from onefold.tools import host_watch
 from onefold.tools.host_watch import HostWatch
 
 LIMIT_S, END_S = 60.0, 10.0
+RECORDS = Path("/runs")
 
 
 class Hosts:
@@ -33,6 +34,8 @@ class Hosts:
         self.store: Any = HashStore()
         self.tables: list[Progress] = []
         self.ahead_s = 0.0
+        self.recorded: list[tuple[Path, int, str]] = []
+        monkeypatch.setattr(host_watch, "record_hang", lambda *about: self.recorded.append(about))
         self._patch, self._real = monkeypatch, time.monotonic
         self._descriptors: list[int] = []
         self._watches: list[HostWatch] = []
@@ -51,7 +54,8 @@ class Hosts:
             self._patch.setattr(socket, "gethostname", lambda name=name: name)
             own = HostDevice(rank, os.getpid(), progress, stacks)
             store = PrefixStore("waits", self.store)
-            self._watches.append(HostWatch(own, table, store=store, size=len(names)))
+            record = RECORDS / f"{name}.record"
+            self._watches.append(HostWatch(own, table, store=store, size=len(names), record=record))
             progress.set_step(rank, 9)
 
     def pass_s(self, *seconds: float) -> None:
@@ -102,6 +106,8 @@ def test_a_wait_in_vain_is_told_once(
     assert "for device 0, in step 9\n" in text
     assert f"device 0 ({on}) computes shard 2 in step 9:\n" in text
     assert text.count("waits for others in step 9:\n") == last
+    # Device 0 has the record.
+    assert hosts.recorded == [(RECORDS / "a.record", 9, text.removeprefix("onefold: "))]
 
 
 def test_a_device_of_another_host_that_moves_is_not_told_of(

@@ -53,6 +53,7 @@ __all__ = [
     "Waits",
     "answer_with_stacks",
     "late_of",
+    "record_hang",
     "report_of",
 ]
 
@@ -300,17 +301,18 @@ class HangWatch:
             standings = self._waits.standings(devices, now_s, stacks=True)
             text = report_of(standings, len(devices))
             tell(text)
-            self._write(late[0].place.step, text)
+            record_hang(self._record, late[0].place.step, text)
 
-    def _write(self, step: int, text: str) -> None:
-        """Append the report to the record: the record's writer may be the device that hangs."""
-        if self._record is None or not self._record.is_file():
-            return
-        # Import late, because these modules load PyTorch.
-        from onefold.record.entries import HangEntry, append_beside, encode
 
-        with suppress(OSError):
-            append_beside(self._record, encode(HangEntry(step=step, text=text)))
+def record_hang(record: Path | None, step: int, text: str) -> None:
+    """Append a report to the record, if there is one: its writer may be the device that hangs."""
+    if record is None or not record.is_file():
+        return
+    # Import late, because these modules load PyTorch.
+    from onefold.record.entries import HangEntry, append_beside, encode
+
+    with suppress(OSError):
+        append_beside(record, encode(HangEntry(step=step, text=text)))
 
 
 STACKS_LABEL = "onefold-stacks"

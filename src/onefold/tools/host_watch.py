@@ -40,12 +40,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]  # it is exported
 
-from onefold.core.options import LaunchContext
+from onefold.core.options import RECORD_FILE, LaunchContext
 from onefold.exchange.connections import host_identity
 from onefold.exchange.group import Rendezvous
 from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress, own_table, progress_of
@@ -57,6 +58,7 @@ from onefold.launcher.hang import (
     Waits,
     answer_with_stacks,
     late_of,
+    record_hang,
     report_of,
 )
 from onefold.session.run import RunSetup, RunView
@@ -81,8 +83,9 @@ class _Outcome(msgspec.Struct, frozen=True, array_like=True):
 
     told: bool
     """Whether there is a report."""
+    step: int = -1
     text: str = ""
-    """The report, if the host of device 0 is to print it."""
+    """The report and its step, if the host of device 0 is to print it."""
 
 
 class _Question(msgspec.Struct, frozen=True, array_like=True):
@@ -117,7 +120,9 @@ def watch_for_hangs(context: LaunchContext) -> None:
     answer_with_stacks(stacks)
     own = HostDevice(context.rank, os.getpid(), progress, stacks)
     store = Rendezvous(context, size, context.options.timeout_s).apart("waits")
-    atexit.register(HostWatch(own, table, store=store, size=size).close)
+    folder = context.options.recorded_in
+    record = Path(folder, RECORD_FILE) if folder else None
+    atexit.register(HostWatch(own, table, store=store, size=size, record=record).close)
 
 
 class HostWatch:
@@ -128,10 +133,13 @@ class HostWatch:
         table: descriptor of the table with its position.
         store: store through which the threads of all processes communicate.
         size: number of devices.
+        record: path of the run's record; the file may not exist.
     """
 
-    def __init__(self, own: HostDevice, table: int, *, store: Store, size: int) -> None:
-        self._rank, self._size = own.rank, size
+    def __init__(
+        self, own: HostDevice, table: int, *, store: Store, size: int, record: Path | None = None
+    ) -> None:
+        self._rank, self._size, self._record = own.rank, size, record
         self._host, self._name = host_identity(), socket.gethostname()
         self._waits, self._descriptors = Waits(), (table, own.stacks)
         self._devices = {own.rank: own}
@@ -189,7 +197,13 @@ class HostWatch:
         late = late_of(self._standings(), waits.usual_s, self._size)
         # The first waiting device on this host reports.
         if waits.untold(late, now_s) and late[0].rank == self._rank:
-            _screen.warning("onefold: %s", report_of(self._standings(stacks=True), self._size))
+            self._tell(late[0].place.step, report_of(self._standings(stacks=True), self._size))
+
+    def _tell(self, step: int, text: str) -> None:
+        """Print a report; the host of device 0, which has the record, also records it."""
+        _screen.warning("onefold: %s", text)
+        if 0 in self._devices:
+            record_hang(self._record, step, text)
 
     def _standings(self, *, stacks: bool = False) -> list[DeviceReport]:
         host = "" if len(self._devices) == self._size else self._name
@@ -263,14 +277,15 @@ class HostWatch:
         standings = self._asked(store, stacks=True)
         if not standings:
             return
-        late, text = late_of(standings, waits.usual_s, self._size), ""
+        late, text, step = late_of(standings, waits.usual_s, self._size), "", -1
         if late:
+            step = late[0].place.step
             text = report_of(standings, self._size)
             waits.note_told(time.monotonic())
         here = 0 in self._devices or all(each.rank for each in standings)
-        self._publish(store, _Outcome(told=bool(late), text="" if here else text))
+        self._publish(store, _Outcome(told=bool(late), step=step, text="" if here else text))
         if late and here:
-            _screen.warning("onefold: %s", text)
+            self._tell(step, text)
 
     def _asked(self, store: Store, *, stacks: bool = False) -> list[DeviceReport]:
         """Ask, and return the state of the devices that answer in time.
@@ -324,7 +339,7 @@ class HostWatch:
                 if outcome.told:
                     self._waits.note_told(time.monotonic())
                 if outcome.text and answers and 0 in self._devices:
-                    _screen.warning("onefold: %s", outcome.text)
+                    self._tell(outcome.step, outcome.text)
                 break
             self._end.wait(_PAUSE_S)
         # Check immediately: the next question, for stacks, may be there already.
