@@ -1,7 +1,7 @@
 """The cost of a checkpoint during training, and the duration of saving and loading.
 
     python benchmarks/checkpoint.py [--workload cnn-adam] [--devices 1 2] [--every 50] [--rounds 3]
-        [--directory DIR] [--output FILE]
+        [--mbit 100] [--directory DIR] [--output FILE]
 
 On each number of devices, a run trains blocks of `--every` steps, alternately with and without a
 background checkpoint at the start of the block. Writing counts as part of the block: if it is not
@@ -12,12 +12,16 @@ After the blocks, the calls are timed without training; PyTorch's own ways to sa
 are included for comparison. Loads read what was just written, so they come from the page cache, not
 from the disk.
 
+With `--mbit`, two hosts with one device each are joined by a link of this speed, which requires
+root.
+
 The checkpoints are in a folder that is created in `--directory` and deleted at the end. The speed
 of writing depends on the disk there.
 """
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -36,6 +40,7 @@ from measure import (
     record,
     spread,
 )
+from network import Cable, Host, two_hosts, why_not
 from workloads import WORKLOADS
 
 __all__ = ["main"]
@@ -64,13 +69,20 @@ def main() -> None:
             folder = Path(name, str(devices))
             folder.mkdir()
             results.append(summary(measured(devices, folder, args), devices=devices))
+        if args.mbit:
+            print(f"measuring two hosts at {args.mbit} Mbit/s ...", file=sys.stderr)
+            folder = Path(name, "hosts")
+            folder.mkdir()
+            with two_hosts(Cable(mbit_per_s=args.mbit)) as hosts:
+                found = summary(measured(2, folder, args, hosts), devices=2)
+            results.append(found | {"mbit_per_s": args.mbit})
     title = WORKLOADS[args.workload].title
     show(results, title=title, every=args.every)
     settings = {
         "workload": args.workload,
         "every": args.every,
         "rounds": args.rounds,
-        "shards": max(args.devices),
+        "shards": args.shards,
         "keep": KEEP,
         "threads": 1,
         "goal_percent": GOAL_PERCENT,
@@ -89,10 +101,14 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--rounds", type=int, default=3, help="blocks and calls of each kind")
     parser.add_argument("--directory", type=Path, metavar="DIR", help="folder on the disk to test")
+    parser.add_argument("--mbit", type=int, help="link between two hosts; requires root")
     add_output(parser)
     args = parser.parse_args(given)
+    if args.mbit and (reason := why_not()):
+        parser.error(f"--mbit {reason}")
     if min(args.every, args.rounds, *args.devices) < 1:
         parser.error("steps, rounds and devices must be at least 1")
+    args.shards = max(*args.devices, 2 if args.mbit else 1)
     return args
 
 
@@ -103,23 +119,43 @@ def file_system_of(path: Path, mounts: str) -> str:
     return next((kinds[place] for place in (path, *path.parents) if place in kinds), "unknown")
 
 
-def measured(devices: int, folder: Path, args: argparse.Namespace) -> list[Found]:
+def measured(
+    devices: int, folder: Path, args: argparse.Namespace, hosts: Sequence[Host] = ()
+) -> list[Found]:
     """Run the program on several devices; return the results of each, the lead first.
+
+    Args:
+        devices: number of devices.
+        folder: folder for checkpoints and results.
+        args: the command line.
+        hosts: hosts with one device each; empty for this machine.
 
     Raises:
         RuntimeError: the program failed. The message contains the end of its output.
         subprocess.TimeoutExpired: the program exceeded `LIMIT_S`.
     """
     command = [
-        *(sys.executable, "-m", "onefold", "run", "--devices", f"cpu:{devices}"),
-        *(str(PROGRAM), args.workload, "--shards", str(max(args.devices))),
+        *(sys.executable, "-m", "onefold", "run"),
+        *("--devices", f"cpu:{1 if hosts else devices}"),
+        *_places(hosts),
+        *(str(PROGRAM), args.workload, "--shards", str(args.shards)),
         *("--every", str(args.every), "--rounds", str(args.rounds), str(folder)),
     ]
+    command = hosts[0].command(command) if hosts else command
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{command} ended with {done.returncode}: {done.stderr[-2000:]}")
     paths = [folder / f"{number}.json" for number in range(devices)]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _places(hosts: Sequence[Host]) -> list[str]:
+    """Return the options that name the hosts, and how to reach the second one."""
+    if not hosts:
+        return []
+    reach = shlex.join(hosts[1].command([]))
+    via = f"sh -c 'shift; exec {reach} \"$@\"' sh {{host}}"
+    return ["--hosts", ",".join(host.address for host in hosts), "--via", via]
 
 
 def summary(found: Sequence[Found], *, devices: int) -> dict[str, Any]:
@@ -189,6 +225,12 @@ def counted(devices: int) -> str:
     return f"{devices} device{'s' if devices > 1 else ''}"
 
 
+def named(found: Mapping[str, Any]) -> str:
+    """Return the number of devices, and the speed of a link between them."""
+    link = found.get("mbit_per_s")
+    return counted(found["devices"]) + (f", {link} Mbit/s" if link else "")
+
+
 def show(results: Sequence[Mapping[str, Any]], *, title: str, every: int) -> None:
     """Print a table of the stall, and a table of the calls for each number of devices."""
     print(f"{title}, a checkpoint every {every} steps; median (least-greatest)")
@@ -202,18 +244,18 @@ def show(results: Sequence[Mapping[str, Any]], *, title: str, every: int) -> Non
     )
     for one in results:
         print_table(
-            f"{counted(one['devices'])}: the calls",
+            f"{named(one)}: the calls",
             ["call", "blocks ms", f"that in % of {every} steps", "done after ms", "MB", "MB/s"],
             [call_row(name, one) for name in one["calls"]],
         )
     for one in results:
-        print_disturbance(one["others_cores"].high, counted(one["devices"]))
+        print_disturbance(one["others_cores"].high, named(one))
 
 
 def stall_row(found: Mapping[str, Any], every: int) -> list[str]:
     """Return a row of the first table."""
     return [
-        f"{found['devices']}",
+        named(found),
         *(a_step(found["block_s"][kind], every).text(3) for kind in (WITHOUT, WITH)),
         found["stall_percent"].text(2),
         found["stall_ms"].text(0),
