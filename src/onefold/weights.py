@@ -45,8 +45,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.nn.parameter import is_lazy
 
-from onefold.checkpoint.folder import best_of, is_checkpoint, open_checkpoint, readable_records
-from onefold.checkpoint.manifest import TENSOR_FILES
+from onefold.checkpoint.folder import is_checkpoint, open_checkpoint, readable_records
+from onefold.checkpoint.manifest import TENSOR_FILES, best_of
 from onefold.core.flat import first_not_finite, names_with_nan, own_name, same_bits
 from onefold.errors import CheckpointError
 from onefold.system.safe_files import open_plain

@@ -43,7 +43,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -58,8 +57,15 @@ from typing import Any
 
 import msgspec
 
-from onefold.checkpoint.manifest import RUN, TENSOR_FILES, check_stored, next_serial
-from onefold.core.encoding import from_json
+from onefold.checkpoint.manifest import (
+    RUN,
+    TENSOR_FILES,
+    age_of,
+    check_stored,
+    next_serial,
+    read_rule,
+    superseded,
+)
 from onefold.core.numbers import check_whole
 from onefold.errors import CheckpointError
 from onefold.system.safe_files import NO_LOCKS, RECORD_BYTES, parse_json, read_plain
@@ -72,7 +78,6 @@ __all__ = [
     "Checkpoint",
     "Keeping",
     "StoredCheckpoint",
-    "best_of",
     "find_checkpoint",
     "folder_of",
     "has_checkpoints",
@@ -107,18 +112,6 @@ class StoredCheckpoint:
     def path(self, name: str) -> Path | None:
         """Return the path of one of its files; None if it has no file of that name."""
         return self.folder / name if name in self.run["files"] else None
-
-
-def _read_rule(rule: str) -> tuple[str, int]:
-    """Return the score's name in a rule, and 1 if the highest is best, -1 if the lowest is.
-
-    Raises:
-        ValueError: the rule is neither ``"highest NAME"`` nor ``"lowest NAME"``.
-    """
-    order, _, score = rule.partition(" ")
-    if order not in ("highest", "lowest") or not score:
-        raise ValueError(f'best must be "highest NAME" or "lowest NAME", but got {rule!r}')
-    return score, 1 if order == "highest" else -1
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -226,7 +219,7 @@ def find_checkpoint(path: Path, *, leave_out: int = 0) -> StoredCheckpoint:
         return open_checkpoint(path)
     records, damaged = _records_in(path)
     found: StoredCheckpoint | None = None
-    for folder in sorted(records, key=lambda f: _age(records[f]), reverse=True):
+    for folder in sorted(records, key=lambda f: age_of(records[f]), reverse=True):
         try:
             found = open_checkpoint(folder)
         except CheckpointError as error:
@@ -269,14 +262,8 @@ def prune(directory: Path, *, run: str, keep: int) -> None:
         for folder, record in readable_records(directory).items()
         if record["run"] == run and _has_right_sizes(folder, record)
     }
-    ordered = sorted(records, key=lambda folder: _age(records[folder]))
-    kept = set(ordered[-keep:])
-    kept |= {folder for folder, record in records.items() if record["keep"] is None}
-    for rule in {record["best"] for record in records.values() if record["best"]}:
-        kept |= best_of(records, rule)
-    for folder in ordered:
-        if folder not in kept:
-            _delete(folder)
+    for folder in superseded(records, keep):
+        _delete(folder)
 
 
 def readable_records(directory: Path) -> dict[Path, dict[str, Any]]:
@@ -316,10 +303,6 @@ def _is_named(path: Path) -> bool:
 def _name_of(folder: Path) -> str:
     match = _BESIDE.fullmatch(folder.name)
     return match[1] if match else folder.name
-
-
-def _age(record: Mapping[str, Any]) -> tuple[int, int]:
-    return record.get("serial", 0), record.get("step", 0)
 
 
 def _refuse_newer(folder: Path, record: Mapping[str, Any]) -> None:
@@ -451,25 +434,6 @@ def _has_right_sizes(folder: Path, record: Mapping[str, Any]) -> bool:
     return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
 
-def best_of(records: Mapping[Path, Mapping[str, Any]], rule: str) -> set[Path]:
-    """Find the best checkpoint by a rule, the oldest of equal ones; none if none has the score.
-
-    Args:
-        records: the ``run.json`` of each checkpoint.
-        rule: ``"highest NAME"`` or ``"lowest NAME"``, with the name of a score.
-
-    Raises:
-        ValueError: the rule has another form.
-    """
-    name, sign = _read_rule(rule)
-    scored = [
-        (-sign * value, _age(record), folder)
-        for folder, record in records.items()
-        if not math.isnan(value := from_json(record["scores"]).get(name, math.nan))
-    ]
-    return {min(scored)[2]} if scored else set()
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint that a run was resumed from; see `Trainer.load`."""
@@ -509,7 +473,7 @@ class Keeping:
         for name, value in scores.items():
             if not isinstance(name, str) or not isinstance(value, int | float):
                 raise TypeError(f"scores must map names to numbers, but got {name!r}: {value!r}")
-        if best is not None and _read_rule(best)[0] not in scores:
+        if best is not None and read_rule(best)[0] not in scores:
             raise ValueError(
                 f"best is {best!r}, but scores has no score of that name, only {list(scores)}"
             )

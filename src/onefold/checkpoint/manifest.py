@@ -1,4 +1,4 @@
-"""Checks the contents of a checkpoint's ``run.json`` before any of it is used.
+"""Reads ``run.json``: checks its contents before any of it is used, and compares checkpoints.
 
 The digest of ``run.json`` detects damage, but cannot prove that a run wrote the file. All entries
 that are used later are checked here, so that a forged file causes one clear error. `_Stored` and
@@ -13,9 +13,11 @@ Python parses the JSON, and msgspec checks the values.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -25,7 +27,18 @@ from onefold.core.settings import ALLOWED_AS, PRECISIONS, SchedulerEvery, Settin
 from onefold.data_order.position import Count, SavedLoader
 from onefold.system.tensor_file import Seal
 
-__all__ = ["RUN", "TENSOR_FILES", "Place", "check_run", "check_stored", "next_serial"]
+__all__ = [
+    "RUN",
+    "TENSOR_FILES",
+    "Place",
+    "age_of",
+    "best_of",
+    "check_run",
+    "check_stored",
+    "next_serial",
+    "read_rule",
+    "superseded",
+]
 
 RUN = "run.json"
 """The file that describes the run. It is written last, so if it exists, the others were complete.
@@ -44,6 +57,8 @@ Place = Literal["step", "end"] | None
 """Position of the script when the checkpoint was made: the start of the next step, the end of the
 script, or (None) a call of `Trainer.save`."""
 
+_Key = TypeVar("_Key", str, Path)
+"""Name of a checkpoint: a folder, or an object storage's."""
 _MOST = 1 << 62
 """Limit of integers: steps, sizes and seeds fit, and the sum of two stays below 2**63."""
 _SHOWN = 60
@@ -193,6 +208,57 @@ def next_serial(records: Iterable[Mapping[str, Any]]) -> int:
     4
     """
     return min(1 + max((record.get("serial", 0) for record in records), default=0), _MOST - 1)
+
+
+def age_of(record: Mapping[str, Any]) -> tuple[int, int]:
+    """Return a key that sorts the checkpoints of a directory by their time of writing."""
+    return record.get("serial", 0), record.get("step", 0)
+
+
+def read_rule(rule: str) -> tuple[str, int]:
+    """Return the score's name in a rule, and 1 if the highest is best, -1 if the lowest is.
+
+    Raises:
+        ValueError: the rule is neither ``"highest NAME"`` nor ``"lowest NAME"``.
+    """
+    order, _, score = rule.partition(" ")
+    if order not in ("highest", "lowest") or not score:
+        raise ValueError(f'best must be "highest NAME" or "lowest NAME", but got {rule!r}')
+    return score, 1 if order == "highest" else -1
+
+
+def best_of(records: Mapping[_Key, Mapping[str, Any]], rule: str) -> set[_Key]:
+    """Find the best checkpoint by a rule, the oldest of equal ones; none if none has the score.
+
+    Args:
+        records: the ``run.json`` of each checkpoint.
+        rule: ``"highest NAME"`` or ``"lowest NAME"``, with the name of a score.
+
+    Raises:
+        ValueError: the rule has another form.
+    """
+    name, sign = read_rule(rule)
+    scored = [
+        (-sign * value, age_of(record), folder)
+        for folder, record in records.items()
+        if not math.isnan(value := from_json(record["scores"]).get(name, math.nan))
+    ]
+    return {min(scored)[2]} if scored else set()
+
+
+def superseded(records: Mapping[_Key, Mapping[str, Any]], keep: int) -> list[_Key]:
+    """Return the checkpoints of one run that its rules do not keep, the oldest first.
+
+    Args:
+        records: the ``run.json`` of each checkpoint.
+        keep: number of newest checkpoints to keep.
+    """
+    ordered = sorted(records, key=lambda each: age_of(records[each]))
+    kept = set(ordered[-keep:])
+    kept |= {each for each, record in records.items() if record["keep"] is None}
+    for rule in {record["best"] for record in records.values() if record["best"]}:
+        kept |= best_of(records, rule)
+    return [each for each in ordered if each not in kept]
 
 
 def _check(record: Any, kind: Any, name: str = "") -> None:
