@@ -83,6 +83,10 @@ REMOVES_OR_PUTS = """
     system/safe_files.py os.open: new files, through no link; a folder just made; or for looking
     system/safe_files.py os.memfd_create: memory without a name
     system/safe_files.py tempfile.TemporaryFile: without a name, in memory
+    tools/remote.py (copy / RECORD_FILE).unlink: in the private copy, whose run the storage has
+    tools/remote.py new.rename: within the private copy
+    tools/remote.py record.rename: the same
+    tools/remote.py shutil.rmtree: the same: downloads, and a folder that one of them replaces
     system/whole_files.py os.replace: the place of an output that was found to be ours or free
     system/safe_files.py (self.path / _MARK).unlink: of the private folder, while it is that one
     system/safe_files.py shutil.rmtree: the private folder, while it is still the one that was made;
@@ -102,8 +106,7 @@ WRITES = """
     cli/replay.py copy.mkdir: private: of the replay
     cli/replay.py log.open: private: of the replay
     cli/replay.py shutil.copyfile: private: of the replay
-    cli/running.py checkpoint.mkdir: named: by --checkpoint
-    cli/running.py folder.mkdir: named: by --profile and --record
+    cli/running.py folder.mkdir: named: by --checkpoint, --profile and --record
     cli/verify.py folder.mkdir: private: of the comparison
     integrations/transformers.py self.folded.save: named: the folder that transformers was given
     jobs/data/fetch.py folder.mkdir: named: by --cache, with the name of a data set of ours
@@ -140,6 +143,10 @@ WRITES = """
     tools/inspection.py open: named: by --bundle, and new; or the terminal of whoever asks
     tools/inspection.py torch.save: open: memory
     tools/recording.py run.recorded_in.mkdir: named: by trainer.record
+    tools/remote.py (copy / _STORED).touch: checked: `check_cache` has found no other user's
+    tools/remote.py (self._copy / _STORED).touch: checked: the same
+    tools/remote.py folder.mkdir: checked: the same
+    tools/remote.py self._files.makedirs: named: by --checkpoint, in the storage
     tools/verifying/__init__.py place.parent.mkdir: private: of the comparison
     tools/verifying/__init__.py self._mark('cut').write_text: private: of the comparison
     tools/verifying/__init__.py self._mark('done').touch: private: of the comparison
@@ -180,6 +187,7 @@ LOCKS = """
     launcher/hosts.py threading.Lock: of a process's own lines; held for one write
     system/folder_lock.py fcntl.fcntl: a lock on a file of its owner alone; never waits
     system/safe_files.py fcntl.flock: on the private folder, so that others leave it; never waits
+    tools/remote.py threading.Lock: of two threads of this process; held without a request
     testing/scheduler.py threading.Semaphore: of simulated devices, one of which always goes on
 """
 
@@ -190,6 +198,8 @@ WAITS = """
     system/background.py background.wait: for a file that is being written by this process
     system/background.py self._thread.join: the same; done_within has a limit
     checkpoint/resume.py self._writing.wait: the same
+    tools/remote.py self._uploading.wait: for uploads, which are repeated for a limited time
+    tools/remote.py time.sleep: in a loop with a limit
     checkpoint/saving.py job.wait: the same
     shard/gather.py self._thread.join: it ends at its next stop, for this process computes it
     exchange/collective.py self._store.wait: for seconds

@@ -35,7 +35,7 @@ GIVEN = RunOptions(
     hosts=("node1", "node2"),
     via="ssh -p 2222 {host}",
 )
-INTERNAL = {"program", "quiet", "saves", "save_every_s", "stops_after", "tools"}
+INTERNAL = {"program", "quiet", "remote", "saves", "save_every_s", "stops_after", "tools"}
 """Fields that no user sets; and the seconds of ``--save-every``, which has both of its fields."""
 
 
@@ -67,7 +67,7 @@ def test_other_launchers_read_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ("name", "text", "words"),
     [
         ("AUDIT", "often", "could not convert"),
-        ("CHECKPOINT", "s3://bucket/run", "must be a local folder"),
+        ("CHECKPOINT", "s3:/bucket/run", "must be a local folder"),
         ("RECORD", "gs://bucket/run", "must be a local folder"),
         ("AUDIT", "2", "fraction from 0 to 1"),
         ("KEEP_LAST", "0", "keep_last"),

@@ -171,6 +171,13 @@ PROVEN_BY: dict[str, tuple[str, ...]] = {
         DAMAGE,
         "checkpoint/test_crafted.py::test_a_record_of_the_wrong_form_is_refused_in_words",
     ),
+    "**Object storage** (`--checkpoint": (
+        "checkpoint/test_remote.py::test_a_damaged_one_is_left_out",
+        "checkpoint/test_remote.py::test_forged_sizes_are_not_downloaded",
+        "checkpoint/test_remote.py::test_a_url_has_a_private_copy",
+    ),
+    "Whoever may write to the bucket": NOTHING,
+    "Keep secrets out of": NOTHING,
     "**Records.** `onefold.Record`": (CRAFTED,),
     "`onefold replay`, `why` and": (OF_OTHERS,),
     "If the record belongs": (OF_OTHERS,),

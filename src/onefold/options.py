@@ -10,10 +10,12 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from onefold.core.options import RunOptions
 from onefold.errors import LaunchError
+from onefold.system.caches import place_of_copy
 from onefold.system.process import NOTICES, STOP_SIGNALS, TOOLS_VARIABLE
 from onefold.system.safe_files import local_path
 from onefold.system.words import seconds_of
@@ -26,6 +28,7 @@ __all__ = [
     "describe",
     "options_of",
     "read_interval",
+    "staged",
     "variable",
     "variables_of",
 ]
@@ -50,6 +53,10 @@ class RunOption(NamedTuple):
 def _folder(text: str) -> str:
     # Absolute, because the script may change its folder before the path is used.
     return os.path.abspath(local_path("a folder", text))
+
+
+def _place(text: str) -> str:
+    return text.rstrip("/") if "://" in text else _folder(text)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -127,7 +134,7 @@ OPTIONS = {
         _DEVICES, "COMMAND", 'Command that reaches a host ("ssh {host}").', str, launches=True
     ),
     "checkpoint": RunOption(
-        _STOP, "DIR", "Resume from this folder's last checkpoint; save here.", _folder
+        _STOP, "DIR|URL", "Resume from this folder's last checkpoint; save here.", _place
     ),
     "save_every": RunOption(
         _STOP,
@@ -219,9 +226,32 @@ def options_of(environment: Mapping[str, str]) -> RunOptions:
     if chosen.get("checkpoint"):
         chosen.setdefault("stop_signals", _STOP_SIGNALS)
     try:
-        return RunOptions(**chosen)
+        return staged(RunOptions(**chosen), environment)
     except ValueError as error:
         raise LaunchError(f"{', '.join(given)} is not valid: {error}") from None
+
+
+def staged(options: RunOptions, environment: Mapping[str, str]) -> RunOptions:
+    """Replace a URL of object storage by the folder of its copy on this machine.
+
+    Raises:
+        LaunchError: a package for the URL is missing, or the folder cannot be used.
+    """
+    url = options.checkpoint
+    if "://" not in url:
+        return options
+    try:
+        import fsspec
+
+        fsspec.get_filesystem_class(url.partition("://")[0])
+        copy = place_of_copy(environment, url)
+    except (ImportError, ValueError, OSError) as error:
+        raise LaunchError(
+            f"checkpoints cannot be kept in {url}: {error}. Object storage requires "
+            f"onefold[storage] and the package of its protocol, such as s3fs or gcsfs, and a copy "
+            f"on this machine in a folder that only you can write to, below XDG_CACHE_HOME"
+        ) from error
+    return replace(options, checkpoint=str(copy), remote=url)
 
 
 def describe(options: RunOptions) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""Addresses of object storage are refused wherever a folder is named: they would become folders."""
+"""Addresses of object storage are refused where a folder is named: they would become folders.
+
+``--checkpoint`` alone takes them: see tests/checkpoint/test_remote.py.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +15,7 @@ from onefold.errors import LaunchError
 from tests.small import make_trainer
 
 ADDRESS = "s3://bucket/run"
-OPTIONS = ("checkpoint", "record", "logs", "profile", "offload-dir")
+OPTIONS = ("record", "logs", "profile", "offload-dir")
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +72,29 @@ def test_a_launch_refuses_an_address(option: str, in_a_folder: Path) -> None:
     with pytest.raises(LaunchError, match=f"{name} must be a local folder or file"):
         onefold.supervise(["train.py"], onefold.Selection(("cpu",)), options)
     assert list(in_a_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("nowhere://bucket/run", "Protocol not known: nowhere"),
+        ("s3:/run", "must be a local folder"),
+    ],
+)
+def test_checkpoints_need_a_known_protocol(
+    address: str,
+    words: str,
+    in_a_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (in_a_folder / "train.py").touch()
+    monkeypatch.setattr("sys.argv", ["onefold", "run", "--checkpoint", address, "train.py"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert words in " ".join(capfd.readouterr().err.split())
+    assert [each.name for each in in_a_folder.iterdir()] == ["train.py"]
+    options = RunOptions(checkpoint=address)
+    with pytest.raises(LaunchError, match=words):
+        onefold.supervise(["train.py"], onefold.Selection(("cpu",)), options)

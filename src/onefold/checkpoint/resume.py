@@ -168,6 +168,10 @@ class Checkpoints:
             self._position.note_save()
         return folder
 
+    def on_written(self, call: Callable[[Path], None]) -> None:
+        """Call a function with each complete checkpoint, in the thread that wrote it."""
+        self._saving.written = call
+
     def check_savable(self) -> None:
         """Raise if the optimizer has state that no checkpoint can hold.
 

@@ -198,6 +198,8 @@ class Saving:
     ) -> None:
         self._engine, self._averaging = engine, averaging
         self._lead, self._writing = lead, writing
+        self.written: Callable[[Path], None] = lambda folder: None
+        """Called with each complete checkpoint, in the thread that wrote it."""
         self._rooms: dict[str, torch.Tensor] = {}
         """Host memory for copies of the model, reused by every checkpoint."""
 
@@ -292,7 +294,7 @@ class Saving:
             saved, rest = coming_parts(self._context.module, numbers, stream.parameter)
             of_buffers = self._of_buffers()
             tensors = of_buffers, saved, rest, (), kept
-            write = partial(_write_all, folder, record, stream.optimizer, *tensors)
+            write = partial(self._write_all, folder, record, stream.optimizer, *tensors)
         stream.feed(self._writing, write)
 
     def _write(
@@ -312,7 +314,11 @@ class Saving:
         saved, rest = (shown or trained).parts()
         beside = [] if shown is None else [*chain(*trained.parts())]
         record["fingerprint"] = trained.fingerprint()
-        _write_all(folder, record, joined, of_buffers, saved, rest, beside, kept)
+        self._write_all(folder, record, joined, of_buffers, saved, rest, beside, kept)
+
+    def _write_all(self, folder: Path, record: dict[str, Any], *tensors: Any) -> None:
+        _write_all(folder, record, *tensors)
+        self.written(folder)
 
     def _copies(self) -> tuple[ModelCopy, ModelCopy | None, list[TensorParts]]:
         """Copy the trained values, the averages if the model shows them, and buffers."""

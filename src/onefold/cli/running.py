@@ -7,6 +7,7 @@ whatever their names. ``--`` may separate the two.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from onefold.options import (
     HEADINGS,
     OPTIONS,
     read_interval,
+    staged,
     variable,
 )
 from onefold.system.process import STOPPED_CODE
@@ -108,7 +110,7 @@ def run(
     hosts: Annotated[str | None, _option("hosts")] = None,
     via: Annotated[str, _option("via")] = _DEFAULTS.via,
     module: Module = False,
-    checkpoint: Annotated[Path | None, _option("checkpoint")] = None,
+    checkpoint: Annotated[str | None, _option("checkpoint")] = None,
     save_every: Annotated[str, _option("save_every")] = str(_DEFAULTS.save_every),
     keep_last: Annotated[int, _option("keep_last")] = _DEFAULTS.keep_last,
     max_restarts: Annotated[int, _option("max_restarts")] = _DEFAULTS.max_restarts,
@@ -163,9 +165,7 @@ def run(
     except ValueError as error:
         raise LaunchError(f"--hosts {hosts} is not valid: {error}") from None
     if checkpoint is not None:
-        if checkpoint.exists() and not checkpoint.is_dir():
-            raise LaunchError(f"--checkpoint {checkpoint} must be a folder, but is a file")
-        checkpoint.mkdir(parents=True, exist_ok=True)
+        checkpoint = _place(checkpoint)
     elif given := [each for each in _OF_CHECKPOINTS if _is_given(context, each)]:
         words = ", ".join(f"--{each.replace('_', '-')}" for each in given)
         raise LaunchError(f"{words} requires --checkpoint DIR")
@@ -175,7 +175,7 @@ def run(
         offload_dir=absolute_dir(offload_dir, placement),
         exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
         timeout_s=timeout,
-        checkpoint=_absolute(checkpoint),
+        checkpoint=checkpoint or "",
         save_every=steps,
         save_every_s=seconds,
         keep_last=keep_last,
@@ -256,6 +256,20 @@ def confirm(text: str) -> None:
         raise LaunchError("you did not agree, so nothing was run")
 
 
+def _place(text: str) -> str:
+    """Return the URL of ``--checkpoint``, or the absolute path of its folder, which is created."""
+    try:
+        place: str = OPTIONS["checkpoint"].read(text)
+    except ValueError as error:
+        raise LaunchError(f"--checkpoint is not valid: {error}") from None
+    if "://" not in place:
+        folder = Path(place)
+        if folder.exists() and not folder.is_dir():
+            raise LaunchError(f"--checkpoint {folder} must be a folder, but is a file")
+        folder.mkdir(parents=True, exist_ok=True)
+    return place
+
+
 def _absolute(path: Path | None) -> str:
     return str(path.absolute()) if path else ""
 
@@ -273,7 +287,7 @@ def _as_json(outcome: Outcome, options: RunOptions) -> dict[str, Any]:
         "devices": list(outcome.devices),
         "step": outcome.step if outcome.exit_code and outcome.step >= 0 else None,
         "checkpoint": options.checkpoint or None,
-        "record": options.record or options.checkpoint or None,
+        "record": options.record or staged(options, os.environ).checkpoint or None,
         "timeline": outcome.timeline or None,
         "logs": outcome.logs or None,
     }
@@ -291,7 +305,7 @@ def _tell_end(outcome: Outcome) -> None:
 
 
 def _tell_what_is_next(outcome: Outcome, command: Sequence[str], options: RunOptions) -> None:
-    record = options.record or options.checkpoint
+    record = options.record or staged(options, os.environ).checkpoint
     if outcome.exit_code == STOPPED_CODE:
         tell_next("the same command, which resumes the run")
     elif not outcome.exit_code and record:

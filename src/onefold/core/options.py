@@ -59,6 +59,8 @@ class RunOptions:
     """Existing folder for the timeline; empty for none."""
     checkpoint: str = ""
     """Checkpoint directory: the run resumes from the newest checkpoint, and writes new ones."""
+    remote: str = ""
+    """URL of the checkpoints in object storage; ``checkpoint`` is then a copy on this machine."""
     save_every: int = 200
     """Steps between checkpoints; 0 to use only the time."""
     save_every_s: float = 0.0

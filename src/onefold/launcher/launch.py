@@ -243,6 +243,8 @@ def supervise(
     """
     if joins:
         _join(command, options)
+    if "://" in options.checkpoint:
+        options = load("options").staged(options, os.environ)
     if not options.hosts:
         options.pipeline_of(len(selection.devices))
     if not (options.offload_dir or options.placement_kind.keeps_whole):

@@ -32,7 +32,14 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["INDUCTOR", "check_named", "default_of_torch", "other_caches", "place_of_code"]
+__all__ = [
+    "INDUCTOR",
+    "check_named",
+    "default_of_torch",
+    "other_caches",
+    "place_of_code",
+    "place_of_copy",
+]
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 """Variable for the folder of ``torch.compile``: graphs, kernels, tuning results, and locks."""
@@ -50,6 +57,19 @@ def place_of_code(environment: Mapping[str, str]) -> Path:
     check_cache(place, create=True)
     if not os.access(place, os.W_OK | os.X_OK):
         raise PermissionError(f"{place} cannot be written to")
+    return place
+
+
+def place_of_copy(environment: Mapping[str, str], url: str) -> Path:
+    """Return the user's folder for a copy of checkpoints in object storage; create it if necessary.
+
+    Raises:
+        ValueError: another user could change it.
+        OSError: it cannot be created.
+    """
+    name = hashlib.sha256(url.encode()).hexdigest()[:16]
+    place = _cache_home(environment) / "onefold" / "checkpoints" / name
+    check_cache(place, create=True)
     return place
 
 

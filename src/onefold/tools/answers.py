@@ -100,7 +100,9 @@ def prepare_process(context: LaunchContext) -> None:
     watch_copies()
     options = context.options
     saved = any(Path(options.checkpoint).glob("step-*"))
-    if context.rank == 0 and saved and Path(options.recorded_in, RECORD_FILE).exists():
+    saved = saved and Path(options.recorded_in, RECORD_FILE).exists()
+    # A checkpoint in object storage is known later.
+    if context.rank == 0 and (saved or options.remote):
         hold_output()
 
 

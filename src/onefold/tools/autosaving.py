@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,8 +36,12 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
         hook = Autosaving(run)
         # A worker of onefold and a simulated device call `end_well` at the end of their script.
         if run.context.launcher != "onefold" and run.context.network is None:
-            # Registered after the Trainer joined its run, so that it runs before `leave`.
-            atexit.register(_end_by_itself, membership.members)
+            # Registered after the Trainer joined its run, so that it runs before `leave`. When
+            # `atexit` calls functions, Python starts no thread and no pool accepts work any more,
+            # so the main thread does this earlier. Another thread may go on training then.
+            is_main = threading.current_thread() is threading.main_thread()
+            register = threading._register_atexit if is_main else atexit.register  # type: ignore[attr-defined]
+            register(_end_by_itself, membership.members)
         return hook
 
     return begin
@@ -89,6 +94,7 @@ class Autosaving(Hook):
         options = run.context.options
         self._run, self._position, self._scheduler = run, run.position, run.scheduler
         self._directory, self._lock = Path(options.checkpoint), run.lock
+        self._shown = options.remote or options.checkpoint
         self._every, self._keeping = options.save_every, Keeping(options.keep_last)
         self._every_s, self._began_s = options.save_every_s, time.monotonic()
         self._saved = run.begun_after
@@ -141,7 +147,7 @@ class Autosaving(Hook):
         # The launcher of onefold reports this itself, with the name of the signal.
         if self._run.devices.has_lead and self._run.context.launcher != "onefold":
             tell(
-                f"asked to stop: saved after step {self._position.step} in {self._directory}. "
+                f"asked to stop: saved after step {self._position.step} in {self._shown}. "
                 f"Start the same command again to continue"
             )
 

@@ -55,7 +55,12 @@ TOOLS = (
     # Outside autosaving: the checkpoint of a step names the parameters that the step trains.
     Tool("checkpoints", lambda context: True),
     # Without a hook. Before answers, which begin a run anew if the lead finds no checkpoint.
-    Tool("lead_folder", lambda context: _saves(context) and not context.one_host),
+    Tool(
+        "lead_folder",
+        lambda context: _saves(context) and not (context.one_host or context.options.remote),
+    ),
+    # Before answers, which look for the checkpoints that it fetches.
+    Tool("remote", lambda context: context.options.remote),
     # Before all hooks that inspect steps: a replayed step is neither saved nor recorded again.
     Tool("answers", _saves),
     # Outside recording: a step that it rejects is not a failure. Saves entries that are written.
