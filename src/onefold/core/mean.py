@@ -321,7 +321,7 @@ class Contribution:
     kind: Kind = "mean"
     """Whether the denominator is the batch's weight, 1, or each term's own weight."""
     terms: tuple[Contribution, ...] = ()
-    """For ``means``, one contribution per term, of kind ``mean`` or ``sum``; otherwise empty."""
+    """Contributions of the terms of ``means``, of kind ``mean`` or ``sum``; otherwise empty."""
 
     @property
     def parts(self) -> tuple[Contribution, ...]:

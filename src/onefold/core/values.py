@@ -212,7 +212,7 @@ class StepValues:
     """Metrics of a step, not yet summed."""
 
     lines: tuple[str, ...]
-    """As in `ShardValues`; the same for all shards."""
+    """Lines as in `ShardValues`; the same for all shards."""
     table: torch.Tensor
     """(V, lines, 2) float64, on the lead's compute device; zeros for empty shards."""
     outputs: Mapping[str, Any] = field(default_factory=dict)

@@ -328,7 +328,7 @@ def _handed_out(answer: Answer, this: DataPass) -> None:
     """Record in the pass that a batch is yielded, and the state of its stream."""
     this.given = answer.request.stop
     if answer.state is not None:
-        # Of the earlier states, only the one after the last used batch is still needed.
+        # Drop earlier states, except the one after the last used batch.
         this.states = {place: s for place, s in this.states.items() if place >= this.used}
         this.states[this.given] = answer.state
 

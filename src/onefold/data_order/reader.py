@@ -133,8 +133,8 @@ class Request:
     item: int
     """Item of the data set that is the whole batch; -1 if the batch consists of samples."""
     check: tuple[list[int], int | None] | None = None
-    """For a first shard that is to be made twice: its sample indices, and the position of the first
-    sample if indices are not unique. Otherwise None."""
+    """Sample indices of a first shard that must be made twice, and the position of its first sample
+    if indices are not unique; None for other batches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,7 +271,7 @@ class _Tally:
 
     def __init__(self) -> None:
         self._lines: list[str] = []
-        """One line for each part of each value, as in `ShardValues`."""
+        """Lines for the parts of all values, as in `ShardValues`."""
         self._shards: dict[tuple[int, int], tuple[torch.Tensor, list[float]]] = {}
         """Totals, (lines,) float64 on the device, and weights, by batch and shard."""
 

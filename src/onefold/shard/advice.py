@@ -240,7 +240,7 @@ FINDINGS: dict[str, str] = {
     "divides the values by the number of samples, not by the number of targets that are not ignored"
     + _BY_NUMBER,
 }
-"""For each kind of finding: the tensor according to its graph, how onefold reads it, and what to
+"""Advice by kind of finding: the tensor according to its graph, how onefold reads it, and what to
 return instead."""
 
 

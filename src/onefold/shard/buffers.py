@@ -398,8 +398,8 @@ class Carried:
         self.is_paused = False
         """Whether the module shows averages (EMA, SWA), which do not count as a script's change."""
         self.values: dict[int, dict[int, torch.Tensor]] = {index: {} for index in self.indices}
-        """For each such buffer, the value that each shard left, by shard number; shards that have
-        not changed it yet are missing."""
+        """Values that shards left in each such buffer, by shard number; shards that have not
+        changed it yet are missing."""
 
     def left(self, names: Sequence[str]) -> Iterable[tuple[str, int, torch.Tensor]]:
         """Yield the values that shards left: name of the buffer, shard number, value.
@@ -438,7 +438,7 @@ class BufferPlaces:
         self.names = list(named)
         self.tensors = list(named.values())
         self.homes = [homes[id(tensor)] for tensor in self.tensors]
-        """For each buffer, every module that holds it and the buffer's name there."""
+        """Modules that hold each buffer, with the buffer's name there."""
         self.layout = lay_out(named)
         self.rules = _rules_of(self.names, rules or {})
         self._known = [
