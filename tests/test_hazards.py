@@ -261,6 +261,7 @@ ENVIRONMENT = """
     launcher/launch.py environment: for a worker, in a copy
     launcher/launch.py environment.setdefault: for a worker, in a copy
     launcher/launch.py environment.pop: for a worker, in a copy
+    launcher/part.py os.environ.update: the first host's choice of kernels, for the workers
     launcher/launch.py os.environ.update: the options of a run that this process joins
     launcher/launch.py os.environ.setdefault: the order of sets, where nobody has said so
     launcher/environment.py os.environ.update: where compiled code is kept, where nobody has said so

@@ -80,6 +80,7 @@ def once(folder: Path, line: str) -> str:
         f"import os, pathlib, runpy\n"
         f"mark = pathlib.Path({str(folder / 'mark')!r})\n"
         f"os.environ['FATE'] = ''\n"
+        f"assert os.environ.get('OMP_SCHEDULE') == os.environ.get('FIRST_HOSTS')\n"
         f"if os.environ.get('HOST') and not mark.exists():\n"
         f"    mark.touch()\n"
         f"    {line}\n"
@@ -97,7 +98,10 @@ def test_a_run_on_two_hosts_has_the_bits_of_one_device(
     expected = capfd.readouterr().out.splitlines()[-1]
     script = once(tmp_path, "os.environ['FATE'] = '1 5 KILL'" if killed else "pass")
     options = ("--checkpoint", str(tmp_path / "run"), "--save-every", "2", "--max-restarts", "1")
-    code, out, said = end_of(command(*options, "--json", script))
+    # As ssh does, this hides the variables of the first host.
+    via = "env -u OMP_SCHEDULE HOST={host}"
+    flags = {"OMP_SCHEDULE": "static", "FIRST_HOSTS": "static"}
+    code, out, said = end_of(command(*options, "--json", script, via=via), **flags)
     assert code == 0, said
     told = re.search(r"127\.0\.0\.2: device 1 \(cpu, process \d+\) was killed by SIGKILL", said)
     assert bool(told) == ("restarting (1 of 1)" in said) == killed

@@ -184,6 +184,39 @@ def test_a_hang_under_srun_is_told(slurm: dict[str, str], tmp_path: Path) -> Non
     assert "in loss\n" in text
 
 
+def test_hosts_are_reached_through_ssh(tmp_path: Path) -> None:
+    """The second host is this machine, behind a server of its own."""
+    server = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    if server is None or os.getuid() != 0:
+        pytest.skip("needs root and openssh-server")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for name in ("host", "user"):
+        path = str(tmp_path / name)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
+    (port,) = free_ports(1)
+    settings = {
+        "Port": port,
+        "ListenAddress": "127.0.0.2",
+        "HostKey": tmp_path / "host",
+        "AuthorizedKeysFile": tmp_path / "user.pub",
+        "PermitRootLogin": "yes",
+        "StrictModes": "no",
+    }
+    (tmp_path / "server").write_text("".join(f"{k} {v}\n" for k, v in settings.items()))
+    options = ("StrictHostKeyChecking=no", f"UserKnownHostsFile={tmp_path / 'known'}")
+    ssh = ["ssh", "-i", str(tmp_path / "user"), "-p", str(port), *(f"-o{each}" for each in options)]
+    command = [*ONEFOLD, "--hosts", "127.0.0.1,127.0.0.2", "--via", " ".join([*ssh, "{host}"])]
+    with running([server, "-D", "-e", "-f", str(tmp_path / "server")], tmp_path / "log"):
+        done = subprocess.run(
+            [*command, "--devices", "cpu:1", STOPPED_ANYWHERE],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    _, whole = run("python")
+    assert (done.returncode, done.stdout) == (0, whole.splitlines()[-1] + "\n"), done.stderr
+
+
 def test_mpirun_is_refused_with_the_command_that_works() -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("Open MPI is not installed")

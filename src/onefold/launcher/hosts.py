@@ -40,6 +40,7 @@ from typing import Any
 
 from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import LaunchError
+from onefold.launcher.environment import kernel_flags
 from onefold.launcher.workers import Outcome
 from onefold.system.process import LOOK_S, STOPPED_CODE
 from onefold.system.safe_files import write_all
@@ -303,7 +304,13 @@ class HostsRun:
                 options=replace(self.options, max_restarts=0, hosts=()),
             )
             part.channel.send(
-                {"place": place.to_json(), "command": [*self.command], "folder": os.getcwd()}
+                {
+                    "place": place.to_json(),
+                    "command": [*self.command],
+                    "folder": os.getcwd(),
+                    # They change the bits, so they must be the same on all hosts.
+                    "kernel_flags": kernel_flags(),
+                }
             )
             rank += len(part.devices)
 

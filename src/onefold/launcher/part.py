@@ -46,6 +46,7 @@ def main(devices: str, answers: int | None = None) -> int:
         if job is None:
             return 1
         place = LaunchContext.from_json(job["place"])
+        os.environ.update(job["kernel_flags"])
         _enter(job["folder"], job["command"])
     except (OnefoldError, ValueError, OSError) as error:
         channel.send({"refused": message_of(error)})
