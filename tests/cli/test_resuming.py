@@ -16,7 +16,15 @@ torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 data = torch.randn(24, 3)
-trainer = onefold.Trainer(model, optimizer, lambda m, x: m(x).square().mean(1), shards=2)
+calls = [0]
+
+
+def loss(m, x):
+    calls[0] += 1
+    return m(x).square().mean(1)
+
+
+trainer = onefold.Trainer(model, optimizer, loss, shards=2)
 loader = trainer.loader(data, batch_size=8, shuffle=True)
 seen = torch.zeros(())
 for epoch in trainer.epochs(3):
@@ -24,9 +32,9 @@ for epoch in trainer.epochs(3):
         step = trainer.step(batch)
         if "copies" in sys.argv:
             seen += model.weight.detach().sum()
-    if "copies" in sys.argv:
+    if len(sys.argv) > 1:
         with trainer.modifying():
-            model.bias.data += 0.01 * seen
+            model.bias.data += 0.01 * (calls[0] if "counts" in sys.argv else seen)
     score = trainer.evaluate(lambda m, x: {"out": m(x)}, data, batch_size=8)
 print(trainer.fingerprint())
 """
@@ -45,8 +53,15 @@ def test_all_ends_are_equal(tmp_path: Path) -> None:
     assert text.count("equal") > 4
 
 
-def test_a_script_that_copies_weights_is_found(tmp_path: Path) -> None:
+def test_weights_that_a_resumed_script_lacks_are_named(tmp_path: Path) -> None:
     code, text = verified(tmp_path, "copies")
+    assert code == 2, text
+    assert "StateError: train.py:" in text
+    assert "but the checkpoint does not contain them" in text
+
+
+def test_a_count_that_begins_anew_is_found(tmp_path: Path) -> None:
+    code, text = verified(tmp_path, "counts")
     assert code == 1, text
     assert "differ first in a block of modifying after step" in text
     assert "The ends differ." in text
