@@ -387,12 +387,16 @@ def test_a_storage_that_cannot_be_reached_ends_the_run(
     assert 0 < clock.now_s <= 30
 
 
+@pytest.mark.parametrize("kind", [PermissionError, NotImplementedError])
 def test_what_it_may_not_do_ends_the_run_at_once(
-    machines: Machines, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
+    machines: Machines,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: SimpleNamespace,
+    kind: type[Exception],
 ) -> None:
     def refuse(call: str, path: str) -> None:
         if call == "put":
-            raise PermissionError("Access Denied")
+            raise kind("Access Denied")
 
     monkeypatch.setattr(Faulty, "fault", staticmethod(refuse))
     with pytest.raises(LaunchError, match=r"Access Denied.*credentials"):
@@ -457,6 +461,30 @@ def test_what_the_script_saves_elsewhere_stays_there(
     Runs(machines.copy("a"), monkeypatch).start(saving, remote=URL, every=10)
     assert steps_in(tmp_path / "own") == [2]
     assert stored() == ["2*"]
+
+
+def test_a_record_that_is_kept_elsewhere_stays_there(
+    machines: Machines, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "record").mkdir()
+    assert machines.start(record=str(tmp_path / "record"), dies=5) is None
+    _wait_for_uploads()
+    files = fsspec.filesystem("faulty")
+    assert not [each for each in files.find("/bucket/run") if each.endswith("run.record")]
+    assert machines.start("b") is not None
+    assert "so the script is not replayed" in caplog.text
+
+
+def test_a_repeated_failure_goes_back_further(tmp_path: Path) -> None:
+    """As a restart requests it: a new machine fetches as many checkpoints as that takes."""
+    there = opened()
+    for step in (1, 2, 3):
+        there.upload(save(tmp_path / "a", step), None)
+    (copy := tmp_path / "b").mkdir()
+    fetch(opened(), copy)
+    assert steps_in_copy(copy) == [3]
+    fetch(opened(), copy, 2)
+    assert steps_in_copy(copy) == [2, 3]
 
 
 def test_a_url_has_a_private_copy(tmp_path: Path) -> None:

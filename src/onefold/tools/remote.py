@@ -67,7 +67,7 @@ _STORED = ".stored"
 """File in a copy of which the storage has, or had, a checkpoint."""
 _FETCHED = ".fetched"
 """Folder in a copy for unchecked downloads."""
-_FINAL = (PermissionError, FileNotFoundError, CheckpointError, LaunchError)
+_FINAL = (PermissionError, FileNotFoundError, NotImplementedError, CheckpointError)
 """Errors before training that no repetition mends."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the errors of a full disk."""
