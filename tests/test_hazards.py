@@ -194,6 +194,7 @@ LOCKS = """
 WAITS = """
     launcher/hang.py time.sleep: for a process that is to write its stacks, seconds at most
     tools/host_watch.py self._end.wait: the pause of a thread; those with a limit, in a loop
+    tools/stops.py self._end.wait: the pause of a thread
     tools/verifying/__init__.py signature.bind: of arguments, not of a socket
     system/background.py background.wait: for a file that is being written by this process
     system/background.py self._thread.join: the same; done_within has a limit
@@ -249,6 +250,7 @@ THREADS = """
     launcher/hosts.py threading.Thread: signs of life of a program without PyTorch, until it ends
     launcher/part.py threading.Thread: waits for signals to pass on, in a program without PyTorch
     tools/host_watch.py threading.Thread: waited for when Python ends
+    tools/stops.py threading.Thread: in no code of PyTorch
     shard/gather.py threading.Thread: ended with its step; else it waits outside of PyTorch
     testing/scheduler.py threading.Thread: no daemon
 """

@@ -34,6 +34,7 @@ GIVEN = RunOptions(
     stop_signals=("USR1",),
     hosts=("node1", "node2"),
     via="ssh -p 2222 {host}",
+    stop_notice="/tmp/stop",
 )
 INTERNAL = {"program", "quiet", "remote", "saves", "save_every_s", "stops_after", "tools"}
 """Fields that no user sets; and the seconds of ``--save-every``, which has both of its fields."""
@@ -73,6 +74,8 @@ def test_other_launchers_read_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("KEEP_LAST", "0", "keep_last"),
         ("SAVE_EVERY", "soon", "a number of steps .at least 1"),
         ("STOP_SIGNAL", "KILL", "INT, TERM, HUP, USR1, USR2"),
+        ("STOP_NOTICE", "awz", "choose from aws, gcp, azure, or a file"),
+        ("STOP_NOTICE", "s3://bucket/stop", "must be a local"),
     ],
 )
 def test_a_wrong_value_is_named(name: str, text: str, words: str) -> None:

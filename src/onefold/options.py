@@ -21,6 +21,7 @@ from onefold.system.safe_files import local_path
 from onefold.system.words import seconds_of
 
 __all__ = [
+    "CLOUD_NAMES",
     "HEADINGS",
     "OF_OPTION",
     "OPTIONS",
@@ -86,6 +87,15 @@ def _signals(text: str) -> tuple[str, ...]:
     return names
 
 
+def _notice(text: str) -> str:
+    # A misspelled cloud must not become a file that never appears.
+    if text in CLOUD_NAMES:
+        return text
+    if "/" not in text:
+        raise ValueError(f"choose from {', '.join(CLOUD_NAMES)}, or a file with its folder: ./stop")
+    return os.path.abspath(local_path("a notice file", text))
+
+
 def read_interval(text: str) -> tuple[int, float]:
     """Read an interval between checkpoints: 200, 10m, or 200,10m for whichever ends first.
 
@@ -112,6 +122,8 @@ def read_interval(text: str) -> tuple[int, float]:
     return steps, seconds
 
 
+CLOUD_NAMES = ("aws", "gcp", "azure")
+"""Clouds whose metadata servers announce the end of an instance."""
 _HELP_OF_PLACEMENT = RunOptions.__dataclass_fields__["placement"].metadata["help"]
 _DEVICES, _STOP, _INSPECT = HEADINGS = ("Devices", "Stop and resume", "Inspect the run")
 OPTIONS = {
@@ -162,6 +174,9 @@ OPTIONS = {
         "Stop signals under another launcher (TERM,USR1).",
         _signals,
         field="stop_signals",
+    ),
+    "stop_notice": RunOption(
+        _STOP, "FILE|aws|gcp|azure", "Stop at this new file, or at a cloud's notice.", _notice
     ),
     "allow_changed": RunOption(
         _STOP, "NAMES", "Settings that may differ from the saved run, such as seed.", _names
@@ -274,7 +289,7 @@ _FOLDERS = ("checkpoint", "record")
 """Fields that name a folder, which may differ between hosts, and that all processes need."""
 _OF_A_HOST = {
     *("hosts", "logs", "max_restarts", "offload_dir", "placement", "profile", "program", "quiet"),
-    *("restart_devices", "stop_signals", "tools", "via"),
+    *("restart_devices", "stop_notice", "stop_signals", "tools", "via"),
 }
 """Fields that name places on a host or belong to its launcher; and the placement, which is
 compared in any case."""

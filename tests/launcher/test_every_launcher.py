@@ -2,15 +2,19 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 import onefold
+from onefold.options import CLOUD_NAMES
 from tests.checkpoint.folders import steps_in
 from tests.launcher.test_other_launchers import free_port
+from tests.metadata import ENDS, Answer, answered, metadata_server
 
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "stopped_anywhere.py")
 ONEFOLD = [sys.executable, "-m", "onefold", "run"]
@@ -58,8 +62,10 @@ def run(launcher: str, fate: str = "", **variables: str) -> tuple[set[int], str]
     return {process.returncode for process in started}, "".join(said)
 
 
-def check_course(folder: Path, course: list[tuple[str, str]], **variables: str) -> None:
-    """Run until a fate, again and again, and then to the end."""
+def check_course(
+    folder: Path, course: list[tuple[str, str]], words: str = "", **variables: str
+) -> None:
+    """Run until a fate, which prints these words, again and again, and then to the end."""
     checkpoints, whole = folder / "course", folder / "whole"
     codes, expected = run("python", ONEFOLD_RECORD=str(whole))
     assert codes == {0}, expected
@@ -67,8 +73,9 @@ def check_course(folder: Path, course: list[tuple[str, str]], **variables: str) 
     for launcher, fate in course[:-1]:
         codes, said = run(launcher, fate, **options)
         assert 0 not in codes, said
+        assert words in said, said
         # torchrun exits with a code of its own, and a killed process takes the others with it.
-        assert codes == {75} or not fate.endswith("TERM") or "torchrun" in launcher, said
+        assert codes == {75} or fate.endswith(("KILL", "HOST")) or "torchrun" in launcher, said
     codes, said = run(course[-1][0], **options)
     assert codes == {0}, said
     assert END.findall(said)[-1:] == END.findall(expected), (course, said)
@@ -81,6 +88,34 @@ def check_course(folder: Path, course: list[tuple[str, str]], **variables: str) 
 def test_each_launcher_continues_what_another_began(tmp_path: Path) -> None:
     course = [("variables", "1 3 KILL"), ("joined", "0 7 TERM"), ("onefold run", "2 11 KILL")]
     check_course(tmp_path, [*course, ("variables", "")])
+
+
+@pytest.mark.full
+def test_a_notice_stops_the_run_under_each_launcher(tmp_path: Path) -> None:
+    """A file that the next run finds, and ignores."""
+    course = [("variables", "1 3 NOTICE"), ("onefold run", "2 8 NOTICE"), ("python", "")]
+    given = {"NOTICE": str(tmp_path / "stop"), "ONEFOLD_STOP_NOTICE": str(tmp_path / "stop")}
+    words = f"the notice file {tmp_path}/stop was written (host {socket.gethostname()}). The run "
+    check_course(tmp_path, course, f"{words}saves itself and stops after the next step", **given)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cloud", CLOUD_NAMES)
+def test_a_cloud_stops_the_run_under_each_launcher(tmp_path: Path, cloud: str) -> None:
+    notice = tmp_path / "stop"
+
+    def answer(handler: BaseHTTPRequestHandler) -> Answer:
+        # The instance ends, and the next one has no notice.
+        is_asked = "token" not in handler.path and "compute/name" not in handler.path
+        ends = is_asked and notice.exists()
+        if ends:
+            notice.unlink()
+        return answered(cloud, ends, handler)
+
+    course = [("onefold run", "2 3 NOTICE"), ("variables", "0 9 NOTICE"), ("python", "")]
+    with metadata_server(answer) as address:
+        given = {"NOTICE": str(notice), "ONEFOLD_STOP_NOTICE": cloud, "METADATA": address}
+        check_course(tmp_path, course, ENDS[cloud], **given)
 
 
 def test_a_device_that_exits_with_a_code_saves_no_end(tmp_path: Path) -> None:

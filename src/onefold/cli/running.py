@@ -23,7 +23,6 @@ from onefold.errors import LaunchError
 from onefold.options import (
     HEADINGS,
     OPTIONS,
-    read_interval,
     staged,
     variable,
 )
@@ -118,6 +117,7 @@ def run(
         Literal["same", "fewer"], _option("restart_devices")
     ] = _DEFAULTS.restart_devices,
     grace_period: Annotated[float, _option("grace_period")] = _DEFAULTS.grace_period_s,
+    stop_notice: Annotated[str | None, _option("stop_notice")] = None,
     allow_changed: Annotated[str | None, _option("allow_changed")] = None,
     record: Annotated[
         Path | None, _option("record", show_default="the --checkpoint folder")
@@ -156,14 +156,8 @@ def run(
     for folder in (profile, record):
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-    try:
-        steps, seconds = read_interval(save_every)
-    except ValueError as error:
-        raise LaunchError(f"--save-every {save_every} is not valid: {error}") from None
-    try:
-        named = OPTIONS["hosts"].read(hosts) if hosts else ()
-    except ValueError as error:
-        raise LaunchError(f"--hosts {hosts} is not valid: {error}") from None
+    steps, seconds = _read("save_every", save_every)
+    named = _read("hosts", hosts) if hosts else ()
     if checkpoint is not None:
         checkpoint = _place(checkpoint)
     elif given := [each for each in _OF_CHECKPOINTS if _is_given(context, each)]:
@@ -180,6 +174,7 @@ def run(
         save_every_s=seconds,
         keep_last=keep_last,
         grace_period_s=grace_period,
+        stop_notice=_read("stop_notice", stop_notice) if stop_notice else "",
         allow_changed=tuple(allow_changed.split(",")) if allow_changed else (),
         max_restarts=max_restarts,
         restart_devices=restart_devices,
@@ -202,6 +197,14 @@ def run(
     else:
         _tell_what_is_next(outcome, command, options)
     raise typer.Exit(outcome.exit_code)
+
+
+def _read(name: str, text: str) -> Any:
+    """Read the value of an option as its variable is read."""
+    try:
+        return OPTIONS[name].read(text)
+    except ValueError as error:
+        raise LaunchError(f"--{name.replace('_', '-')} {text} is not valid: {error}") from None
 
 
 def come_too_late(given: Sequence[str], options: Collection[str]) -> list[str]:

@@ -81,6 +81,8 @@ class RunOptions:
     """Whether workers save themselves on a stop request, as they do with ``checkpoint``."""
     stop_signals: tuple[str, ...] = ()
     """Signals with which a launcher other than onefold's stops a process, such as USR1."""
+    stop_notice: str = ""
+    """File whose appearance stops the run, or the cloud whose notices do; empty for neither."""
     audit: float = 0.0
     """Fraction of shards to recompute on another device and compare."""
     on_corruption: OnCorruption = "heal"
@@ -175,7 +177,7 @@ class RunOptions:
     @property
     def may_stop(self) -> bool:
         """Whether the run saves itself on a stop request."""
-        return self.saves or bool(self.checkpoint) or bool(self.stop_signals)
+        return self.saves or bool(self.checkpoint or self.stop_signals or self.stop_notice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,12 +96,13 @@ class Loader:
         if collate is not None and not callable(collate):
             raise TypeError(f"expected collate to be a function of a list of samples: {collate!r}")
         self._workers = workers if isinstance(workers, Workers) else Workers(number=workers)
-        self._source = source_of(dataset, collate, seed, self._workers, choices)
-        self.dataset = self._source.dataset
+        self.source = source_of(dataset, collate, seed, self._workers, choices)
+        """Determines how the data set is read; a tool may wrap it before the first pass."""
+        self.dataset = self.source.dataset
         """The data set, stream or function that provides the batches."""
         self.batch_size = choices.get("batch_size")
         """Global batch size, in samples; None if batches differ in size."""
-        self.track = LoaderTrack(self._source.size, first_epoch)
+        self.track = LoaderTrack(self.source.size, first_epoch)
         """The loader's passes, for checkpoints."""
         self._shares, self._own, self._gather = shares, own, gather
         self._repeats = repeats
@@ -116,7 +117,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the number of batches in a pass; TypeError if a stream has no length."""
-        return self._source.batches()
+        return self.source.batches()
 
     def __iter__(self) -> Generator[ShardedBatch, None, str]:
         """Start a new pass.
@@ -144,14 +145,14 @@ class Loader:
 
     def _batches(self, this: DataPass) -> Iterator[ShardedBatch]:
         order = self._order(this)
-        if self._source.skips:
+        if self.source.skips:
             yield from self._unread(this, order)
         # Check after the replay, which may use up the pass.
         if this.given >= this.end:
             return
         start, process, handed = host_now_s(), os.getpid(), 0
         requests = self._requests(this, order)
-        reader = self._source.reader(this, self.track)
+        reader = self.source.reader(this, self.track)
         # Workers are forked here, where Ctrl-C would be lost: see `onefold.system.process`.
         with ctrl_c_later():
             answers = self._workers.answers(
@@ -306,14 +307,14 @@ class Loader:
     def _read_later(self, this: DataPass, order: Order, start: int, stop: int) -> ShardedBatch:
         """Read a batch that was yielded without its samples."""
         began = host_now_s()
-        reader = self._source.reader(replace(this, used=start), self.track)
+        reader = self.source.reader(replace(this, used=start), self.track)
         requests = self._requests(replace(this, given=start, end=stop), order)
         here = Workers(number=0)
         answer = next(here.answers(reader, requests, pin_memory=False, timeout_s=self._timeout_s))
         return self._batch(answer, _checked(answer.payloads), this, began)
 
     def _order(self, this: DataPass) -> Order:
-        order = self._source.order(this, self.track.number)
+        order = self.source.order(this, self.track.number)
         self.track.settle(this, order.length, order.digest.hex())
         return order
 

@@ -337,7 +337,7 @@ class WorkerGroup:
         """Outcome of a run that was asked to save itself and stop."""
         codes, first = {worker.code for worker in self._workers}, self._place.rank
         by = self._signals.came[0] if self._signals.came else None
-        name = by.name if by else "a signal to a device"
+        name = by.name if by else "a notice or signal to a device"
         checkpoint = self._options.remote or self._options.checkpoint
         if codes == {0}:
             return Outcome(0, final=True)
