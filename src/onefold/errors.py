@@ -71,9 +71,6 @@ class RunFailed(OnefoldError):
 class DisagreementError(OnefoldError):
     """Devices of one run differ where they must agree; the message names device and difference."""
 
-    field = ""
-    """Field of the head that differs, if all devices compared heads and raise this error."""
-
 
 class LossError(OnefoldError, ValueError):
     """A loss that has the wrong shape or type, or is not finite."""

@@ -174,10 +174,9 @@ def _refuse_difference(words: Sequence[bytes], settings: Callable[[], str], chan
     where = f"step {lead.step}, {Call(lead.call).words}"
     theirs, ours = (_shown(name, head[places[0]]) for head in (heads[others[0]], lead))
     theirs = settings() if name == "settings" else theirs
-    text = _WORDS[name].format(who=who, is_=is_, has=has, where=where, theirs=theirs, ours=ours)
-    error = DisagreementError(text)
-    error.field = name
-    raise error
+    raise DisagreementError(
+        _WORDS[name].format(who=who, is_=is_, has=has, where=where, theirs=theirs, ours=ours)
+    )
 
 
 def checksum(text: bytes) -> int:

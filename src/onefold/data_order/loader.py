@@ -301,8 +301,7 @@ class Loader:
                 unread=partial(self._read_later, this, order, start, stop),
             )
             yield batch
-        if this.end <= this.given:
-            this.given = this.end
+        this.given = min(this.given, this.end)
 
     def _read_later(self, this: DataPass, order: Order, start: int, stop: int) -> ShardedBatch:
         """Read a batch that was yielded without its samples."""

@@ -266,8 +266,7 @@ class Reader(Dataset[Any]):
         digests = []
         for index in digest_samples(len(self._dataset)):
             # Leave out the epoch: the digest of the data must be the same in every pass.
-            common = "digest", (self._seed,)
-            self._seed_all(derive_seed("digest", self._seed, index), common)
+            self._seed_all(derive_seed("digest", self._seed, index), ("digest", (self._seed,)))
             # Return the error, as in `_read_shard`: DataLoader would wrap a raised exception in its
             # own, and hide which sample failed.
             try:

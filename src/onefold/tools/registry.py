@@ -74,7 +74,7 @@ TOOLS = (
     Tool("digests", lambda context: context.options.recorded_in or _is_looked_at(context)),
     Tool("inspection", lambda context: "inspection" in context.options.tools),
     Tool("audit", lambda context: context.options.audit),
-    Tool("same_data", lambda context: not context.one_host),
+    Tool("samples", lambda context: not context.one_host),
     Tool("stops", lambda context: context.options.may_stop),
     # Innermost: the first to note that a step is done.
     Tool("places", lambda context: places_of(context) is not None),

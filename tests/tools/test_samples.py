@@ -15,7 +15,7 @@ import onefold
 from onefold.core.options import LaunchContext
 from onefold.launcher.environment import current_context
 from onefold.testing import outcomes, simulate
-from onefold.tools import same_data
+from onefold.tools import samples
 from tests.small import Batch, make_trainer, points
 from tests.tables import for_each
 
@@ -24,7 +24,7 @@ from tests.tables import for_each
 def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each simulated device is on a host of its own."""
     monkeypatch.setattr("onefold.testing.LaunchContext", partial(LaunchContext, one_host=False))
-    monkeypatch.setattr(same_data.socket, "gethostname", lambda: f"node{current_context().rank}")
+    monkeypatch.setattr(samples.socket, "gethostname", lambda: f"node{current_context().rank}")
 
 
 class Numbers(Dataset[Batch]):
