@@ -4,6 +4,7 @@
 # make lowest  tests of jobs and commands with the oldest releases that pyproject.toml allows
 # make matrix  the fast tests with every installed Python, and the lowest, pinned and newest PyTorch
 # make ecosystem  scripts of other libraries, plain and with onefold; writes docs/reference/works-with.md
+# make launchers  real launchers, and files for clusters checked by the packages of those clusters
 # make golden  small runs on simulated devices, compared with the bits in tests/golden.json
 # make mutants plant faults in the source, and check that make test finds each of them; takes hours
 # make venv    create the environment for a first look, and for development
@@ -21,6 +22,7 @@ BENCH_VENV := .venv-bench
 BENCH_BIN := $(BENCH_VENV)/bin
 LOWEST_VENV := .venv-lowest
 ECOSYSTEM_VENV := .venv-ecosystem
+LAUNCHERS_VENV := .venv-launchers
 RESULTS := benchmarks/results
 JOBS := packages/onefold-jobs
 OF_JOBS := digits,images,report,tables,text,loggers,augment,export
@@ -34,7 +36,7 @@ SAY = | sed -En 's/^ *(Downloading|Using cached|Processing .*\/([^/]*\.whl)$$) *
 # Seed of the order of the tests, random by default and printed at the end: make test SEED=7
 SEED ?= $(shell echo $$RANDOM)
 
-.PHONY: demo test test-all lowest matrix matrix-one ecosystem golden mutants lint venv docs docs-check links bench bench-venv gpu clean
+.PHONY: demo test test-all lowest matrix matrix-one ecosystem launchers golden mutants lint venv docs docs-check links bench bench-venv gpu clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
@@ -66,6 +68,9 @@ matrix-one:
 ecosystem: $(ECOSYSTEM_VENV)/ecosystem.stamp
 	$(ECOSYSTEM_VENV)/bin/python -m ecosystem
 
+launchers: $(LAUNCHERS_VENV)/launchers.stamp
+	$(LAUNCHERS_VENV)/bin/pytest -m "full and not gpu" tests/launcher/test_launch_files.py tests/launcher/test_real_launchers.py
+
 golden: $(VENV)/dev.stamp
 	$(BIN)/python -m tests.golden
 
@@ -74,7 +79,7 @@ mutants: $(VENV)/test.stamp
 
 test-all: lint golden $(VENV)/test.stamp
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not gpu"
-	$(MAKE) ecosystem
+	$(MAKE) ecosystem launchers
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -115,7 +120,7 @@ gpu:
 	$(PYTHON) -m tests.gpu --results $(RESULTS) --device $(DEVICE)
 
 # torch is installed first and alone: then no other package pulls in a larger build.
-$(VENV)/torch.stamp $(BENCH_VENV)/torch.stamp $(LOWEST_VENV)/torch.stamp $(ECOSYSTEM_VENV)/torch.stamp: constraints.txt
+$(VENV)/torch.stamp $(BENCH_VENV)/torch.stamp $(LOWEST_VENV)/torch.stamp $(ECOSYSTEM_VENV)/torch.stamp $(LAUNCHERS_VENV)/torch.stamp: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onefold requires Python 3.11 or later: make PYTHON=python3.11 ...")'
 	@$(PYTHON) -m venv $(@D)
 	@echo 'Installing torch into $(@D):'
@@ -147,6 +152,11 @@ $(LOWEST_VENV)/lowest.stamp: $(LOWEST_VENV)/torch.stamp pyproject.toml $(JOBS)/p
 	@VIRTUAL_ENV=$(@D) $(@D)/bin/uv pip install --resolution lowest-direct --constraint constraints.txt $(call both,demo$(comma)dev$(comma)transformers$(comma)loggers,$(OF_JOBS))
 	@touch $@
 
+# Kept apart, because these packages require many others.
+$(LAUNCHERS_VENV)/launchers.stamp: $(LAUNCHERS_VENV)/torch.stamp pyproject.toml $(JOBS)/pyproject.toml
+	@$(INSTALL) $(call both,dev,images) 'ray[train]' skypilot dstack kubeflow-trainer-api kubeflow-training $(SAY)
+	@touch $@
+
 # uv, because pip cannot ignore a library's requirement.
 $(ECOSYSTEM_VENV)/ecosystem.stamp: $(ECOSYSTEM_VENV)/torch.stamp pyproject.toml ecosystem/requirements.txt ecosystem/overrides.txt
 	@$(INSTALL) uv $(SAY)
@@ -164,4 +174,4 @@ $(BENCH_VENV)/bench.stamp: $(BENCH_VENV)/torch.stamp pyproject.toml $(JOBS)/pypr
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(LOWEST_VENV) $(ECOSYSTEM_VENV) .venv-matrix-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(LOWEST_VENV) $(ECOSYSTEM_VENV) $(LAUNCHERS_VENV) .venv-matrix-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,21 +6,26 @@ this machine; Ray Train is PyPI's (``pip install "ray[train]"``).
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.checkpoint.folders import steps_in
 from tests.launcher.test_every_launcher import ONEFOLD, run
 from tests.launcher.test_every_launcher import SCRIPT as STOPPED_ANYWHERE
+from tests.launcher.test_launch_files import fated, whole
+from tests.launcher.test_launch_files import variables as launch_variables
 from tests.tools.test_host_watch import SCRIPT as SCRIPT_THAT_HANGS
 from tests.tools.test_host_watch import started, told_by
 
@@ -247,3 +252,94 @@ def test_ray_train_gives_the_bits_of_one_device(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     bits = [(tmp_path / f"bits-{rank}").read_text() for rank in range(2)]
     assert bits == [alone().split()[1]] * 2
+
+
+# The launch files, which continue a run by themselves
+
+
+def in_time(condition: Callable[[], object], limit_s: float = 240.0) -> Any:
+    """Wait until a condition is true, and return its value."""
+    end = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < end, "this took too long"
+        time.sleep(0.3)
+    return found
+
+
+@pytest.mark.parametrize("fate", ["notice", "killed process", "lost node"])
+def test_a_job_of_slurm_requeues_itself_and_resumes(
+    slurm: dict[str, str], tmp_path: Path, fate: str
+) -> None:
+    gpus, tasks = " --gpus-per-node=4", "--ntasks-per-node=4"
+    changes = {gpus: "", tasks: "--ntasks-per-node=1 --overcommit", "10m": "20"}
+    at = fated(tmp_path, "slurm.sbatch", changes)
+    happens = {
+        "notice": "scancel --signal=USR1 $SLURM_JOB_ID",  # as --signal of the job does
+        "killed process": "kill -KILL $PID",
+        "lost node": "scontrol update nodename=node2 state=down reason=test",
+    }[fate]
+    (at / "fate").write_text(f"70 other {happens}")
+    environment = launch_variables(**slurm)
+
+    def ask(*command: str) -> str:
+        how: Any = {"capture_output": True, "text": True, "cwd": at, "env": environment}
+        return subprocess.run(command, check=True, **how).stdout
+
+    # After a loss, the job continues on the node that is left.
+    job = ask("sbatch", "--parsable", "-N1-2", "-wnode1", "-xnowhere", "-oout", "slurm.sbatch")
+    job = job.strip()
+
+    def state() -> dict[str, str]:
+        words = ask("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(word.partition("=")[::2] for word in words)
+
+    def ended() -> bool:
+        found = state()
+        if (found["JobState"], found["Restarts"]) == ("PENDING", "1"):
+            # Slurm waits two minutes before it starts a job again.
+            now = ["scontrol", "update", f"jobid={job}", "StartTime=now"]
+            subprocess.run(now, env=environment, capture_output=True, check=False)
+        return (found["JobState"], found["Restarts"]) == ("COMPLETED", "1")
+
+    try:
+        in_time(ended)
+    finally:
+        # The node may have returned by itself.
+        for command in ("scancel " + job, "scontrol update nodename=node2 state=resume"):
+            subprocess.run(command.split(), env=environment, check=False)
+        wait_until_idle(at, slurm)
+    said = (at / "out").read_text()
+    (resumed,) = re.findall(r"resuming after step (\d+)", said)
+    # Slurm ends the tasks of a lost node's job with SIGTERM, after which they may save the run.
+    assert {"notice": 70, "killed process": 60, "lost node": 60}[fate] <= int(resumed) <= 71
+    assert said.splitlines()[-1] == whole()
+
+
+def test_ray_restarts_its_workers_and_the_run_resumes(tmp_path: Path) -> None:
+    """The end is saved as well, though Ray kills its workers after the training function."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray Train is not installed")
+    workers = {"num_workers=4, use_gpu=True": "num_workers=2", '"5m"': '"20"'}
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as temporary:
+        local = f'num_cpus=4, include_dashboard=False, _temp_dir="{temporary}", runtime_env='
+        at = fated(tmp_path, "ray_train.py", {**workers, "runtime_env=": local})
+        environment = launch_variables(RAY_USAGE_STATS_ENABLED="0", RAY_TRAIN_V2_ENABLED="1")
+        (at / "fate").write_text("70 lead kill -KILL $PID")
+        ends = []
+        for _ in range(2):
+            done = subprocess.run(
+                [sys.executable, "ray_train.py"],
+                cwd=at,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=300,
+            )
+            assert done.returncode == 0, done.stdout
+            ends.append(done.stdout)
+    assert "resuming after step 60" in ends[0]
+    assert "resuming after step 200" in ends[1], "the whole run is done"
+    assert steps_in(at / "runs" / "a")[-1] == 200
+    assert whole() in ends[0]
+    assert whole() in ends[1]
