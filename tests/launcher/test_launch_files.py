@@ -250,7 +250,8 @@ def test_sky_is_valid_for_skypilot(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     made = sky.Task.from_yaml_config(task, secrets_overrides=secret)
     (resources,) = made.resources
     assert resources.job_recovery["recover_on_exit_codes"] == [STOPPED_CODE]
-    # With unknown fields, which a client of SkyPilot leaves to its server.
+    # With unknown fields, which a client of SkyPilot leaves to its server. It has emptied the dict.
+    (task,) = documents("sky.yaml")
     assert {*task["resources"]["job_recovery"]} <= {
         "max_restarts_on_errors",
         "recover_on_exit_codes",
