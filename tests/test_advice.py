@@ -14,7 +14,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, DisagreementError, PeerError
-from onefold.launcher.membership import advice_on_one_file
+from onefold.launcher.workers import advice_on_one_file
 from onefold.testing import simulate
 from tests.checkpoint.folders import seal
 from tests.small import line, make_trainer, points, sgd, square

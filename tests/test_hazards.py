@@ -165,7 +165,7 @@ PLACES = {
 ENDS = """
     exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
     launcher/hang.py os.kill: with a signal that writes stacks, if a handler is installed
-    launcher/hosts.py self._process.kill: a child that does not end, or whose host is lost
+    launcher/hosts.py os.killpg: a child that does not end, or whose host is lost, with its children
     launcher/part.py os.kill: this process, with a signal that the first host passes on
     launcher/workers.py os.killpg: a worker that was not reaped, so its id is not reused
     launcher/workers.py os.pidfd_open: of a child that was just started
@@ -263,6 +263,7 @@ ENVIRONMENT = """
     launcher/launch.py environment: for a worker, in a copy
     launcher/launch.py environment.setdefault: for a worker, in a copy
     launcher/launch.py environment.pop: for a worker, in a copy
+    launcher/part.py os.environ.pop: as the next, for those that the first host lacks
     launcher/part.py os.environ.update: the first host's choice of kernels, for the workers
     launcher/launch.py os.environ.update: the options of a run that this process joins
     launcher/launch.py os.environ.setdefault: the order of sets, where nobody has said so

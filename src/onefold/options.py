@@ -71,6 +71,8 @@ def _hosts(text: str) -> tuple[str, ...]:
         with open(text, encoding="utf-8") as file:
             names = [line.partition("#")[0] for line in file]
     names = [name.strip() for name in names if name.strip()]
+    if not names:
+        raise ValueError(f"expected names of hosts, but {text} has none")
     for name in names:
         if len(name.split()) > 1 or name.startswith("-"):
             raise ValueError(f"expected names of hosts, one per line of a file, but got {name!r}")

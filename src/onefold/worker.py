@@ -33,8 +33,8 @@ from onefold.errors import OnefoldError, PeerError
 from onefold.exchange.progress import progress_of
 from onefold.launcher.environment import current_context
 from onefold.launcher.hang import answer_with_stacks
-from onefold.launcher.membership import advice_on_one_file, end_well, leave
-from onefold.launcher.workers import WorkerReport, write_report
+from onefold.launcher.membership import end_well, leave
+from onefold.launcher.workers import WorkerReport, advice_on_one_file, write_report
 from onefold.system.process import (
     NOTICES,
     STOP_SIGNALS,
@@ -62,7 +62,9 @@ def main() -> int:
     die_with_parent(int(arguments[0]))
     context, process = current_context(), os.getpid()
     # Programs that the script starts must not inherit the launcher's descriptors.
-    names = ("progress", "report", "stacks", "store") if context.launcher == "onefold" else ()
+    names = (
+        ("progress", "report", "screen", "stacks", "store") if context.launcher == "onefold" else ()
+    )
     for name in names:
         os.set_inheritable(getattr(context, f"{name}_descriptor"), False)
     if names:

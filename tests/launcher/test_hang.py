@@ -41,7 +41,7 @@ waits_for_a_lock()
 
 @pytest.fixture
 def status() -> Iterator[RunStatus]:
-    made = RunStatus(2)
+    made = RunStatus(2, range(2))
     yield made
     made.close()
 

@@ -23,7 +23,9 @@ def test_newer_checkpoints_of_another_host_are_not_ignored(lead: tuple, other: t
 @for_each("lead, other", [(NONE, NONE), (OLD, NONE), (OLD, OLD), (NEW, OLD), (NEW, OTHER)])
 def test_other_hosts_need_no_folder(lead: tuple, other: tuple) -> None:
     words = check_folders([("node1", True, *lead), ("node2", False, *other)], DIRECTORY)
-    assert words.startswith("checkpoints are kept on node1 alone, in /runs/a, which node2 does not")
+    assert words.startswith(
+        "checkpoints are kept on node1 alone, in /runs/a, which is not visible on node2"
+    )
 
 
 def test_nothing_is_told_of_a_shared_folder() -> None:

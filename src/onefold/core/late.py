@@ -26,6 +26,7 @@ LATE = {
     "launcher.devices": "the process chooses among several GPUs",
     "launcher.foreign_launchers": "the environment has variables of another launcher",
     "launcher.hosts": "the run uses several hosts",
+    "launcher.workers": "the script ends with an error under another launcher",
     "options": "the environment sets options, or another launcher started the process",
     "passes.averaged": "the averages are shown or saved",
     "passes.collectives": "the script gathers, broadcasts or asks for a fingerprint",

@@ -214,6 +214,8 @@ class LaunchContext:
     """Descriptor for stacks that the launcher requests; -1 for none."""
     store_descriptor: int = -1
     """Descriptor of the file through which a process group is formed, inherited; -1 for none."""
+    screen_descriptor: int = -1
+    """Descriptor of the launcher's stderr, for reports about the whole run; -1 for none."""
     safe_path: bool = False
     """Whether the script's folder and the current one stay off ``sys.path`` (``python -P``)."""
     local_rank: int = 0

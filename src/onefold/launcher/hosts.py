@@ -1,4 +1,4 @@
-"""Starts a run on several hosts, from the first of them.
+"""Starts a run on several hosts, from the first host.
 
 A command such as ``ssh {host}`` starts `onefold.launcher.part` on each other host; this process
 starts it on the first one. Each part starts the workers of its host, watches them as a run on one
@@ -6,8 +6,8 @@ host does, and reports its `Outcome`.
 
 Note: what this process and a part send each other
 --------------------------------------------------
-One line of JSON per message. A part first lists its devices, and this process then sends it the
-place of its host in the run. Afterwards this process passes signals on, and the part sends its
+One line of JSON per message. A part first lists its devices, and this process then sends each part
+its ranks. Afterwards this process passes signals on, and the part sends its
 outcome. A part also sends an empty line every ``_ALIVE_S`` seconds: if nothing arrives for
 ``_SILENT_S`` seconds, its host counts as lost.
 
@@ -51,13 +51,13 @@ __all__ = ["Channel", "HostsRun"]
 
 _ALIVE_S, _SILENT_S = 2.0, 30.0
 """Interval between signs of life, and the silence that counts as a loss, in seconds."""
-_FIRST_S = 10.0
+_TELL_AFTER_S = 10.0
 """Seconds after which a wait for a host is reported."""
-_LAST_WORDS_S, _CLOSED_S = 8.0, 40.0
+_REPORT_S, _END_S = 8.0, 40.0
 """Seconds that the other parts have after a failure, and that each has to end its workers."""
+_ENDED_S = 1.0
+"""Seconds in which a command ends whose part has ended."""
 _LONGEST = 1 << 24
-_CANNOT = 127
-"""Exit code of a shell that does not find a program."""
 
 
 class Channel:
@@ -76,7 +76,7 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, message: Mapping[str, object] | None = None) -> None:
-        """Send a message; without one, a sign of life. A reader that has ended is ignored."""
+        """Send a message; without one, a sign of life. Ignores a reader that has ended."""
         line = b"" if message is None else json.dumps(message).encode()
         with self._lock, contextlib.suppress(BrokenPipeError):
             write_all(self._sink, line + b"\n")
@@ -95,7 +95,7 @@ class Channel:
         """Read what has arrived, into `messages`; waits until the source is readable.
 
         Raises:
-            ValueError: a line is no message.
+            ValueError: a line is not a message.
         """
         text = os.read(self.source, 1 << 16)
         self._text += text
@@ -126,7 +126,6 @@ class _Part:
     def __init__(self, host: str, command: Sequence[str], *, is_here: bool) -> None:
         self.host, self.command = host, command
         self.devices: tuple[str, ...] = ()
-        self.may_leave = False
         self.outcome: Outcome | None = None
         receive, answer = os.pipe()
         # Device 0 writes to this process's stdout, so answers of its host use another descriptor.
@@ -163,7 +162,7 @@ class _Part:
                     f"{self.host} has onefold {message['onefold']}, but this host has "
                     f"{version('onefold')}. Install the same version on all hosts"
                 )
-            self.devices, self.may_leave = tuple(message["devices"]), message["may_leave"]
+            self.devices = tuple(message["devices"])
         if "outcome" in message:
             words = message["outcome"]
             by = words["stopped_by"] and signal.Signals(words["stopped_by"])
@@ -173,11 +172,13 @@ class _Part:
         """Return the outcome of a host whose part ended, or does not answer."""
         if self.channel.is_over:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_FIRST_S)
+                self._process.wait(_ENDED_S)
             code = self._process.poll()
             text = f"the connection ended (`{shlex.join(self.command)}`: exit code {code})"
-            if code == _CANNOT:
-                text += f". Install onefold there for {sys.executable}"
+            if not self.devices:
+                text += (
+                    f". A host needs a login without a password, and onefold in {sys.executable}"
+                )
         else:
             text = f"nothing has arrived for {_SILENT_S:g} s: the host or its network failed"
         return Outcome(1, text, failed=True)
@@ -185,10 +186,14 @@ class _Part:
     def end(self) -> None:
         """Wait until the part has ended its workers, once its channel is closed."""
         try:
-            self._process.wait(0 if self.channel.is_silent else _CLOSED_S)
+            # Without an answer there are no workers, and ssh may try to connect for minutes.
+            answers = self.devices and not self.channel.is_silent
+            self._process.wait(_END_S if answers else 0)
         except subprocess.TimeoutExpired:
-            tell(f"{self.host}: no answer, so processes of the run may be left there")
-            self._process.kill()
+            if self.devices:
+                tell(f"{self.host}: no answer, so processes of the run may be left there; end them")
+            # With its children: it leads a session.
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         os.close(self.channel.source)
 
@@ -225,8 +230,10 @@ class HostsRun:
                 parts.append(_Part(host, self._start(host), is_here=not parts))
             if not self._meet(parts):
                 by = self.signals.came[0]
-                text = f"stopped by {by.name} before all hosts had answered"
-                return Outcome(128 + by, text, final=True, stopped_by=by)
+                name = "Ctrl-C" if by == signal.SIGINT else by.name
+                text = f"stopped by {name} before all hosts had answered"
+                code = STOPPED_CODE if self.options.checkpoint else 128 + by
+                return Outcome(code, text, final=True, stopped_by=by)
             self._send_places(parts, address, leave_out)
             self._watch(parts)
         finally:
@@ -234,17 +241,18 @@ class HostsRun:
                 part.channel.close()
             for part in parts:
                 part.end()
-        return _outcome(parts)
+        outcome = _outcome(parts)
+        return replace(outcome, final=outcome.final or bool(self.signals.came))
 
     def _start(self, host: str) -> list[str]:
         words = [sys.executable, "-P", "-m", "onefold.launcher.part", self.devices]
         if host == self.options.hosts[0]:
             return words
         try:
-            via = [word.format(host=host) for word in shlex.split(self.options.via)]
-        except (ValueError, KeyError, IndexError):
+            via = [word.replace("{host}", host) for word in shlex.split(self.options.via)]
+        except ValueError:
             via = []
-        if host not in " ".join(via):
+        if not via or "{host}" not in self.options.via:
             raise LaunchError(
                 f'--via must be a command with {{host}}, such as "ssh {{host}}", but got '
                 f"{self.options.via!r}"
@@ -258,7 +266,9 @@ class HostsRun:
         Raises:
             LaunchError: a host cannot be reached, or cannot take part.
         """
-        limit_s, report_s = (time.monotonic() + each for each in (self.options.timeout_s, _FIRST_S))
+        limit_s, report_s = (
+            time.monotonic() + each for each in (self.options.timeout_s, _TELL_AFTER_S)
+        )
         while missing := [part for part in parts if not part.devices]:
             self._receive(missing)
             for part in missing:
@@ -268,7 +278,10 @@ class HostsRun:
                 return False
             names = ", ".join(part.host for part in missing)
             if time.monotonic() > limit_s:
-                raise LaunchError(f"no answer within {self.options.timeout_s:g} s from {names}")
+                raise LaunchError(
+                    f"no answer within {self.options.timeout_s:g} s from {names}. Check that "
+                    f"`{self.options.via} true` works without a password"
+                )
             if time.monotonic() > report_s:
                 report_s = limit_s
                 tell(f"waiting for an answer from {names}")
@@ -293,14 +306,14 @@ class HostsRun:
                 size=len(devices),
                 local_size=len(part.devices),
                 devices=devices,
-                may_leave=part.may_leave,
+                may_leave=self.devices.strip() == "auto",
                 run_id=run_id,
                 secret=secret,
                 address=address,
                 one_host=len(parts) == 1,
                 launcher="onefold",
                 leave_out=leave_out,
-                # Restarts, and the hosts, are the business of this process alone.
+                # This process handles restarts and the hosts.
                 options=replace(self.options, max_restarts=0, hosts=()),
             )
             part.channel.send(
@@ -317,18 +330,19 @@ class HostsRun:
     def _watch(self, parts: Sequence[_Part]) -> None:
         """Pass signals on until all parts have ended, or one failed and the others had time."""
         passed, limit_s = 0, float("inf")
-        while open_ := [part for part in parts if part.outcome is None]:
-            self._receive(open_)
-            for part in open_:
+        while running := [part for part in parts if part.outcome is None]:
+            self._receive(running)
+            for part in running:
                 if part.outcome is None and (part.channel.is_over or part.channel.is_silent):
                     part.outcome = part.lost()
             self.signals.drain()
             for number in self.signals.came[passed:]:
-                for part in open_:
-                    part.channel.send({"signal": number.name})
+                for part in running:
+                    if part.outcome is None:
+                        part.channel.send({"signal": number.name})
             passed = len(self.signals.came)
             if any(part.outcome and part.outcome.failed for part in parts):
-                limit_s = min(limit_s, time.monotonic() + _LAST_WORDS_S)
+                limit_s = min(limit_s, time.monotonic() + _REPORT_S)
             if time.monotonic() > limit_s:
                 return
 
@@ -345,21 +359,25 @@ class HostsRun:
                         part.take(part.channel.messages.popleft())
                 except (ValueError, KeyError, TypeError) as error:
                     raise LaunchError(
-                        f"{part.host}: `{shlex.join(part.command)}` answers something else than "
-                        f"onefold does: {error}. Its shell must print nothing to stdout"
+                        f"{part.host}: `{shlex.join(part.command)}` printed a line that is not "
+                        f"from onefold: {error}. Its shell must print nothing to stdout"
                     ) from None
 
 
 def _outcome(parts: Sequence[_Part]) -> Outcome:
-    """The outcome of the run: its first failure that no other host caused."""
+    """Return the first failure that no other host caused, or how the run ended."""
     ended = [(part.host, part.outcome) for part in parts if part.outcome is not None]
     failures = [(host, each) for host, each in ended if each.exit_code not in (0, STOPPED_CODE)]
+    devices = tuple(device for part in parts for device in part.devices)
     logs = "; ".join(f"{host}: {each.logs}" for host, each in ended if each.logs)
     if failures:
         host, first = min(failures, key=lambda failure: failure[1].caused_by_peer)
-        return replace(first, message=f"{host}: {first.message}", logs=logs, step=ended[0][1].step)
+        words = f"{host}: {first.message}" if first.failed else first.message
+        # The step of the lead, which is lost with its host.
+        step = parts[0].outcome.step if parts[0].outcome else -1
+        return replace(first, message=words, logs=logs, step=step, devices=devices)
     stopped = [each for _, each in ended if each.exit_code == STOPPED_CODE]
-    return replace(stopped[0] if stopped else ended[0][1], logs=logs)
+    return replace(stopped[0] if stopped else ended[0][1], logs=logs, devices=devices)
 
 
 def _free_address(host: str) -> str:
@@ -373,10 +391,11 @@ def _free_address(host: str) -> str:
         with socket.socket(found[0]) as probe:
             probe.bind(found[4])
             port = probe.getsockname()[1]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise LaunchError(
             f"the first of --hosts must be this machine ({socket.gethostname()}), by a name or an "
-            f"address at which the other hosts reach it, but got {host}: {error.strerror}. Start "
-            f"the run on {host}, or list this machine first"
+            f"address at which the other hosts reach it, but got {host}: "
+            f"{getattr(error, 'strerror', None) or error}. Start the run on {host}, list this "
+            f"machine first, or pass a file with the names"
         ) from None
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

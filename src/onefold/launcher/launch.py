@@ -1,6 +1,6 @@
 """Starts one process per device, watches them, restarts failed runs, and reports how the run ended.
 
-All devices belong to this machine. This module does not load PyTorch: the workers are running
+The devices belong to this machine; `onefold.launcher.hosts` adds others. This module does not load PyTorch: the workers are running
 before the launcher could have loaded it. `checkpoints_to_leave_out` chooses the checkpoint that a
 restart resumes from.
 """
@@ -264,9 +264,11 @@ def supervise(
         StopSignals(saves=options.may_stop) as signals,
         contextlib.closing(Logs(options.logs, ranks)) as logs,
     ):
-        run = LaunchedRun(command, _place(selection, options), signals, logs, tuple(handed))
-        if options.hosts:
-            run = load("launcher.hosts").HostsRun(command, selection.choice, options, signals)
+        run = (
+            load("launcher.hosts").HostsRun(command, selection.choice, options, signals)
+            if options.hosts
+            else LaunchedRun(command, _place(selection, options), signals, logs, tuple(handed))
+        )
         failed_in: list[int] = []
         failures, saved, devices = 0, newest_step(options.checkpoint), len(selection.devices)
         while True:
@@ -276,7 +278,9 @@ def supervise(
             saved = max(saved, now_saved)
             if outcome.final or failures > options.max_restarts:
                 return outcome if options.hosts else logs.name_in(outcome)
-            failed_in.append(outcome.step)
+            # A host that is lost with the lead leaves no step.
+            if outcome.step >= 0 or not options.hosts:
+                failed_in.append(outcome.step)
             if options.restart_devices == "fewer":
                 selection = _without(selection, outcome.lost, options)
                 run = replace(run, place=_place(selection, options))
@@ -402,7 +406,8 @@ class LaunchedRun:
             leave_out: number of newest checkpoints to skip.
         """
         place, profile = self.place, self.place.options.profile
-        with PrivateFolder() as folder, contextlib.closing(RunStatus(place.size)) as status:
+        ranks = range(place.rank, place.rank + place.local_size)
+        with PrivateFolder() as folder, contextlib.closing(RunStatus(place.size, ranks)) as status:
             parts = folder.path / "timeline"
             parts.mkdir()
             context = replace(
@@ -412,6 +417,7 @@ class LaunchedRun:
                 directory=str(folder.path),
                 timeline_parts=str(parts) if profile else "",
                 progress_descriptor=status.table,
+                screen_descriptor=status.screen,
                 store_descriptor=status.store,
                 safe_path=bool(os.environ.get("PYTHONSAFEPATH")),
             )
@@ -468,6 +474,7 @@ class LaunchedRun:
         shared = (
             context.progress_descriptor,
             context.report_descriptor,
+            context.screen_descriptor,
             context.stacks_descriptor,
             context.store_descriptor,
         )
@@ -531,9 +538,10 @@ def checkpoints_to_leave_out(failed_in: Sequence[int]) -> int:
 
 def words_of_restart(failed_in: Sequence[int]) -> str:
     """Describe the checkpoint of a restart; empty if it is the newest one."""
-    back, step = checkpoints_to_leave_out(failed_in), failed_in[-1]
+    back = checkpoints_to_leave_out(failed_in)
     if not back:
         return ""
+    step = failed_in[-1]
     where = f"in step {step}" if step >= 0 else "before the first step"
     newest = f"further back than the newest: it failed {where} {back + 1} times in a row"
     return f", {counted(back, 'checkpoint')} {newest}"

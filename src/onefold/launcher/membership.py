@@ -1,8 +1,7 @@
 """Tracks the runs that this process takes part in, and ends them: successfully, or with a reason.
 
 `leave` closes the members passed to `register`, and `end_well` calls the functions passed to
-`at_good_end`. `RunStopped` ends a script that was asked to stop. `advice_on_one_file` gives advice
-when two processes of a run wrote the same file.
+`at_good_end`. `RunStopped` ends a script that was asked to stop.
 
 A worker of ``onefold run`` reports through `onefold.worker`; under another launcher, the hooks set
 here report. A forked child takes part in no run: it clears this module's state and reports nothing.
@@ -17,7 +16,6 @@ closes anything, and cancels the removal of the logs before it would run.
 from __future__ import annotations
 
 import atexit
-import errno
 import functools
 import logging
 import os
@@ -28,6 +26,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
 
+from onefold.core.late import load
 from onefold.core.options import LaunchContext
 from onefold.errors import PeerError
 from onefold.exchange.progress import WAITING
@@ -37,7 +36,6 @@ from onefold.system.words import message_of, tell
 __all__ = [
     "Members",
     "RunStopped",
-    "advice_on_one_file",
     "at_good_end",
     "end_well",
     "folder_until_the_end",
@@ -185,7 +183,7 @@ def hush_and_report(context: LaunchContext) -> None:
             sys.stderr.flush()
             os.dup2(screen.fileno(), 2)
             previous(kind, error, trace)
-            if advice := advice_on_one_file(error, context.size):
+            if advice := load("launcher.workers").advice_on_one_file(error, context.size):
                 tell(advice, screen)
         elif context.rank == (1 if error.device == 0 else 0):  # one device reports for all
             tell(str(error), screen)
@@ -220,27 +218,3 @@ def _is_kept(folder: PrivateFolder) -> bool:
         _folders.remove(folder)
         folder.keep()
     return kept
-
-
-_IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.EAGAIN, errno.EBUSY, errno.ETXTBSY}
-"""Errors that mean another process created, filled, locked or is using the file."""
-
-
-def advice_on_one_file(error: BaseException, processes: int) -> str:
-    """Return advice if another process may have used the file first; empty for other errors.
-
-    Args:
-        error: exception that ended the script.
-        processes: number of processes that run the script.
-    """
-    if processes < 2 or not isinstance(error, OSError) or error.filename is None:
-        return ""
-    # Renaming failed because a faster process had already renamed the file.
-    moved = error.errno == errno.ENOENT and error.filename2 is not None
-    if error.errno not in _IN_THE_WAY and not moved:
-        return ""
-    return (
-        f"all {processes} processes of this run execute the script. If each of them writes "
-        f"{error.filename}, write it only on the lead, under `if trainer.is_lead:`, and call "
-        f"trainer.barrier() before the other devices read it"
-    )

@@ -19,9 +19,10 @@ from typing import Any
 from onefold.core.options import LaunchContext
 from onefold.errors import LaunchError, OnefoldError
 from onefold.launcher.devices import select_devices
+from onefold.launcher.environment import kernel_flags
 from onefold.launcher.hosts import Channel
 from onefold.launcher.launch import LaunchedRun
-from onefold.launcher.workers import Logs, Outcome
+from onefold.launcher.workers import Logs
 from onefold.system.stop_signals import StopSignals
 from onefold.system.words import message_of
 
@@ -31,7 +32,7 @@ __all__ = ["main"]
 def main(devices: str, answers: int | None = None) -> int:
     """Run this host's part; return the exit code of the process."""
     if answers is None:
-        # Whatever this host's programs print to stdout must not be taken for an answer.
+        # Output of the script must not be read as an answer.
         answers = os.dup(1)
         os.dup2(2, 1)
     os.set_inheritable(answers, False)
@@ -40,20 +41,19 @@ def main(devices: str, answers: int | None = None) -> int:
     channel.keep_alive()
     try:
         found = select_devices(devices)
-        about = {"devices": found.devices, "may_leave": found.may_leave}
-        channel.send({"onefold": version("onefold"), **about})
+        channel.send({"onefold": version("onefold"), "devices": found.devices})
         job = _next(channel)
         if job is None:
             return 1
         place = LaunchContext.from_json(job["place"])
+        for name in kernel_flags().keys() - job["kernel_flags"].keys():
+            os.environ.pop(name)
         os.environ.update(job["kernel_flags"])
         _enter(job["folder"], job["command"])
     except (OnefoldError, ValueError, OSError) as error:
         channel.send({"refused": message_of(error)})
         return 1
-    outcome = _run(channel, place, job["command"])
-    channel.send({"outcome": asdict(outcome)})
-    return outcome.exit_code
+    return _run(channel, place, job["command"])
 
 
 def _next(channel: Channel) -> dict[str, Any] | None:
@@ -78,19 +78,22 @@ def _enter(folder: str, command: list[str]) -> None:
         )
 
 
-def _run(channel: Channel, place: LaunchContext, command: list[str]) -> Outcome:
+def _run(channel: Channel, place: LaunchContext, command: list[str]) -> int:
     ranks = range(max(place.rank, 1), place.rank + place.local_size)
     with (
         StopSignals(saves=place.options.may_stop) as signals,
         contextlib.closing(Logs("", ranks)) as logs,
     ):
         # Daemon, because it may wait for the first host when the run has ended.
-        threading.Thread(target=_obey, args=(channel,), daemon=True).start()
+        threading.Thread(target=_relay_signals, args=(channel,), daemon=True).start()
         run = LaunchedRun(command, place, signals, logs)
-        return logs.name_in(run.attempt(place.leave_out))
+        outcome = logs.name_in(run.attempt(place.leave_out))
+        # Here, because a late signal would end this process outside of the block.
+        channel.send({"outcome": asdict(outcome)})
+        return outcome.exit_code
 
 
-def _obey(channel: Channel) -> None:
+def _relay_signals(channel: Channel) -> None:
     """Act on the signals that the first host passes on; end the run if that host is gone."""
     while message := _next(channel):
         os.kill(os.getpid(), signal.Signals[message["signal"]])

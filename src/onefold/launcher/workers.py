@@ -61,6 +61,7 @@ __all__ = [
     "StoppedGroup",
     "WorkerGroup",
     "WorkerReport",
+    "advice_on_one_file",
     "write_report",
 ]
 
@@ -322,7 +323,8 @@ class WorkerGroup:
     def outcome(self, *, interrupted: bool = False) -> Outcome:
         """Determine how the run ended; ``interrupted`` if a signal ended it at once."""
         # Another host may have been asked to stop.
-        asked = not self._place.one_host and {w.code for w in self._workers} == {STOPPED_CODE}
+        codes = {worker.code for worker in self._workers}
+        asked = not self._place.one_host and STOPPED_CODE in codes and codes <= {0, STOPPED_CODE}
         if self._options.may_stop and (asked or self._is_requested()):
             return self._stopped_outcome()
         if not interrupted:
@@ -460,17 +462,20 @@ class RunStatus:
     """Status of one attempt of a run, in memory that the launcher shares with its workers.
 
     Args:
-        devices: number of workers.
+        devices: number of devices of the run.
+        ranks: devices of this host.
     """
 
-    def __init__(self, devices: int) -> None:
+    def __init__(self, devices: int, ranks: Sequence[int]) -> None:
         # Python opens them close-on-exec; workers get only those in `pass_fds`.
         self.table = memory_file("onefold-progress")
         """Descriptor of the table of steps."""
-        self.reports = [memory_file(f"onefold-report-{number}") for number in range(devices)]
-        """Descriptor of each worker's report."""
-        self.stacks = [memory_file(f"onefold-stacks-{number}") for number in range(devices)]
-        """Descriptor of the memory to which each worker writes its stacks on request."""
+        self.reports = {rank: memory_file(f"onefold-report-{rank}") for rank in ranks}
+        """Descriptor of the report of each worker on this host."""
+        self.stacks = {rank: memory_file(f"onefold-stacks-{rank}") for rank in ranks}
+        """Descriptor of the memory to which each of them writes its stacks on request."""
+        self.screen = os.dup(2)
+        """Descriptor for reports of workers whose output goes to a log."""
         self.store = memory_file()
         """Descriptor of the file through which the workers' process group is formed."""
         os.ftruncate(self.table, Progress.nbytes(devices))
@@ -484,7 +489,11 @@ class RunStatus:
 
     def close(self) -> None:
         """Close the descriptors; the kernel frees the memory with the last process that has it."""
-        for descriptor in (self.table, self.store, *self.reports, *self.stacks):
+        for descriptor in (
+            *(self.table, self.store, self.screen),
+            *self.reports.values(),
+            *self.stacks.values(),
+        ):
             os.close(descriptor)
 
 
@@ -494,6 +503,30 @@ def write_report(descriptor: int, report: WorkerReport) -> None:
     os.lseek(descriptor, 0, os.SEEK_SET)
     # The process may be killed at any moment: a report is complete only with its newline.
     write_all(descriptor, json.dumps(asdict(report)).encode() + b"\n")
+
+
+_IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.EAGAIN, errno.EBUSY, errno.ETXTBSY}
+"""Errors that mean another process created, filled, locked or is using the file."""
+
+
+def advice_on_one_file(error: BaseException, processes: int) -> str:
+    """Return advice if another process may have used the file first; empty for other errors.
+
+    Args:
+        error: exception that ended the script.
+        processes: number of processes that run the script.
+    """
+    if processes < 2 or not isinstance(error, OSError) or error.filename is None:
+        return ""
+    # Renaming failed because a faster process had already renamed the file.
+    moved = error.errno == errno.ENOENT and error.filename2 is not None
+    if error.errno not in _IN_THE_WAY and not moved:
+        return ""
+    return (
+        f"all {processes} processes of this run execute the script. If each of them writes "
+        f"{error.filename}, write it only on the lead, under `if trainer.is_lead:`, and call "
+        f"trainer.barrier() before the other devices read it"
+    )
 
 
 class Logs:

@@ -65,7 +65,7 @@ from onefold.session.run import RunSetup, RunView
 from onefold.system.process import LOOK_S
 from onefold.system.safe_files import memory_file
 
-__all__ = ["HostWatch", "prepare", "watch_for_hangs"]
+__all__ = ["HostWatch", "prepare", "prepare_process", "watch_for_hangs"]
 
 _log = logging.getLogger("onefold")
 _screen = logging.getLogger(WAITING)
@@ -95,6 +95,12 @@ class _Question(msgspec.Struct, frozen=True, array_like=True):
     """Rank of the device that asks."""
     stacks: bool
     """Whether answers include stacks, for a report."""
+
+
+def prepare_process(context: LaunchContext) -> None:
+    """Show reports on the launcher's terminal if the output of this device goes to a log."""
+    if context.screen_descriptor >= 0 and context.rank:
+        _screen.addHandler(logging.StreamHandler(os.fdopen(context.screen_descriptor, "w")))
 
 
 def prepare(start: RunSetup) -> Callable[[RunView], None]:

@@ -79,13 +79,13 @@ def check_folders(folders: Sequence[_Folder], directory: Path) -> str:
             has = f"its newest one is of step {step}" if run else "there is none"
             raise CheckpointError(
                 f"{host} has a checkpoint of step {there} in {directory}, but the run resumes from "
-                f"the folder of device 0, which is on {lead}, and {has}. Start device 0 on {host}, "
-                f"copy the folder to {lead}, or remove it from {host}"
+                f"the folder of device 0, which is on {lead}, and {has}. Start device 0 on {host} "
+                f"(for --hosts, list it first), copy the folder to {lead}, or remove it from {host}"
             )
     if not apart:
         return ""
     names = ", ".join(sorted({each[0] for each in apart}))
     return (
-        f"checkpoints are kept on {lead} alone, in {directory}, which {names} does not see. To "
-        f"resume, start device 0 on {lead} again"
+        f"checkpoints are kept on {lead} alone, in {directory}, which is not visible on {names}. "
+        f"To resume, start device 0 on {lead} again"
     )
