@@ -68,6 +68,7 @@ REMOVES_OR_PUTS = """
     system/file_memory.py tempfile.TemporaryFile: without a name, in the home that was named
     launcher/membership.py os.fdopen: a copy of stderr
     launcher/part.py os.open: the null device
+    tools/host_watch.py os.fdopen: the launcher's stderr, which the worker inherited for it
     launcher/workers.py os.ftruncate: memory without a name
     exchange/progress.py os.ftruncate: memory without a name
     tools/host_watch.py os.open: for reading, memory without a name of a process of this user
@@ -203,6 +204,7 @@ WAITS = """
     tools/remote.py time.sleep: in a loop with a limit
     checkpoint/saving.py job.wait: the same
     shard/gather.py self._thread.join: it ends at its next stop, for this process computes it
+    exchange/attempts.py time.sleep: in a loop with a limit
     exchange/collective.py self._store.wait: for seconds
     exchange/collective.py work.wait: for the limit of the run; cut when a peer has failed
     exchange/connections.py self._end.wait: the pause of a thread that looks at peers

@@ -62,12 +62,10 @@ def main() -> int:
     die_with_parent(int(arguments[0]))
     context, process = current_context(), os.getpid()
     # Programs that the script starts must not inherit the launcher's descriptors.
-    names = (
-        ("progress", "report", "screen", "stacks", "store") if context.launcher == "onefold" else ()
-    )
-    for name in names:
+    of_onefold = context.launcher == "onefold"
+    for name in ("progress", "report", "screen", "stacks", "store") if of_onefold else ():
         os.set_inheritable(getattr(context, f"{name}_descriptor"), False)
-    if names:
+    if of_onefold:
         answer_with_stacks(context.stacks_descriptor)
     progress = progress_of(context)
     # A signal to this worker counts as a signal to the launcher, if the run can save itself.

@@ -79,6 +79,13 @@ def test_another_attempt_is_another_run(changed: dict[str, str]) -> None:
     assert read_context({**TORCHRUN, "RANK": "6"}).run_id == read_context(TORCHRUN).run_id
 
 
+def test_hosts_may_count_restarts_differently() -> None:
+    """If the store survives an attempt, the processes agree on a name: `exchange.attempts`."""
+    hosts = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    names = [read_context({**hosts, "TORCHELASTIC_RESTART_COUNT": n}).run_id for n in "01"]
+    assert names[0] == names[1]
+
+
 @for_each("launched", [{}, TORCHRUN])
 def test_what_devices_keep_is_chosen_by_the_environment(launched: dict[str, str]) -> None:
     assert read_context(launched).options.placement == "replicate"

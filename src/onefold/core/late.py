@@ -20,6 +20,7 @@ LATE = {
     "data_order.stream": "the data is a stream",
     "data_order.worker_processes": "a loader has workers",
     "deferred.values": "the model is built without values",
+    "exchange.attempts": "torchrun may restart a run of several hosts",
     "exchange.collective": "devices share no memory",
     "exchange.collective_memory": "devices share no memory",
     "exchange.others": "the run has other processes",

@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they are exported
 
+from onefold.core.late import load
 from onefold.core.options import LaunchContext
 from onefold.errors import DisagreementError, LaunchError, PeerTimeout
 from onefold.exchange.connections import (
@@ -110,8 +111,14 @@ class Rendezvous:
                 if context.address
                 else FileStore(f"/proc/self/fd/{context.store_descriptor}", self.size)
             )
+            attempt = ""
+            if context.agent_store and not context.one_host:
+                agree = load("exchange.attempts").agree_on_attempt
+                attempt = agree(base, context, self.size, self.timeout_s)
+                base = PrefixStore(attempt, base)
             if context.secret:
-                base = SealedStore(base, context.secret.encode(), context.run_id)
+                # With the attempt, so that a value of an earlier one is not valid again.
+                base = SealedStore(base, context.secret.encode(), context.run_id + attempt)
                 _sealed.append(base)
             _stores[key] = PrefixStore(f"onefold/{context.run_id}", base)
         return _stores[key]

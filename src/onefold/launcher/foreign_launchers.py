@@ -212,15 +212,17 @@ def _read_torch(environment: Mapping[str, str], options: RunOptions) -> LaunchCo
             f"torchrun sets all of them"
         )
     # Include the restart count: the launcher's store survives a failed attempt, and this attempt
-    # must not read that attempt's keys.
+    # must not read that attempt's keys. It differs between hosts: see `exchange.attempts`.
     parts = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    counted = parts[:2] if agent_store and local_size < size else parts
     place = LaunchContext(
         rank=rank,
         size=size,
         local_rank=_whole_number(environment, "LOCAL_RANK", 0),
         local_size=local_size,
-        run_id="-".join(environment.get(name, "") for name in parts),
-        agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        run_id="-".join(environment.get(name, "") for name in counted),
+        agent_store=agent_store,
     )
     port = _whole_number(environment, "MASTER_PORT", least=1)
     return _joined(place, environment, options, environment["MASTER_ADDR"], port)

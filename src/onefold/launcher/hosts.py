@@ -176,9 +176,7 @@ class _Part:
             code = self._process.poll()
             text = f"the connection ended (`{shlex.join(self.command)}`: exit code {code})"
             if not self.devices:
-                text += (
-                    f". A host needs a login without a password, and onefold in {sys.executable}"
-                )
+                text += f". It needs a login without a password, and onefold in {sys.executable}"
         else:
             text = f"nothing has arrived for {_SILENT_S:g} s: the host or its network failed"
         return Outcome(1, text, failed=True)

@@ -1,8 +1,8 @@
 """Starts one process per device, watches them, restarts failed runs, and reports how the run ended.
 
-The devices belong to this machine; `onefold.launcher.hosts` adds others. This module does not load PyTorch: the workers are running
-before the launcher could have loaded it. `checkpoints_to_leave_out` chooses the checkpoint that a
-restart resumes from.
+The devices belong to this machine; `onefold.launcher.hosts` adds those of other hosts. This module
+does not load PyTorch: the workers are running before the launcher could have loaded it.
+`checkpoints_to_leave_out` chooses the checkpoint that a restart resumes from.
 """
 
 from __future__ import annotations
