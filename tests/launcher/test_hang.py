@@ -68,7 +68,7 @@ def devices(
             pass_fds=[stacks],
             env={**os.environ, "PYTHONPATH": str(Path(onefold.__file__).parents[1])},
         )
-        for stacks in status.stacks
+        for stacks in status.stacks.values()
     ]
     for process in processes:
         assert process.stdout is not None
