@@ -4,8 +4,8 @@
 # All hosts must see the checkpoint folder. For the secret, see
 #   openssl rand -hex 16
 #
-# On one host, a killed process or a script that fails restarts up to three times from the last
-# checkpoint. With several hosts, torchrun ends on all of them: start this script again.
+# After a killed process or a script that fails, all hosts restart up to three times from the last
+# checkpoint.
 # After TERM, INT, HUP or USR1 the run saves itself, and this script exits with 75: run it again to
 # resume. (torchrun itself exits with 1 in both cases.) Send the signal to this script on all hosts.
 
@@ -14,8 +14,7 @@ export ONEFOLD_SAVE_EVERY="${ONEFOLD_SAVE_EVERY:-10m}"
 export PYTHONHASHSEED=0                   # sets of strings have the same order in every process
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 # seconds that torchrun leaves the run to save itself
 
-[ "${NODES:-1}" -gt 1 ] || restarts=3 # hosts would count their restarts differently
-torchrun --nnodes "${NODES:-1}" --nproc-per-node "${DEVICES:-gpu}" --max-restarts ${restarts:-0} \
+torchrun --nnodes "${NODES:-1}" --nproc-per-node "${DEVICES:-gpu}" --max-restarts 3 \
     --rdzv-backend c10d --rdzv-id a --rdzv-endpoint "${FIRST_NODE:-localhost}:29500" \
     train.py &
 torchrun=$!

@@ -290,13 +290,12 @@ def test_torchrun_restarts_after_a_kill_and_saves_after_a_signal(tmp_path: Path)
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_two_torchruns_end_together_and_resume(tmp_path: Path) -> None:
+def test_two_torchruns_restart_together(tmp_path: Path) -> None:
     at = fated(tmp_path, "torchrun.sh", {"29500": str(free_port())})
     run = [["sh", "torchrun.sh"]] * 2, at, [of_torchrun(NODES="2", DEVICES="1")] * 2
     codes, said = ended(*run, fate="70 other kill -KILL $PID")
-    assert 0 not in codes, said
-    codes, said = ended(*run)
     assert codes == [0, 0], said
+    assert "resuming after step" in said
     assert whole() in said.splitlines()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
+from onefold.core.options import LaunchContext
 from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress
 from onefold.launcher import hang
 from onefold.launcher.hang import STACKS_LABEL, HostDevice
@@ -309,3 +310,18 @@ def test_slow_devices_are_not_told_of(tmp_path: Path, hosts: int) -> None:
     text = told_by(run, " has waited for ")
     assert "trained 8" in text
     assert "has waited for" not in text
+
+
+def test_a_report_of_any_device_reaches_the_launchers_terminal() -> None:
+    """Its own stderr may be a log that nobody reads."""
+    reading, writing = os.pipe()
+    screen, before = logging.getLogger(WAITING), list(logging.getLogger(WAITING).handlers)
+    host_watch.prepare_process(LaunchContext(rank=1, size=2, screen_descriptor=writing))
+    (added,) = [each for each in screen.handlers if each not in before]
+    try:
+        screen.warning("device 0 hangs")
+        assert os.read(reading, 100) == b"device 0 hangs\n"
+    finally:
+        screen.removeHandler(added)
+        added.stream.close()  # type: ignore[attr-defined]
+        os.close(reading)
