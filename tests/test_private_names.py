@@ -14,6 +14,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("placement/test_early.py", "_start_next"): "tells when a part of a sum leaves",
     ("step/test_engine.py", "_finite"): "to look late happens on accelerators alone",
     ("step/test_engine.py", "_is_late"): "to look late happens on accelerators alone",
+    (
+        "exchange/test_attempts.py",
+        "_stores",
+    ): "stores that the process keeps, of attempts that are over",
     ("exchange/together.py", "_Options"): "PyTorch's, of a group by gloo",
     ("exchange/together.py", "_devices"): "PyTorch's, of a group by gloo",
     ("gpu/net.py", "_trainers"): "each of its runs counts trainers anew",
