@@ -164,7 +164,7 @@ def test_functions_are_given_one_model_or_all() -> None:
 
 
 def test_devices_that_step_different_losses_are_named() -> None:
-    words = "device 1 computes loss 1 of the Trainer and device 0 loss 0"
+    words = "device 1 is computing loss 1 of the Trainer and device 0 loss 0"
     with pytest.raises(DisagreementError, match=words):
         simulate(lambda: trainer_of(None).step(batch_of(1), [*LOSSES][current_context().rank]), 2)
 

@@ -110,7 +110,13 @@ def main(rank: int, secret: str, kind: str) -> None:
     if kind == "unsealed":
         group.SealedStore = lambda store, *_: store  # type: ignore[misc, assignment]
     context = LaunchContext(
-        run_id="run", launcher="torch", rank=rank, size=2, secret=secret, one_host=False
+        run_id="run",
+        launcher="torch",
+        rank=rank,
+        size=2,
+        secret=secret,
+        one_host=False,
+        address="127.0.0.1:29500",
     )
     try:
         meeting = group.Rendezvous(context, 2, 20)

@@ -268,7 +268,7 @@ def _place(text: str) -> str:
     if "://" not in place:
         folder = Path(place)
         if folder.exists() and not folder.is_dir():
-            raise LaunchError(f"--checkpoint {folder} must be a folder, but is a file")
+            raise LaunchError(f"--checkpoint {text} must be a folder, but is a file")
         folder.mkdir(parents=True, exist_ok=True)
     return place
 
