@@ -274,18 +274,22 @@ def of_torchrun(**own: str) -> dict[str, str]:
     return {"DEVICES": "2", "ONEFOLD_SAVE_EVERY": "20", "ONEFOLD_SECRET": "0" * 32, **own}
 
 
-@pytest.mark.full
-@pytest.mark.processes
-def test_torchrun_restarts_after_a_kill_and_saves_after_a_signal(tmp_path: Path) -> None:
-    """It ends with the bits of a run that never stopped."""
-    at = fated(tmp_path, "torchrun.sh", {"29500": str(free_port())})
-    run = [["sh", "torchrun.sh"]], at, [of_torchrun()]
+def check_stop_and_restart(name: str, at: Path, environment: dict[str, str]) -> None:
+    """Save after a signal and restart after a kill, to the bits of a run that never stopped."""
+    run = [["sh", name]], at, [environment]
     codes, said = ended(*run, fate=f"70 lead kill -TERM $(cat {at}/pid-0)")
     assert codes == [STOPPED_CODE], said
     codes, said = ended(*run, fate="130 other kill -KILL $PID")
     assert codes == [0], said
     assert "resuming after step 120" in said
     assert said.splitlines()[-1] == whole()
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_torchrun_restarts_after_a_kill_and_saves_after_a_signal(tmp_path: Path) -> None:
+    at = fated(tmp_path, "torchrun.sh", {"29500": str(free_port())})
+    check_stop_and_restart("torchrun.sh", at, of_torchrun())
 
 
 @pytest.mark.full
@@ -305,13 +309,7 @@ def test_hosts_restart_after_a_kill_and_save_after_a_signal(tmp_path: Path) -> N
     """This machine takes the part of both hosts, and ``env`` that of ssh."""
     ssh = {"node1,node2": "127.0.0.1,127.0.0.2", "ssh {host}": "env HOST={host}", "10m": "20"}
     at = fated(tmp_path, "hosts.sh", {**ssh, "onefold run": "onefold run --devices cpu:1"})
-    run = [["sh", "hosts.sh"]], at, [{}]
-    codes, said = ended(*run, fate=f"70 lead kill -TERM $(cat {at}/pid-0)")
-    assert codes == [STOPPED_CODE], said
-    codes, said = ended(*run, fate="130 other kill -KILL $PID")
-    assert codes == [0], said
-    assert "resuming after step 120" in said
-    assert said.splitlines()[-1] == whole()
+    check_stop_and_restart("hosts.sh", at, {})
 
 
 @pytest.mark.full

@@ -117,7 +117,7 @@ class Rendezvous:
                 attempt = agree(base, context, self.size, self.timeout_s)
                 base = PrefixStore(attempt, base)
             if context.secret:
-                # With the attempt, so that a value of an earlier one is not valid again.
+                # Include the attempt, so that a value of an earlier one is not valid again.
                 base = SealedStore(base, context.secret.encode(), context.run_id + attempt)
                 _sealed.append(base)
             _stores[key] = PrefixStore(f"onefold/{context.run_id}", base)

@@ -7,9 +7,9 @@ host does, and reports its `Outcome`.
 Note: what this process and a part send each other
 --------------------------------------------------
 One line of JSON per message. A part first lists its devices, and this process then sends each part
-its ranks. Afterwards this process passes signals on, and the part sends its
-outcome. A part also sends an empty line every ``_ALIVE_S`` seconds: if nothing arrives for
-``_SILENT_S`` seconds, its host counts as lost.
+its ranks. Afterwards this process passes signals on, and the part sends its outcome. A part also
+sends an empty line every ``_ALIVE_S`` seconds. If nothing arrives for ``_SILENT_S`` seconds, its
+host counts as lost.
 
 Note: how the parts end
 -----------------------
@@ -190,7 +190,7 @@ class _Part:
         except subprocess.TimeoutExpired:
             if self.devices:
                 tell(f"{self.host}: no answer, so processes of the run may be left there; end them")
-            # With its children: it leads a session.
+            # Kill its children, too: it leads a session.
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         os.close(self.channel.source)
@@ -371,7 +371,7 @@ def _outcome(parts: Sequence[_Part]) -> Outcome:
     if failures:
         host, first = min(failures, key=lambda failure: failure[1].caused_by_peer)
         words = f"{host}: {first.message}" if first.failed else first.message
-        # The step of the lead, which is lost with its host.
+        # The step of the lead; it is unknown if the first host is lost.
         step = parts[0].outcome.step if parts[0].outcome else -1
         return replace(first, message=words, logs=logs, step=step, devices=devices)
     stopped = [each for _, each in ended if each.exit_code == STOPPED_CODE]

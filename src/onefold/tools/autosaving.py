@@ -38,7 +38,7 @@ def prepare(start: RunSetup) -> Callable[[RunView], Hook]:
         if run.context.launcher != "onefold" and run.context.network is None:
             # Registered after the Trainer joined its run, so that it runs before `leave`. When
             # `atexit` calls functions, Python starts no thread and no pool accepts work any more,
-            # so the main thread does this earlier. Another thread may go on training then.
+            # so the main thread does this earlier. Another thread may continue training.
             is_main = threading.current_thread() is threading.main_thread()
             register = threading._register_atexit if is_main else atexit.register  # type: ignore[attr-defined]
             register(_end_by_itself, membership.members)

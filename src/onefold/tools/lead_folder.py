@@ -1,7 +1,7 @@
 """Compares the checkpoint folders of several hosts, of which only the lead's is used.
 
 The folder may be shared or not: the lead alone reads and writes it, and sends each device what it
-needs. So a run must not begin anew because its lead is now on another host than its checkpoints.
+needs. A run must not start from scratch because its lead is on another host than its checkpoints.
 """
 
 from __future__ import annotations

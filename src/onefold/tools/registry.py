@@ -54,7 +54,7 @@ TOOLS = (
     # Outside answers: refuses a model that cannot be saved before the run's directory is taken.
     # Outside autosaving: the checkpoint of a step names the parameters that the step trains.
     Tool("checkpoints", lambda context: True),
-    # Without a hook. Before answers, which begin a run anew if the lead finds no checkpoint.
+    # Has no hook. Before answers, which start from scratch if the lead finds no checkpoint.
     Tool(
         "lead_folder",
         lambda context: _saves(context) and not (context.one_host or context.options.remote),

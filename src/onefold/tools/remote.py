@@ -8,10 +8,10 @@ does any of this.
 Note: what the storage contains
 -------------------------------
 A checkpoint is ``step-STEP-SERIAL-RUN-DIGEST/``, with the digest of its ``run.json``. So a name
-never stands for two contents: an interrupted upload is repeated under its name, and harms nothing
-that is complete. ``run.json`` is written last, when the size of every other object is right. A
-folder without it is not a checkpoint, and is deleted after the next upload. Each folder has its own
-copy of the record, ``run.record``.
+always refers to the same contents: an interrupted upload is repeated under its name, and damages
+nothing that is complete. ``run.json`` is written last, when the size of every other object is
+right. A folder without it is not a checkpoint, and is deleted after the next upload. Each folder
+has its own copy of the record, ``run.record``.
 
 Note: which copy counts
 -----------------------
@@ -126,7 +126,7 @@ class ObjectStorage:
         return sorted(filter(_FOLDER.fullmatch, names), key=_age, reverse=True)
 
     def download(self, name: str, folder: Path) -> None:
-        """Download a checkpoint into a new folder, and the record beside it; check every byte.
+        """Download a checkpoint into a new folder, and its record; check every byte.
 
         Raises:
             CheckpointError: the checkpoint is damaged.

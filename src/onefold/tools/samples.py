@@ -14,9 +14,8 @@ Each host reads its own copy of the data. Every pass compares three samples, whi
 that some files of a host are old or damaged. On several hosts, the first pass of each loader
 therefore compares 64 of its samples as well, drawn from the seed. They are read once, a few with
 each batch and where batches are read, so that workers share the work and the first step does not
-wait for all of them.
-Their digest is part of the batch's, which devices compare in every step. Only after a difference do
-the devices exchange descriptions, to name the sample.
+wait for all of them. Their digest is part of the batch's, which devices compare in every step. Only
+after a difference do the devices exchange descriptions, to name the sample.
 
 A sample is seeded by its index alone, as for the other three, and the generators are restored, so
 neither random transforms nor the draws of the run are affected. A sample that cannot be read counts
@@ -312,7 +311,7 @@ class ComparedSource:
         self.compares &= self._reader is None and isinstance(reader, Reader)
         if not self.compares:
             return reader
-        # Of an order that is drawn in parts, only the first part is at hand.
+        # If an order is drawn in parts, only its first part exists here.
         length = getattr(order.indices, "part", order.length)
         draw = random.Random(derive_seed("compared", self._seed))
         places = draw.sample(range(length), min(_SAMPLES, length))
