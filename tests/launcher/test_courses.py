@@ -22,7 +22,8 @@ def drawn(seed: int) -> list[tuple[str, str]]:
     draw, course, step = random.Random(seed), [], 0
     names = [each for each in COMMANDS if each != "ray" or importlib.util.find_spec("ray")]
     for launcher in draw.sample(names, 3):
-        step += draw.randrange(1, 6)
+        # A run that is asked to stop ends one step later, and the next run must reach its own end.
+        step += draw.randrange(2, 6)
         kinds = ["KILL", *["TERM"] * (launcher not in RUN_IN_THREADS)]
         kinds += ["HOST"] * (launcher in HAVE_HOSTS)
         course.append(
