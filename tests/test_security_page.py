@@ -176,7 +176,10 @@ PROVEN_BY: dict[str, tuple[str, ...]] = {
         "checkpoint/test_remote.py::test_forged_sizes_are_not_downloaded",
         "checkpoint/test_remote.py::test_a_url_has_a_private_copy",
     ),
-    "Whoever may write to the bucket": NOTHING,
+    "A user with write access to the bucket": NOTHING,
+    "The credentials are read by": (
+        "checkpoint/test_remote.py::test_credentials_stay_with_their_package",
+    ),
     "Keep secrets out of": NOTHING,
     "**Records.** `onefold.Record`": (CRAFTED,),
     "`onefold replay`, `why` and": (OF_OTHERS,),

@@ -463,6 +463,19 @@ def test_what_the_script_saves_elsewhere_stays_there(
     assert stored() == ["2*"]
 
 
+def test_credentials_stay_with_their_package(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the copy nor the storage has what the packages of the protocols read."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-to-be-kept")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/not-to-be-kept.json")
+    assert machines.start() is not None
+    kept = [path.read_bytes() for path in machines.copy("a").rglob("*") if path.is_file()]
+    kept += [file.getvalue() for file in Faulty.store.values()]
+    assert any(b"learning_rate" in each or b"lr" in each for each in kept)
+    assert not any(b"not-to-be-kept" in each for each in kept)
+
+
 def test_a_record_that_is_kept_elsewhere_stays_there(
     machines: Machines, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
