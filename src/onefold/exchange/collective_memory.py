@@ -372,7 +372,7 @@ class CollectiveStageExchange(StageExchange):
             self._underway.pop(0).finish()
 
     def _is_alone_with(self, stage: int) -> bool:
-        """Whether no other device takes part in a request: outside of a pipeline's shards."""
+        """Whether a request for a stage needs no other device; never within `in_pipeline`."""
         kept, everything = self._kept[self.rank][stage], self.partitioned_layout.segments[stage]
         # All devices request the root stage (parameters in no stage), so its owner takes part too.
         return self._among != self._column and stage != ROOT and len(kept) == len(everything) > 0

@@ -139,7 +139,7 @@ class Partial:
         Its flat memory is not cleared.
         """
         if device.type == "cpu":
-            # Untouched pages of CPU memory take no room, so stretches of large gradients are free.
+            # Untouched pages take no memory, so the room that large gradients leave empty is free.
             return cls(FlatTensors(layout, memory=_untouched(layout.nbytes)))
         memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         # Copy all: a partition is then one message and one addition. Each tensor by itself would

@@ -1,4 +1,4 @@
-"""Stores where the devices of a run are: for the launcher, and for a device that waits for others.
+"""Stores the position of each device of a run, for the launcher and for devices that wait.
 
 `Progress` is the table in which each device notes its position, and which onefold's launcher shares
 with its workers. It also holds the request to stop. Under another launcher each process has its own

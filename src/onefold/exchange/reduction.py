@@ -389,8 +389,8 @@ class StageReduction(Reduction):
                 shared = False
             given = StageSum(tensors, set(range(len(tensors))) if shared else set())
             self._sums[header.stage].put(header.shard, given, last=header.last)
-        # Settle a stage only after everything of this event is added: what is still shared must
-        # outlive it.
+        # Settle a stage only after everything of this event is added: the tensors that are shared
+        # then must outlive the event, so they are copied.
         for stage in {each.header.stage for each in sends}:
             for kept in self._sums[stage].values():
                 kept.settle(self._allocator)

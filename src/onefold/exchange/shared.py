@@ -155,7 +155,7 @@ _PAGE_BYTES = 4096
 
 
 class SharedMemory(Memory):
-    """The memory of one of several processes on this host. All must make it together.
+    """The memory of one of several processes on this host, which all create it together.
 
     Args:
         storage: the sizes.
@@ -347,9 +347,8 @@ class SharedTransport(Transport):
 
     def gather_to_lead(self) -> list[torch.Tensor]:
         # Nothing is copied: the lead maps the memory that each process filled, and may read it as
-        # long as it keeps the tensors. No process may refill its buffer before that;
-        # `onefold.checkpoint.resume` waits for the write of a checkpoint before it packs the next
-        # one.
+        # long as it keeps the tensors. No process may refill its buffer until then:
+        # `onefold.checkpoint.resume` packs a checkpoint only after the last one is written.
         memory, mailbox = self.buffer(0), self.mailbox
         if mailbox.rank != 0:
             mailbox.send_file(0, self._descriptor)

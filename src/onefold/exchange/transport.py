@@ -207,8 +207,8 @@ class Transport(ABC):
     def send(self, device: int, target: int, message: Message) -> None:
         """Send a message from a device of this process; does not wait until it is received.
 
-        A device of a pipeline never has more unfinished shards, nor more messages in flight to it,
-        than there are devices from it to the end of the pipeline.
+        With k devices from a device to the end of its pipeline, the device never has more than k
+        unfinished shards, nor more than k messages in flight to it.
         """
 
     @abstractmethod

@@ -111,7 +111,7 @@ class Agreement:
             return Agreed((0,), StepRequests(requests))
         # Both calls make the state of all devices equal, so it may differ before them.
         settles = call in (Call.LOAD, Call.CHANGED)
-        # Samples are read from flat memory; buffers that the script replaced are not in it.
+        # Samples are read from flat memory, so first copy buffers that the script replaced into it.
         self._context.first.buffers.absorb()
         # Read local state before `exchange.agree`, never after: in shared memory, a device that has
         # passed it may already be writing.
@@ -225,7 +225,7 @@ class Agreement:
         )
         if not (changed or self.averaged) and self._placement.written():
             # Version counters miss this write: the script wrote to gathered copies, not to the
-            # owners' memory. The number after the last parameter's means an unknown parameter.
+            # owners' memory. The number after the last parameter stands for an unknown one.
             changed = len(self._context.parts.named) + 1
         return changed, values
 

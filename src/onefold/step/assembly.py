@@ -224,7 +224,8 @@ def _storage(
     mirrors = placed.mirrors and early is not None and not updated_in and steps_by_parameter(each)
     if placed.mirrors and not mirrors and devices.has_lead:
         load("shard.advice").say_partitioned(layout.nbytes, small=early is None)
-    # Partitions with a part of every stage may differ in size; the largest would slow each update.
+    # If every partition must have a part of every stage, sizes may be uneven, and the largest one
+    # would slow each update. Then send sums as a whole.
     if (
         early is not None
         and not mirrors

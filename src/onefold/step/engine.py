@@ -98,7 +98,7 @@ class Engine:
         self._cuts_shards = settings.microbatch is not None
         self._finite = FiniteCheck(settings, self.rules, context.table)
         last = context.replicas[-1]
-        # Watch only if the host does nothing but launch kernels: it neither gathers parameters nor
+        # Measure launches only if the host does nothing else: it neither gathers parameters nor
         # waits for another process.
         watched = not context.with_others and context.table.storage.stages is None
         watched &= last.device.type != "cpu"
@@ -386,9 +386,9 @@ class Engine:
 
     def _gathered_if_needed(self) -> AbstractContextManager[None]:
         """Gather all parameters for a step that cannot run with one stage at a time."""
-        # The search for a microbatch size, joint shards and weighing run shards outside of the
-        # rounds in which devices gather each other's stages. Compiled code takes all of its
-        # parameters as arguments.
+        # Devices gather each other's stages in rounds of shards. Three passes run outside of these
+        # rounds: the search for a microbatch size, joint shards, and the weights of loss terms.
+        # Compiled code takes all of its parameters as arguments.
         known = self.objective
         tries = self._cuts_shards and self.microbatches.trials
         all_of_it = tries or self.context.compilers.compiled or known.gathers or known.several_terms

@@ -8,7 +8,7 @@ Note: the order of a step
 -------------------------
 ::
 
-    call                   a hook may answer here; then only the count and after_step follow
+    call                   a hook may answer here; the step is then only counted (after_step)
       the batch is cut, the scheduler is checked
       around               the call is allowed, and nothing has started
         all devices agree on the step
@@ -162,8 +162,8 @@ class Hook:
         for other devices, replace ``asked.batch``, and raise `RunStopped`.
 
         Returns:
-            The context manager to leave then, also on an exception; None if nothing remains to be
-            done.
+            The context manager that is left then, also on an exception; None if there is nothing to
+            do at the end.
         """
         return None
 

@@ -376,7 +376,7 @@ class ValueExchange:
 
     def _first_of(self, batch: ShardedBatch, step: int) -> tuple[_Names, torch.Tensor]:
         """Agree on new names, and gather their values in a separate message."""
-        # New names may have no room on the table yet, so this message brings their values too.
+        # The table may have no room for new names yet, so this message brings their values too.
         shards = self._context.table
         own = {s: ((v.lines, tuple(v.rows)), v.numbers) for s, v in self._given(batch).items()}
         given = self._context.of_all_shards(own)

@@ -152,8 +152,8 @@ def _fits_here(replica: Replica, task: ShardTask) -> bool:
     replica.start_step(task)
     replica.end()
     if not fits:
-        # Cycles may keep tensors of the failed pass alive, and the allocator may cache blocks of a
-        # size that the next trial cannot use.
+        # Reference cycles may keep tensors of the failed pass alive, and the allocator may cache
+        # blocks of a size that the next trial cannot use.
         gc.collect()
         release_cached_memory(replica.device)
     return fits

@@ -148,7 +148,7 @@ def write_gradient(context: StepContext) -> None:
     update.drop()
     trained = first.parts.trained.values()
     for parameter, view, given in zip(trained, whole.views, gave, strict=True):
-        # Sums are in float32; round only now to a model in low precision.
+        # Sums are in float32. If the model is in low precision, round only now.
         parameter.grad = view.to(parameter.dtype) if given else None
 
 
@@ -161,10 +161,9 @@ def check_gradient(update: PartitionedOptimizer) -> None:
     """
     if update.storage.rounds:
         raise ValueError(
-            "trainer.gradient was called in a precision in which Trainer's optimizer updates "
-            "float32 values and the model holds rounded copies, so rounding would discard the "
-            "script's updates. "
-            'Use precision="bf16", "fp16", "fp32" or None'
+            "trainer.gradient does not support this precision: the optimizer updates float32 "
+            "values and the model holds rounded copies of them, so rounding would discard the "
+            'script\'s updates. Use precision="bf16", "fp16", "fp32" or None'
         )
     if update.averages.rule is not None:
         raise ValueError(
