@@ -227,13 +227,13 @@ class Checkpoints:
             found, files = self._lead.do("checking a checkpoint", find) or (None, None)
         # Broadcast the lead's result; if it is an error, all devices raise it.
         text = written(json.dumps(found)) if self._lead.is_here else None
-        told = json.loads(broadcast(self._context.exchange, text))
-        if told is None:
+        chosen = json.loads(broadcast(self._context.exchange, text))
+        if chosen is None:
             return None
-        if "error" in told:
-            raise CheckpointError(told["error"])
+        if "error" in chosen:
+            raise CheckpointError(chosen["error"])
         return LoadedCheckpoint(
-            StoredCheckpoint(Path(told["folder"]), told["run"]), files, allow_changed
+            StoredCheckpoint(Path(chosen["folder"]), chosen["run"]), files, allow_changed
         )
 
     def kept_of(self, found: LoadedCheckpoint) -> dict[str, torch.Tensor]:

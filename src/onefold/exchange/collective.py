@@ -59,7 +59,7 @@ _LAST_WORDS_S = 1.0
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "peer")
 
 
-def _nobody(peer: int | None) -> None:
+def _ignore_wait(peer: int | None) -> None:
     """Ignore a wait."""
 
 
@@ -83,7 +83,7 @@ class CollectiveTransport(Transport):
         joined: JoinedGroup,
         timeout_s: float,
         allocator: TensorAllocator = DEFAULT_ALLOCATOR,
-        note_wait: NoteWait = _nobody,
+        note_wait: NoteWait = _ignore_wait,
     ) -> None:
         self._note_wait = note_wait
         super().__init__(device, allocator)
@@ -233,13 +233,13 @@ class CollectiveTransport(Transport):
         self._watch.close()
         if failure is None:
             return
-        told = Failure.of(failure, device=self.rank, step=self.step)
-        self._failure = self._failure or told.words
+        report = Failure.of(failure, device=self.rank, step=self.step)
+        self._failure = self._failure or report.words
         break_off()
         # Write the reason before cutting connections: the cut makes the others look for it. Do not
         # write a failure that another device caused, because the first cause must stay.
         if not isinstance(failure, PeerError):
-            self._tell(told)
+            self._tell(report)
         # Without the cut, a device that waits for this one would wait for the whole timeout.
         self._connections.cut()
         if group is not None and self.device.type != "cpu":
@@ -251,8 +251,8 @@ class CollectiveTransport(Transport):
                 # Do not raise: the failure that led here is the one to report.
                 _log.warning("pending messages could not be aborted: %s", error)
 
-    def _tell(self, told: Failure) -> None:
-        text = msgspec.json.encode(told).decode()
+    def _tell(self, report: Failure) -> None:
+        text = msgspec.json.encode(report).decode()
         # Write only if the key is unset: the first failure is the one to report.
         try:
             self._store.compare_set(_FAILURE_KEY, "", text)
@@ -288,9 +288,9 @@ class CollectiveTransport(Transport):
         timed_out = "timed out" in str(error).lower()
         # Report the wait before looking for a reason, so that others have time to answer.
         _asked(lambda: self._lateness.say_waiting(in_vain=timed_out), None)
-        told = _asked(self._failure_told, None)
-        if told is not None:
-            return told.error()
+        report = _asked(self._reported_failure, None)
+        if report is not None:
+            return report.error()
         # There is no reason in the store: a script ended normally, or no device could write one.
         gone: list[int] = _asked(self._who_left, [])
         if gone:
@@ -314,7 +314,7 @@ class CollectiveTransport(Transport):
             step=step,
         )
 
-    def _failure_told(self) -> Failure | None:
+    def _reported_failure(self) -> Failure | None:
         self._store.wait([_FAILURE_KEY], timedelta(seconds=_LAST_WORDS_S))
         return msgspec.json.decode(self._store.get(_FAILURE_KEY), type=Failure)
 

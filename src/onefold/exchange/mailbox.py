@@ -169,10 +169,10 @@ class Mailbox:
 
     def tell_failure(self, failure: BaseException) -> None:
         """Report to every peer that this process failed, and why."""
-        told = Failure.of(failure, device=self.rank, step=self.step)
+        report = Failure.of(failure, device=self.rank, step=self.step)
         # Keep the first failure, because later ones usually follow from it.
-        self._failure = self._failure or told.words
-        self._tell(_FAILED + msgspec.json.encode(told))
+        self._failure = self._failure or report.words
+        self._tell(_FAILED + msgspec.json.encode(report))
 
     def tell_end(self) -> None:
         """Report to every peer that this process ends normally, and was not killed."""

@@ -212,4 +212,4 @@ class GradientSteps:
                 note()
                 # The script makes the update later.
                 session.note_done(cut if asked.begins else None, outcome)
-        return session.told(asked, outcome, waited)
+        return session.finish_step(asked, outcome, waited)

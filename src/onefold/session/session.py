@@ -248,7 +248,7 @@ class Session:
         # count the batch as unused.
         self.note_done(cut, outcome)
         engine.end_step()
-        return self.told(asked, outcome, waited)
+        return self.finish_step(asked, outcome, waited)
 
     def start_step(self, asked: ScriptCall, cut: ShardedBatch) -> None:
         """Check a step before all devices begin it."""
@@ -265,7 +265,7 @@ class Session:
         if cut is not None:
             self.position.note_step(cut)
 
-    def told(self, asked: ScriptCall, outcome: StepResult, waited: Wait) -> Step:
+    def finish_step(self, asked: ScriptCall, outcome: StepResult, waited: Wait) -> Step:
         """Return a finished step, after calling all hooks with it."""
         cut = asked.cut
         assert cut is not None

@@ -124,8 +124,8 @@ def outcomes(
     ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ...     trainer = onefold.Trainer(model, optimizer, lambda m, x: m(x).square(), shards=2)
     ...     trainer.barrier()
-    >>> lost, told = outcomes(meet, 2, faults=[Fault(device=0, call=2)])
-    >>> lost.was_killed, type(told.error).__name__
+    >>> lost, waiting = outcomes(meet, 2, faults=[Fault(device=0, call=2)])
+    >>> lost.was_killed, type(waiting.error).__name__
     (True, 'PeerLost')
     """
     chosen = options or RunOptions()

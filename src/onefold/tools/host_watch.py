@@ -81,7 +81,7 @@ with stacks, and for the outcome of a question."""
 class _Outcome(msgspec.Struct, frozen=True, array_like=True):
     """The outcome of a question."""
 
-    told: bool
+    reported: bool
     """Whether there is a report."""
     step: int = -1
     text: str = ""
@@ -276,7 +276,7 @@ class HostWatch:
         waits, silent = self._waits, self._silent
         known = self._asked(store)
         if known:
-            self._publish(store, _Outcome(told=False))
+            self._publish(store, _Outcome(reported=False))
         # A host that was busy may answer the next time.
         if self._silent - silent or not late_of(known, waits.usual_s, self._size):
             return
@@ -289,7 +289,7 @@ class HostWatch:
             text = report_of(standings, self._size)
             waits.note_told(time.monotonic())
         here = 0 in self._devices or all(each.rank for each in standings)
-        self._publish(store, _Outcome(told=bool(late), step=step, text="" if here else text))
+        self._publish(store, _Outcome(reported=bool(late), step=step, text="" if here else text))
         if late and here:
             self._tell(step, text)
 
@@ -342,7 +342,7 @@ class HostWatch:
         while not self._end.is_set() and time.monotonic() < limit:
             if self._called(store.check, [key]):
                 outcome = msgspec.json.decode(self._called(store.get, key), type=_Outcome)
-                if outcome.told:
+                if outcome.reported:
                     self._waits.note_told(time.monotonic())
                 if outcome.text and answers and 0 in self._devices:
                     self._tell(outcome.step, outcome.text)

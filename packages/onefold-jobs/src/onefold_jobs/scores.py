@@ -250,10 +250,10 @@ def count_line(
     order = sorted(range(len(classes)), key=lambda number: -train[number])
     # With many classes, show both ends, because a score may hide rare classes.
     shown = [*order[:_SHOWN], *order[-_SHOWN:]] if order[2 * _SHOWN + 1 :] else order
-    told = [f"{classes[number]}: {train[number]:,} + {test[number]:,}" for number in shown]
+    counts = [f"{classes[number]}: {train[number]:,} + {test[number]:,}" for number in shown]
     if len(shown) < len(order):
-        told.insert(_SHOWN, f"... {len(order) - len(shown):,} others ...")
-    return f"{each}s by class, training + test: {'; '.join(told)}"
+        counts.insert(_SHOWN, f"... {len(order) - len(shown):,} others ...")
+    return f"{each}s by class, training + test: {'; '.join(counts)}"
 
 
 def class_baseline(

@@ -307,12 +307,12 @@ def _load_tokenizer(directory: Path) -> tuple[str, int]:
     return tokenizer.to_str(), tokenizer.get_vocab_size()
 
 
-def _check_weights(directory: Path, model: Any, told: dict[str, Any]) -> None:
+def _check_weights(directory: Path, model: Any, loading: dict[str, Any]) -> None:
     """Reject a folder that lacks weights of the encoder: only the head may be new."""
     # The pooler may be new, too: masked language models lack it.
     body = f"{model.base_model_prefix}."
-    missing = [str(name) for name in told["missing_keys"]]
-    missing += [str(name) for name, *_ in told["mismatched_keys"]]
+    missing = [str(name) for name in loading["missing_keys"]]
+    missing += [str(name) for name, *_ in loading["mismatched_keys"]]
     lacking = sorted(n for n in missing if n.startswith(body) and ".pooler." not in n)
     if lacking:
         raise CheckpointError(

@@ -138,8 +138,8 @@ def counted_bad(bad: Sequence[BadFile]) -> str:
     files = [each for each in bad if each.line is None]
     lines = [each for each in bad if each.line is not None]
     within = counted(len({each.path for each in lines}), "file")
-    told = [f"{counted(len(lines), 'line')} of {within}"] if lines else []
-    return ", and ".join([*told, *([counted(len(files), "file")] if files or not bad else [])])
+    parts = [f"{counted(len(lines), 'line')} of {within}"] if lines else []
+    return ", and ".join([*parts, *([counted(len(files), "file")] if files or not bad else [])])
 
 
 def _written(bad: Sequence[BadFile]) -> str:
@@ -198,14 +198,14 @@ def read_json(path: Path, most_bytes: int) -> Any:
         raise ValueError(f"{path}: expected JSON: {error}") from error
 
 
-def require_ours(path: Path, ours: Callable[[bytes], bool], told: str) -> None:
+def require_ours(path: Path, ours: Callable[[bytes], bool], expected: str) -> None:
     """Reject overwriting anything that onefold did not write.
 
     Args:
         path: path of the file to write.
         ours: predicate that receives the first bytes of a file and decides whether it may be
             replaced.
-        told: beginning of the error: the option that names the path, and the expected content.
+        expected: beginning of the error: the option that names the path, and the expected content.
 
     Raises:
         ValueError: the path is a link, a folder, a pipe, a device, or an unrelated file.
@@ -225,7 +225,7 @@ def require_ours(path: Path, ours: Callable[[bytes], bool], told: str) -> None:
         came = "an unrelated file"
     else:
         came = "a link" if stat.S_ISLNK(found.st_mode) else "not a regular file"
-    raise ValueError(f"{told}, but {path} is {came}: remove it, or use another name")
+    raise ValueError(f"{expected}, but {path} is {came}: remove it, or use another name")
 
 
 def digest_of(*parts: Any, size_bytes: int = 8) -> str:

@@ -273,23 +273,23 @@ def _read_record(folder: Path) -> tuple[list[StepsLine], list[EpochLine]]:
 
 def _steps_of(record: onefold.Record) -> list[StepsLine]:
     """Summarize each epoch's steps in up to 20 parts."""
-    told = record.steps
-    starts = np.flatnonzero(np.diff(told["epoch"], prepend=math.nan))
+    columns = record.steps
+    starts = np.flatnonzero(np.diff(columns["epoch"], prepend=math.nan))
     # An evaluation precedes the first step of an epoch, a pause the first one of a resumed run.
-    took_s = np.diff(told["time"], prepend=math.nan)
+    took_s = np.diff(columns["time"], prepend=math.nan)
     took_s[starts] = math.nan
-    took_s[np.isin(told["step"], [each["step"] + 1 for each in record.begins])] = math.nan
+    took_s[np.isin(columns["step"], [each["step"] + 1 for each in record.begins])] = math.nan
     epochs = np.split(np.arange(len(took_s)), starts[1:])
     parts = [part for rows in epochs for part in np.array_split(rows, min(_POINTS, len(rows)) or 1)]
-    return [_line_of(told, took_s, rows) for rows in parts if len(rows)]
+    return [_line_of(columns, took_s, rows) for rows in parts if len(rows)]
 
 
-def _line_of(told: _Columns, took_s: _Column, rows: _Column) -> StepsLine:
-    samples, timed = told["samples"], rows[took_s[rows] > 0]
+def _line_of(columns: _Columns, took_s: _Column, rows: _Column) -> StepsLine:
+    samples, timed = columns["samples"], rows[took_s[rows] > 0]
     return StepsLine(
-        step=int(told["step"][rows[-1]]),
-        loss=float(np.average(told["loss"][rows], weights=samples[rows])),
-        lr=float(told["rate.0"][rows[-1]]),
+        step=int(columns["step"][rows[-1]]),
+        loss=float(np.average(columns["loss"][rows], weights=samples[rows])),
+        lr=float(columns["rate.0"][rows[-1]]),
         samples_per_s=float(samples[timed].sum() / took_s[timed].sum()) if len(timed) else math.nan,
     )
 
@@ -308,8 +308,8 @@ def _epochs_of(record: onefold.Record) -> list[EpochLine]:
             scores = each["value"]
         if each["call"] != "trainer.gather":
             continue
-        told = each["value"]
-        line = {"scores": scores, **told[0], "epoch": int(told[0]["epoch"]), "step": each["step"]}
-        line["devices"] = [{**each, "device": names[n]} for n, each in enumerate(told)]
+        given = each["value"]
+        line = {"scores": scores, **given[0], "epoch": int(given[0]["epoch"]), "step": each["step"]}
+        line["devices"] = [{**each, "device": names[n]} for n, each in enumerate(given)]
         lines[line["epoch"]] = msgspec.convert(line, EpochLine)
     return [*lines.values()]

@@ -81,8 +81,8 @@ def _warning(run: ReportedRun) -> str | None:
     """Warn about a run that is no better than its baseline."""
     if not run.best or not run.facts.get("baseline"):
         return None
-    told, scores = run.facts["baseline"], {run.target: run.baseline(run.target)}
-    baseline = Baseline(str(told.get("answer")), scores, str(told.get("each", "sample")))
+    facts, scores = run.facts["baseline"], {run.target: run.baseline(run.target)}
+    baseline = Baseline(str(facts.get("answer")), scores, str(facts.get("each", "sample")))
     return no_better(str(run.facts.get("score")), run.best[1], baseline)
 
 
