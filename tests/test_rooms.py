@@ -60,7 +60,8 @@ WITHOUT_PLACEMENTS = (
     *("update", "shard", "checks", "step", "passes", "checkpoint", "tools", "trainer"),
 )
 
-LIMIT_FILES = 186
+# The last one is `watch/limits.py`: its sentences must stay out of the kernel.
+LIMIT_FILES = 187
 LIMIT_FILES_OF_A_ROOM = 25
 LIMIT_CODE_LINES = 400
 LIMIT_SESSION_LINES = 320

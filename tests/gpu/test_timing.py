@@ -2,12 +2,13 @@
 
 import logging
 import time
+from dataclasses import replace
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
-from onefold.watch.timing import LAUNCH_STEPS
+from onefold.watch.limits import LAUNCH_STEPS
 from tests.gpu.device import DEVICE, ON_GPU, each, needs
 from tests.gpu.net import Batch, batches, trainer_of
 
@@ -40,11 +41,15 @@ def test_a_card_that_has_done_all_that_was_launched_is_named(
     needs(ON_GPU, "a GPU")
     trainer = trainer_of(shards=shards, precision=precision)
     with (
-        mock.patch("onefold.watch.timing.is_past", return_value=True),
+        mock.patch("onefold.watch.limits.is_past", return_value=True),
         mock.patch.object(logging.getLogger("onefold"), "warning") as warning,
     ):
         for batch in batches(LAUNCH_STEPS + 5):
-            trainer.step(batch)
+            step = trainer.step(batch)
+    assert step.seconds.launch > 0
+    # How much of this small step the launches take is left open.
+    whole = replace(step.seconds, launch=1.0)
+    assert whole.limit.startswith("limited by the host: launches take ")
     found = [call for call in warning.mock_calls if "waits for the host" in str(call)]
     assert len(found) == (1 if shards > 1 else 0)
 
@@ -55,8 +60,9 @@ def test_a_card_that_is_behind_is_not_named_even_if_a_loss_waits_for_it() -> Non
     trainer = trainer_of(shards=2, loss=waiting)
     with mock.patch.object(logging.getLogger("onefold"), "warning") as warning:
         for batch in batches(LAUNCH_STEPS + 5):
-            trainer.step(batch)
+            step = trainer.step(batch)
     assert "waits for the host" not in str(warning.mock_calls)
+    assert (step.seconds.launch, step.seconds.limit) == (0.0, "")
 
 
 def waiting(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -376,3 +376,19 @@ def test_the_lead_is_asked_about_once_a_second(
 def test_without_a_limit_nobody_is_asked() -> None:
     trainer: Any = SimpleNamespace(steps=0, broadcast=lambda _: pytest.fail("asked"))
     assert not TimeLimit(trainer, float("inf")).is_over()
+
+
+@for_each("limited", [True, False])
+def test_a_run_that_waits_for_its_data_says_so_once(
+    limited: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("onefold.watch.limits.DATA_SHARE", 0.0 if limited else 1.1)
+    monkeypatch.setattr("onefold.watch.limits.LEAST_DATA_S", 0.0)
+    folder, _ = run_here("text", write_texts(tmp_path / "data"), tmp_path / "runs", epochs=2)
+    words = "device 0 is limited by data: a step waits for its batch for "
+    assert capsys.readouterr().out.count(words) == limited
+    limits = [line.devices[0]["limit"] for line in read_reported(folder).epochs]
+    assert [limit[:15] for limit in limits] == ["limited by data" if limited else ""] * 2

@@ -1,14 +1,13 @@
 """Where the time of a step goes."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from onefold.watch.timing import LAUNCH_STEPS, LaunchWatch, PhaseTime, Span, Stopwatch
+from onefold.watch.timing import PhaseTime, Span, Stopwatch
 from tests.small import Batch, make_trainer, points, square
 from tests.tables import for_each
 
@@ -40,6 +39,36 @@ def test_spans_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.drain() == []
 
 
+class Event:
+    """A moment on a device's own clock."""
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s = at_s
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1000 * (other.at_s - self.at_s)
+
+
+@for_each("idle_s", [0.0, 1.0, 5.0])
+def test_a_device_waits_for_a_batch_while_it_is_idle(
+    idle_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for three seconds, in which the device may still compute the last step."""
+    times = iter([10.0, 11.0, 11.0 + idle_s, 14.0])
+    monkeypatch.setattr("onefold.watch.timing.record_event", lambda *_, **__: Event(next(times)))
+    watch = Stopwatch(torch.device("cuda"))
+    for _ in range(2):
+        watch.note("forward", "shard 0", watch.now())
+        spans = watch.drain()
+        seconds = PhaseTime.of([Span("data", "batch", 100.0, 103.0), *spans])
+        moved = PhaseTime.of([*spans, Span("data", "move shard 0", 0.0, 0.5)])
+        assert not watch.drain()
+    assert (seconds.data, seconds.forward) == (min(3.0, idle_s), 3.0 - idle_s)
+    assert moved.data == 0.5
+
+
 @for_each("part", ["data", "forward", "backward"])
 @for_each("devices", [1, 2])
 def test_a_step_knows_where_its_time_went(
@@ -69,6 +98,8 @@ def test_a_step_knows_where_its_time_went(
     loader = trainer.loader(Data(), batch_size=8)
     late_s, start = 1, clock.now_s
     seconds = asdict(trainer.step(next(iter(loader))).seconds)
+    # Nobody launches anything on a CPU.
+    assert (seconds.pop("launch"), seconds.pop("steps")) == (0.0, 1)
     # The first batch, its first shard again, and three samples for the digest of the data; or a
     # device's share of shards.
     parts = 8 + 2 + 3 if part == "data" else 4 / devices
@@ -82,59 +113,3 @@ def test_a_step_knows_where_its_time_went(
         trainer.step(next(iter(loader)))
     late_s = 0
     assert max(asdict(trainer.step(points(8)).seconds).values()) < 100
-
-
-# A device that waits for its launches
-
-
-class Event:
-    """An event that a device has, or has not, come to."""
-
-    def __init__(self, past: bool) -> None:
-        self.past = past
-
-    def query(self) -> bool:
-        return self.past
-
-
-START = cast(Any, Event(True))
-
-
-def told(steps: Sequence[tuple[bool, ...]], caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is told of steps, in each of which a device has or has not done its shards."""
-    watch = Stopwatch(torch.device("cpu"))
-    launches = LaunchWatch(3, watch)
-    for shards in steps:
-        for done in shards:
-            watch.note("forward", "", START, START)
-            # It has begun: the script may have waited for it in forward.
-            watch.note("backward", "", START, cast(Any, Event(done)))
-        watch.note("exchange", "", START, START)
-        launches.sample_device(len(shards))
-        watch.drain()
-    return caplog.messages
-
-
-KEPT_UP, LAGS = (True, True), (True, False)
-
-
-def test_a_device_that_waits_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    (message,) = told([KEPT_UP] * (3 * LAUNCH_STEPS), caplog)
-    assert message.startswith("device 3 waits for the host")
-    assert "the 2 shards of a step" in message
-
-
-@for_each(
-    "steps",
-    [
-        [LAGS] * 50,
-        [*([KEPT_UP] * (LAUNCH_STEPS - 1)), LAGS] * 3,
-        # There cannot be fewer shards than one, or than none.
-        [(True,)] * 50,
-        [()] * 50,
-    ],
-)
-def test_no_other_device_is_named(
-    steps: list[tuple[bool, ...]], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert told(steps, caplog) == []

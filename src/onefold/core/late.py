@@ -44,6 +44,7 @@ LATE = {
     "system.background": "the process of a device ends",
     "system.caches": "PyTorch's compiler is used",
     "system.output": "output of the script was held back",
+    "watch.limits": "shards run on an accelerator, or the script asks what limits a step",
     "session.script_updates": "the script asks for gradients, or updates the parameters itself",
 }
 """Modules of ``onefold``, and when each is imported."""

@@ -13,8 +13,9 @@ at its place in the tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -191,13 +192,27 @@ class Replicated(Placement):
         early = cut(parts.module, stages, parts.trained, merged=stages is None)
         return PlacementLayout(early=early, mirrors=mirrors)
 
+    @cached_property
+    def _launches(self) -> AbstractContextManager[None]:
+        """Notes whether an accelerator waits for the launches of its shards."""
+        # With this placement, the host only launches while the shards run: it neither gathers
+        # parameters nor waits for another process.
+        first, last = self.context.first, self.context.replicas[-1]
+        if last.device.type == "cpu":
+            return nullcontext()
+        made: AbstractContextManager[None] = load("watch.limits").LaunchWatch(
+            last.number, first.watch, last.watch
+        )
+        return made
+
     def run_shards(self, task: ShardTask, done: Done, before: Before) -> Gradients | None:
         context, gradients = self.context, Gradients()
-        for replica in context.replicas:
-            with context.attached(replica), before(replica):
-                # Compiled code has no stages, and would be recompiled with their hooks.
-                early = not context.compilers.compiled
-                gradients = run_share(replica, task, context.exchange, done, early=early)
+        with self._launches:
+            for replica in context.replicas:
+                with context.attached(replica), before(replica):
+                    # Compiled code has no stages, and would be recompiled with their hooks.
+                    early = not context.compilers.compiled
+                    gradients = run_share(replica, task, context.exchange, done, early=early)
         return gradients if task.shards == 1 else None
 
 

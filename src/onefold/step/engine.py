@@ -38,7 +38,7 @@ from onefold.step.rules import (
 from onefold.system.process import ctrl_c_later
 from onefold.update.norms import allow_clipping
 from onefold.update.optimizers import Optimizers
-from onefold.watch.timing import LaunchWatch, Span
+from onefold.watch.timing import Span
 
 if TYPE_CHECKING:
     from onefold.shard.compiling import EagerComparison
@@ -97,14 +97,6 @@ class Engine:
         """Divides, scales and clips each gradient."""
         self._cuts_shards = settings.microbatch is not None
         self._finite = FiniteCheck(settings, self.rules, context.table)
-        last = context.replicas[-1]
-        # Measure launches only if the host does nothing else: it neither gathers parameters nor
-        # waits for another process.
-        watched = not context.with_others and context.table.storage.stages is None
-        watched &= last.device.type != "cpu"
-        self._launches: LaunchWatch | None = None
-        if watched:
-            self._launches = LaunchWatch(last.number, last.watch)
         self._has_warned = self._has_looked = False
         self._nan_before = buffers_with_nan(context.module)
         self.hooks = Hooks()
@@ -327,10 +319,6 @@ class Engine:
                     attempt = Attempt(task)
                     with self.hooks.around_compute(attempt):
                         totals = self.placement.compute(task, done, before)
-                        if self._launches is not None:
-                            self._launches.sample_device(
-                                len(batch.shares.shards_of(context.own[-1]))
-                            )
                         weight = total_weight(context.table.weights.tolist(), batch.sizes, number)
                         known = not weight.gathers and not weight.late
                         attempt.whole = weight.terms == 1 and known

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import add
 from pathlib import Path
 
 from onefold.core.assignment import Devices
@@ -12,7 +14,15 @@ from onefold.session.run import RunSetup, RunView
 from onefold.step.hook import Hook, ScriptCall, Spans
 from onefold.step.result import Step
 from onefold.watch.timeline import TimelinePart, name_row, slice_of
-from onefold.watch.timing import Moment, Span, Stopwatch, elapsed_s, host_now_s, is_past
+from onefold.watch.timing import (
+    Moment,
+    PhaseTime,
+    Span,
+    Stopwatch,
+    elapsed_s,
+    host_now_s,
+    is_past,
+)
 
 __all__ = ["Profile", "prepare"]
 
@@ -25,6 +35,8 @@ PROFILED_STEPS = 1000
 
 class Profile(Hook):
     """Writes the spans of each step to this process's part of the timeline.
+
+    At the end it logs what limits the steps of the process's first device, without the first step.
 
     On a GPU, a step is written when the next one is done: by then its times are usually known
     without synchronization. The last step is written at the end of the program.
@@ -42,6 +54,8 @@ class Profile(Hook):
         # The last step and its spans, on which the GPU may still be working.
         self._held: tuple[int, Mapping[int, Sequence[Span]]] = 0, {}
         self._ends = dict.fromkeys(watches, 0.0)
+        self._first = devices.own[0]
+        self._times: list[PhaseTime] = []
         for number in watches:
             name = f"device {number} ({devices.all[number]})"
             self._part.append(name_row(group=self._group, row=number, name=name))
@@ -71,12 +85,22 @@ class Profile(Hook):
         # Nothing could catch the error at exit: every query repeats a CUDA error of the run.
         except RuntimeError as error:
             _log.info("the timeline lacks the last step: %s", error)
+        # The first step starts the loader's workers, and compiles.
+        times = self._times[1:]
+        if times and (limit := reduce(add, times).limit):
+            _log.warning("device %d is %s", self._first, limit)
 
     def _write(self) -> None:
         """Write the held step, if there is one."""
         (step, held), self._held = self._held, (0, {})
         for device, spans in held.items():
-            known = [(span.label, span.phase, *self._bounds(device, span)) for span in spans]
+            if device == self._first:
+                self._times.append(PhaseTime.of(spans))
+            known = [
+                (span.label, span.phase, *self._bounds(device, span))
+                for span in spans
+                if span.phase not in ("launch", "idle")  # these overlap others, or nothing
+            ]
             first, last = min(each[2] for each in known), max(each[3] for each in known)
             rows = [(f"step {step}", "step", first, last), *known]
             self._part.append(

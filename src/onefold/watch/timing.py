@@ -2,26 +2,23 @@
 
 Recording a time never blocks. On a CPU, a moment is a number; on a GPU it is an event in the
 stream, whose time is queried only when it is read. A time taken on the host would instead be the
-time at which the work was queued, not the time at which it was done.
-
-`LaunchWatch` warns if a GPU waits for the host, which launches the work of its shards.
+time at which the work was queued, not the time at which it was done. `onefold.watch.limits` derives
+from these times what limits a step.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from onefold.core.late import load
 from onefold.system.accelerator import record_event
 
 __all__ = [
-    "LAUNCH_STEPS",
-    "LaunchWatch",
     "Moment",
     "Phase",
     "PhaseTime",
@@ -32,12 +29,7 @@ __all__ = [
     "is_past",
 ]
 
-_log = logging.getLogger("onefold")
-
-LAUNCH_STEPS = 20
-"""Number of consecutive steps with waits before a warning; the first steps compile and check."""
-
-Phase = Literal["data", "forward", "backward", "exchange", "update"]
+Phase = Literal["data", "forward", "backward", "exchange", "update", "launch", "idle"]
 # Seconds on the host's clock, or an event in an accelerator's stream.
 Moment = float | torch.Event
 
@@ -58,10 +50,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTime:
-    """Duration of one step on one device, by phase, in seconds."""
+    """Duration of one step on one device, by phase, in seconds; or of several, added up.
+
+    >>> step = PhaseTime(data=0.03, forward=0.02, backward=0.03, exchange=0.0, update=0.02)
+    >>> (step + step).limit.partition(".")[0]
+    'limited by data: a step waits for its batch for 30 of 100 ms'
+    """
 
     data: float
-    """Waiting for the batch, cutting it, and moving it to the device."""
+    """Waiting for the batch, cutting it, and moving it to the device. An accelerator waits at most
+    as long as it is idle between two steps."""
     forward: float
     """Running the model and the loss, for the device's shards."""
     backward: float
@@ -70,14 +68,32 @@ class PhaseTime:
     """Sending gradients, waiting for other devices, adding, and gathering parameters."""
     update: float
     """Clipping gradients and running the optimizer, for the device's partition."""
+    launch: float = 0.0
+    """Launching the shards on an accelerator, if it had done all of them by then; else 0."""
+    steps: int = 1
+    """Number of steps that are added up."""
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> PhaseTime:
         """Add up the spans by phase; on a GPU this blocks until the last span is done."""
-        seconds = dict.fromkeys(("data", "forward", "backward", "exchange", "update"), 0.0)
+        seconds: dict[str, Any] = dict.fromkeys(get_args(Phase), 0.0)
         for span in spans:
             seconds[span.phase] += elapsed_s(span.start, span.stop)
+            if span.phase == "idle":
+                # So far, data is the host's wait for the batch. The accelerator may have computed
+                # the last step meanwhile.
+                seconds["data"] = min(seconds["data"], seconds["idle"])
+        del seconds["idle"]
         return cls(**seconds)
+
+    def __add__(self, other: PhaseTime) -> PhaseTime:
+        names = self.__dataclass_fields__
+        return PhaseTime(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @property
+    def limit(self) -> str:
+        """What limits the steps, and what helps, in words; empty if they are balanced."""
+        return str(load("watch.limits").limit_of(self))
 
 
 class Stopwatch:
@@ -90,7 +106,9 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._on_host = device.type == "cpu"
-        self._spans: list[Span] = []
+        self.spans: list[Span] = []
+        """Spans since the last `drain`."""
+        self._last: Moment | None = None
 
     def now(self) -> Moment:
         """Record the current moment in the device's stream of work."""
@@ -98,21 +116,21 @@ class Stopwatch:
 
     def note(self, phase: Phase, label: str, start: Moment, stop: Moment | None = None) -> None:
         """Record work from ``start`` until ``stop``, or until now."""
-        self._spans.append(Span(phase, label, start, self.now() if stop is None else stop))
+        self.spans.append(Span(phase, label, start, self.now() if stop is None else stop))
 
     def timed(self, phase: Phase, label: str) -> _Timed:
         """Return a context that records its work, unless it ends with an exception."""
         return _Timed(self, phase, label)
 
-    def has_done(self, phase: Phase) -> bool:
-        """Whether the last recorded span of a phase is done; does not block."""
-        stops = (span.stop for span in reversed(self._spans) if span.phase == phase)
-        return is_past(next(stops, 0.0))
-
     def drain(self) -> list[Span]:
-        """Return and remove all recorded spans."""
+        """Return and remove all recorded spans; on an accelerator, first its wait for them."""
         # Start a new list: the caller may keep the old one while the next step records.
-        spans, self._spans = self._spans, []
+        spans, self.spans = self.spans, []
+        own = [] if self._on_host else [span for span in spans if span.phase != "launch"]
+        if own:
+            last, self._last = self._last, own[-1].stop
+            if last is not None:
+                spans.insert(0, Span("idle", "between steps", last, own[0].start))
         return spans
 
 
@@ -144,37 +162,3 @@ def elapsed_s(start: Moment, stop: Moment) -> float:
 def is_past(moment: Moment) -> bool:
     """Whether a moment has been reached; does not block."""
     return isinstance(moment, float) or moment.query()
-
-
-class LaunchWatch:
-    """Warns once if a device has finished all shards of a step when the last one is launched.
-
-    A device with enough work still computes its last shards at that time. A script that reads a
-    value from the device in forward delays the launch of that shard's backward, but not the end of
-    its work.
-
-    Args:
-        number: number of the device.
-        watch: the device's stopwatch.
-    """
-
-    def __init__(self, number: int, watch: Stopwatch) -> None:
-        self._number, self._watch = number, watch
-        self._waited = 0
-
-    def sample_device(self, shards: int) -> None:
-        """Check the device after the launch of a step's backward; does not block.
-
-        Args:
-            shards: the device's number of shards; no check with one, because there cannot be fewer.
-        """
-        if shards < 2 or self._waited == LAUNCH_STEPS:
-            return
-        self._waited = self._waited + 1 if self._watch.has_done("backward") else 0
-        if self._waited == LAUNCH_STEPS:
-            _log.warning(
-                "device %d waits for the host, which takes longer to launch the %d shards of a "
-                "step than the device takes to compute them. Use fewer shards, larger batches or "
-                "compile=True",
-                *(self._number, shards),
-            )

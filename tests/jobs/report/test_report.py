@@ -375,3 +375,14 @@ def test_runs_are_side_by_side(tmp_path: Path) -> None:
     assert "Test accuracy by time by minutes" in told
     assert page.attributes("class").count("chart") == 5
     assert "Bit-identical models: 1. pets and 2. pets." in page.text
+
+
+def test_a_device_that_waited_is_named_with_what_helps(tmp_path: Path) -> None:
+    """By its last epoch; a run of an earlier version says nothing."""
+    lines = [runs.epoch_line(epoch, scores={"accuracy": 0.75}) for epoch in range(2)]
+    limit = "limited by data: a step waits for its batch for 62 of 100 ms. Use workers=<4>"
+    lines[0]["devices"][0]["limit"] = lines[1]["devices"][1]["limit"] = limit
+    lines[1]["devices"][0]["limit"] = ""
+    text = page_of(tmp_path / "run", metrics=lines).text
+    assert f"Device 1 was {limit}." in text
+    assert text.count("limited by") == 1

@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, final
 
@@ -194,6 +193,7 @@ class Meter:
     def __init__(self, so_far: Mapping[str, float]) -> None:
         self._sums = defaultdict(float, so_far)
         self._pending: list[onefold.Step] = []
+        self._seconds: Any = None
         now_s = self._looked_s = time.perf_counter()
         # Shift both starts back by the time that was measured before the run was stopped.
         self._start_s = now_s - so_far.get("seconds", 0.0)
@@ -214,8 +214,10 @@ class Meter:
             for line in ("", "line_"):
                 self._sums[f"{line}total"] += total
                 self._sums[f"{line}samples"] += step.samples
-            for phase, seconds in asdict(step.seconds).items():
-                self._sums[phase] += seconds
+            seconds = step.seconds
+            self._seconds = seconds if self._seconds is None else self._seconds + seconds
+            for phase in PHASES:
+                self._sums[phase] += getattr(seconds, phase)
         self._pending.clear()
         # Read the clock after these reads, which may have waited for long.
         self._looked_s = time.perf_counter()
@@ -224,6 +226,14 @@ class Meter:
     def phases(self) -> dict[str, float]:
         """Seconds in each phase of the steps read so far."""
         return {phase: self._sums[phase] for phase in PHASES}
+
+    @property
+    def limit(self) -> str:
+        """What limits the steps read so far, and what helps, in words; empty if they are balanced.
+
+        If the run resumes within an epoch, without the steps before it.
+        """
+        return "" if self._seconds is None else str(self._seconds.limit)
 
     @property
     def mean_loss(self) -> float:

@@ -219,6 +219,7 @@ class Training:
     _cut: Best | None = None
     """The model at which ``--max-time`` cut an epoch short. It is not saved: a resumed run
     evaluates only whole epochs, like an uninterrupted run."""
+    _has_shown_limit: bool = False
 
     def run(self) -> dict[str, Any]:
         """Train to the end, and return the final content of ``run.json``.
@@ -464,7 +465,7 @@ class Training:
         scores = task.score(self.trainer.predict(task.measure, task.test_set, **self._reading))
         training["evaluate_s"] = time.perf_counter() - start_s
         # gather also records its result: the report takes the numbers of the epoch from it.
-        own = {"epoch": epoch, "scores": scores, **training, **meter.phases}
+        own = {"epoch": epoch, "scores": scores, **training, **meter.phases, "limit": meter.limit}
         devices = self.trainer.gather(own)
         # The checkpoint below stores the best epoch; for the order of the rest, see the note.
         self._note_best(epoch, scores, done=done)
@@ -472,6 +473,9 @@ class Training:
         self.folder.add_events("test", self.trainer.steps, scores)
         line = {**devices[0], "devices": devices}
         bar.say(epoch_line(line, self.epochs))
+        if line["limit"] and not self._has_shown_limit:
+            bar.say(f"device 0 is {line['limit']}")
+            self._has_shown_limit = True
         # After a whole pass, a run that resumes from here starts with the next epoch: this epoch
         # must be counted, and the meter must be empty.
         self.saved["part"], self.saved["epochs_done"] = part, epoch + done

@@ -185,6 +185,8 @@ class DeviceTime(NamedTuple):
     """Number and name of the device."""
     times_s: Times
     """Seconds in each phase."""
+    limit: str = ""
+    """A sentence about what limited the last epoch, and what helps; empty if it was balanced."""
 
     @property
     def total_s(self) -> float:
@@ -199,10 +201,13 @@ class DeviceTime(NamedTuple):
 def device_times(run: ReportedRun) -> list[DeviceTime]:
     """List the devices with measured times, with all phases that are worth showing."""
     names: dict[int, str] = {}
+    limits: dict[int, str] = {}
     times: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(ALL_PHASES, 0.0))
     for epoch in run.epochs:
         for index, device in enumerate(epoch.devices):
             names[index] = f"{index}: {device.get('device', '')}"
+            limit = device.get("limit")
+            limits[index] = f"Device {index} was {limit}." if limit else ""
             for phase, time_s in _spent(epoch, device).items():
                 times[index][phase] += time_s
     # Skip devices without any time, because shares are divided by the total.
@@ -214,7 +219,7 @@ def device_times(run: ReportedRun) -> list[DeviceTime]:
         if phase in PHASES or any(measured[index][phase] > small[index] for index in measured)
     ]
     return [
-        DeviceTime(names[index], {phase: measured[index][phase] for phase in shown})
+        DeviceTime(names[index], {phase: measured[index][phase] for phase in shown}, limits[index])
         for index in sorted(measured)
     ]
 
