@@ -109,6 +109,7 @@ bench: $(BENCH_VENV)/bench.stamp
 	$(BENCH_BIN)/python benchmarks/checkpoint.py --output $(RESULTS)/checkpoint.json
 	$(BENCH_BIN)/python benchmarks/recording.py --output $(RESULTS)/recording.json
 	$(BENCH_BIN)/python benchmarks/training.py --output $(RESULTS)/training.json
+	$(BENCH_BIN)/python benchmarks/limit.py --output $(RESULTS)/limit.json
 	$(BENCH_BIN)/python benchmarks/scaling.py --output $(RESULTS)/scaling.json
 	$(BENCH_BIN)/python benchmarks/shards.py --output $(RESULTS)/shards.json
 	$(BENCH_BIN)/python benchmarks/shards.py --accumulation --output $(RESULTS)/accumulation.json

@@ -1,6 +1,6 @@
-"""A process of one side of `training.py`: trains on request, and reports the time.
+"""A process of one side of `training.py` or `limit.py`: trains on request, and reports the time.
 
-`training.py` starts it directly or under the side's launcher. Between measurements it waits in a
+The program starts it directly or under the side's launcher. Between measurements it waits in a
 blocking read, so a side that is not being measured uses no CPU time.
 """
 
@@ -10,10 +10,11 @@ import json
 import resource
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -24,13 +25,22 @@ from workloads import WORKLOADS
 __all__ = ["main", "serve", "train"]
 
 
-def train(loop: Loop, steps: int) -> dict[str, float]:
-    """Run `steps` steps; return their seconds, CPU seconds, last loss, and peak memory."""
+def train(loop: Loop, steps: int, *, by_phase: bool = False) -> dict[str, Any]:
+    """Run `steps` steps; return their seconds, CPU seconds, last loss, and peak memory.
+
+    Args:
+        loop: what to train.
+        steps: number of steps.
+        by_phase: whether to add up the seconds of each phase.
+    """
     loss_of_last: Callable[[], float] = float  # 0 without steps
+    phases_s: Counter[str] = Counter()
     synchronize(loop.devices)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     for batch in itertools.islice(itertools.cycle(loop.batches), steps):
         loss_of_last = loop.step(batch)
+        if by_phase:
+            phases_s.update(loop.phases())
     synchronize(loop.devices)
     seconds, cpu_seconds = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     return {
@@ -38,6 +48,7 @@ def train(loop: Loop, steps: int) -> dict[str, float]:
         "cpu_seconds": cpu_seconds,
         "loss": loss_of_last(),
         "peak_bytes": peak_bytes(loop.devices),
+        "phases_s": phases_s,
     }
 
 
@@ -62,7 +73,8 @@ def serve(path: Path, loop: Callable[[], Loop]) -> None:
         link.connect(str(path))
         with link.makefile("rw", encoding="utf-8") as lines:
             for line in lines:
-                done = train(loop(), int(line))
+                steps, *wanted = line.split()
+                done = train(loop(), int(steps), by_phase=bool(wanted))
                 lines.write(json.dumps(done) + "\n")
                 lines.flush()
 

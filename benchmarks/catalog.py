@@ -1,4 +1,4 @@
-"""The sides of `training.py`: what each one is, how it is started, and where it can run.
+"""The sides of `training.py` and `limit.py`: what each is, how it starts, and where it can run.
 
 Pure data, and two functions on it. The loops of the sides are in `loops.py`.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["PEERS", "SIDES", "Kind", "Precision", "SideSpec", "left_out"]
+__all__ = ["LIMITS", "PEERS", "SIDES", "Kind", "Precision", "SideSpec", "left_out"]
 
 Kind = Literal["cpu", "cuda"]
 """Type of the devices."""
@@ -116,9 +116,23 @@ SIDES = {
         devices_a_process=2,
         shards=2,
     ),
+    "limit-2": SideSpec(
+        description="limit: two processes without exchange, half of the work each",
+        loop="independent",
+        launcher=TORCHRUN,
+        processes=2,
+        kinds=("cpu",),
+    ),
+    "limit-1": SideSpec(
+        description="one of these two processes alone, times two",
+        loop="independent",
+        kinds=("cpu",),
+    ),
 }
 """The sides by name, in the order of measurement and display."""
 
+LIMITS = ("limit-2", "limit-1")
+"""Sides that train no common model, for `limit.py`."""
 PEERS = ("ddp-2", "accelerate-2", "fabric-2")
 """Alternatives of other libraries for two processes."""
 

@@ -8,8 +8,9 @@ Lightning Fabric are imported only by the processes that train with them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class Loop:
     """Devices of this process."""
     end: Callable[[], None] = no_end
     """Called in all processes after the last step."""
+    phases: Callable[[], Mapping[str, float]] = dict
+    """Returns the seconds of each phase of the last step; empty if the side does not know them."""
 
 
 def devices_of(spec: SideSpec, kind: Kind) -> tuple[torch.device, ...]:
@@ -128,8 +131,53 @@ def onefolded(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
         threads=spec.threads,
         precision=None if workload.precision == "fp32" else workload.precision,
     )
-    step = onefold_step(trainer)
-    return Loop(step=step, batches=workload.batches(devices[0]), devices=devices)
+    last: list[onefold.Step] = []
+
+    def step(batch: Batch) -> Callable[[], float]:
+        last[:] = (done := trainer.step(batch),)
+        return lambda: done.loss.item()
+
+    return Loop(
+        step=step,
+        batches=workload.batches(devices[0]),
+        devices=devices,
+        phases=lambda: asdict(last[0].seconds),
+    )
+
+
+def independent(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
+    """Make the loop of one of two processes that share the work and exchange nothing.
+
+    It trains half of every batch, and updates half of every parameter.
+    """
+    devices, rank = devices_of(spec, kind), int(os.environ.get("RANK", "0"))
+    model, _ = workload.build(devices[0])
+    parameters = list(model.train().parameters())
+    # The halves share the memory of the parameters, as the partitions of onefold's devices do.
+    halves = [nn.Parameter(each.detach().view(-1).tensor_split(2)[rank]) for each in parameters]
+    optimizer = workload.new_optimizer(nn.ParameterList(halves))
+    names, moments = ("forward", "backward", "update"), [0.0] * 4
+
+    def step(batch: Batch) -> Callable[[], float]:
+        moments[0] = time.perf_counter()
+        for parameter in parameters:
+            parameter.grad = None
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        moments[1] = time.perf_counter()
+        loss.backward()
+        moments[2] = time.perf_counter()
+        for half, parameter in zip(halves, parameters, strict=True):
+            half.grad = parameter.grad.reshape(-1).tensor_split(2)[rank]
+        optimizer.step()
+        moments[3] = time.perf_counter()
+        return loss.detach().item
+
+    return Loop(
+        step=step,
+        batches=[part(batch, rank, 2) for batch in workload.batches(devices[0])],
+        devices=devices,
+        phases=lambda: {name: moments[n + 1] - moments[n] for n, name in enumerate(names)},
+    )
 
 
 LOOPS: dict[str, Callable[[Workload, SideSpec, Kind], Loop]] = {
@@ -139,6 +187,7 @@ LOOPS: dict[str, Callable[[Workload, SideSpec, Kind], Loop]] = {
     "accelerate": accelerate,
     "fabric": fabric,
     "onefold": onefolded,
+    "independent": independent,
 }
 """Loops by the name in a `SideSpec`."""
 

@@ -1,6 +1,6 @@
 """Draws training speeds, and writes the tables of docs/studies/speed.md.
 
-Both use the record of `training.py`, so that they always agree.
+They use the records of `training.py` and `limit.py`, so that they always agree.
 
     python benchmarks/picture.py [--results benchmarks/results] [--output docs/studies/speed.png]
                                  [--page docs/studies/speed.md]
@@ -30,7 +30,11 @@ COLUMNS = 4
 ROWS = 2
 GRAY, BLUE, LIGHT_BLUE, LINE = "#9aa0a6", "#1f6feb", "#8fb8f6", "#3c4043"
 TITLE = "Training speed, as a multiple of PyTorch's plain loop on one thread"
-BEGIN, END = "<!-- tables: written by benchmarks/picture.py -->", "<!-- end of the tables -->"
+MARKS = {
+    "training": ("<!-- tables: written by benchmarks/picture.py -->", "<!-- end of the tables -->"),
+    "limit": ("<!-- limit: written by benchmarks/picture.py -->", "<!-- end of the limit -->"),
+}
+"""Lines around the tables of a benchmark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,22 @@ RATIOS = {
 }
 """Columns of the second table: the ratio's name in the record, and on the page."""
 
+LIMIT_SPEEDS = {
+    "limit-2": "limit",
+    "onefold-2-shared": "onefold, 2",
+    "ddp-2": "DDP, 2",
+    "accelerate-2": "Accelerate, 2",
+    "fabric-2": "Fabric, 2",
+}
+LIMIT_RATIOS = {
+    "onefold, 2 devices / limit": "onefold / limit",
+    "best of the others / limit": "best of the others / limit",
+    "onefold, 2 devices / best of the others": "onefold / best of the others",
+    "onefold, 1 device, 2 shards / plain": "1 device, V = 2 / plain",
+    "limit / twice one process alone": "limit / twice one process alone",
+}
+"""Columns of the limit's table: names in the record, and on the page."""
+
 
 def main() -> None:
     """Read the record, draw, and write the tables."""
@@ -85,7 +105,8 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"font.size": 8, "font.family": "DejaVu Sans"}):
         drawn(training).savefig(args.output, dpi=DPI * SHARPNESS, facecolor="white")
-    page = with_tables(args.page.read_text(encoding="utf-8"), tables(training))
+    page = with_tables(args.page.read_text(encoding="utf-8"), "training", tables(training))
+    page = with_tables(page, "limit", limit_table(args.results))
     args.page.write_text(page, encoding="utf-8")
     print(args.output, args.page, sep="\n")
 
@@ -98,7 +119,7 @@ def training_record(folder: Path) -> dict[str, Any]:
     """
     for path in sorted(folder.glob("*.json")):
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found["benchmark"] != "training" or found["settings"]["keep_memory"]:
+        if found["benchmark"] != "training":
             continue
         if found["settings"].get("precisions", ["fp32"]) == ["fp32"]:
             return found
@@ -192,13 +213,37 @@ def notes(settings: Mapping[str, Any]) -> str:
 # The tables
 
 
-def with_tables(page: str, text: str) -> str:
+def with_tables(page: str, benchmark: str, text: str) -> str:
     """Return the page with new tables; exit the program if it has no place for them."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    first, last = MARKS[benchmark]
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise SystemExit(f"expected the lines {BEGIN} and {END} around the tables of the page")
-    return f"{before}{BEGIN}\n{text}{END}{after}"
+        raise SystemExit(f"expected the lines {first} and {last} around the tables of the page")
+    return f"{before}{first}\n{text}{last}{after}"
+
+
+def limit_table(folder: Path) -> str:
+    """Return the speeds and ratios of all records of `limit.py` in a folder, as Markdown."""
+    results = []
+    for path in sorted(folder.glob("*.json")):
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        results += record["results"] if record["benchmark"] == "limit" else []
+    order = list(TITLES)
+    results.sort(key=lambda one: (one["memory"], order.index(one["workload"])))
+    rows = []
+    for one in results:
+        title = TITLES[one["workload"]] + (
+            "; memory kept by all" if one["memory"] == "kept" else ""
+        )
+        speeds, ratios = one["samples_per_s"], one["ratios"]
+        cells = [samples(speeds[n]["median"]) if n in speeds else "" for n in LIMIT_SPEEDS]
+        cells += [
+            f"{ratios[n]['ratio']['median']:.2f}" if n in ratios else "" for n in LIMIT_RATIOS
+        ]
+        rows.append([title, *cells])
+    head = ["workload", *LIMIT_SPEEDS.values(), *LIMIT_RATIOS.values()]
+    return f"\n{table(head, rows)}\n"
 
 
 def tables(training: Mapping[str, Any]) -> str:

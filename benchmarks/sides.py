@@ -13,10 +13,10 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from measure import machine_busy_s
 
@@ -48,6 +48,8 @@ class Measurement:
     """Sum of the processes' CPU seconds."""
     loss: float = 0.0
     """Loss of the last step, averaged over the processes."""
+    phases_s: Sequence[Mapping[str, float]] = field(default_factory=list)
+    """Seconds in each phase, for each process that was asked and knows them."""
 
 
 class SideError(RuntimeError):
@@ -114,11 +116,11 @@ class Side:
     ) -> None:
         self._undo.close()
 
-    def train(self, steps: int) -> Measurement:
+    def train(self, steps: int, *, by_phase: bool = False) -> Measurement:
         """Let every process of the side run `steps` steps, and wait for the slowest."""
         busy_before_s = machine_busy_s()
         for link in self._links:
-            link.write(f"{steps}\n")
+            link.write(f"{steps} phases\n" if by_phase else f"{steps}\n")
             link.flush()
         answers = [self._answer(link) for link in self._links]
         busy = machine_busy_s() - busy_before_s
@@ -130,9 +132,10 @@ class Side:
             peak_bytes=sum(answer.get("peak_bytes", 0.0) for answer in answers),
             cpu_s=cpu_s,
             loss=sum(answer["loss"] for answer in answers) / len(answers),
+            phases_s=[answer["phases_s"] for answer in answers if answer.get("phases_s")],
         )
 
-    def _answer(self, link: TextIO) -> dict[str, float]:
+    def _answer(self, link: TextIO) -> dict[str, Any]:
         try:
             answer = link.readline()
         except TimeoutError:
@@ -142,7 +145,7 @@ class Side:
             with suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(timeout=END_LIMIT_S)
             raise self._failure("a process ended early")
-        done: dict[str, float] = json.loads(answer)
+        done: dict[str, Any] = json.loads(answer)
         if not math.isfinite(done["loss"]):
             raise self._failure(f"the loss is {done['loss']}")
         return done

@@ -2,7 +2,7 @@
 
     python benchmarks/training.py [--workload lenet ...] [--sides plain-1 ddp-2 ...]
         [--devices cpu|cuda] [--precision fp32 bf16] [--repeats 5] [--seconds 2.5]
-        [--batch-size-factor 1] [--keep-memory] [--output FILE]
+        [--batch-size-factor 1] [--output FILE]
 
 All sides (see `--help`) train the same model on the same batches. They are started once per
 workload, warmed up, and then measured one after another, round by round; while one trains, the
@@ -10,9 +10,9 @@ others wait. Each trains as many steps as take about `--seconds`, so that the co
 negligible however short the steps are. Several precisions are measured alternately as well: each
 side runs once per precision.
 
-By default, the C allocator returns large blocks to the system and gets them back in every step,
-cleared page by page. How often depends on the sizes, so it favors different sides in different
-places; with `--keep-memory`, the processes of all sides keep their memory.
+The C allocator returns large blocks to the system and gets them back in every step, cleared page by
+page. How often depends on the sizes, so it favors different sides in different places; `limit.py`
+also measures with memory that all sides keep.
 """
 
 import argparse
@@ -20,14 +20,14 @@ import itertools
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from catalog import PEERS, SIDES, Kind, Precision, left_out
+from catalog import LIMITS, PEERS, SIDES, Kind, Precision, left_out
 from measure import (
     Spread,
     add_output,
@@ -39,7 +39,7 @@ from measure import (
     record,
     spread,
 )
-from sides import Side
+from sides import Measurement, Side
 from workloads import WORKLOADS
 
 __all__ = ["main"]
@@ -51,15 +51,6 @@ TRIAL_SECONDS = 0.1
 """Minimum duration for timing a step before the number of steps is chosen, in seconds."""
 BASE = "plain-1"
 """Side that all speeds are compared with."""
-
-KEEP_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "THP_MEM_ALLOC_ENABLE": "0",
-}
-"""Make glibc allocate all memory from the heap and never return it, and PyTorch not request huge
-pages, as `onefold run` does by default."""
-
 
 Run = tuple[Precision, str]
 """A precision, and the name of the side that uses it."""
@@ -88,12 +79,7 @@ COMPARISONS = [
 def main() -> None:
     """Measure the workloads named on the command line, or all of them."""
     args = arguments()
-    absent = left_out(args.sides, args.devices)
-    for name, reason in absent.items():
-        print(f"left out: {name} {reason}", file=sys.stderr)
-    args.sides = [name for name in args.sides if name not in absent]
-    if not args.sides:
-        raise SystemExit(f"none of these sides can run here on {args.devices}")
+    absent = drop_absent(args)
     results = []
     for workload in args.workload:
         print(f"measuring {WORKLOADS[workload].title} ...", file=sys.stderr)
@@ -103,7 +89,6 @@ def main() -> None:
     settings = {
         "repeats": args.repeats,
         "seconds": args.seconds,
-        "keep_memory": args.keep_memory,
         "devices": args.devices,
         "precisions": args.precision,
         "batch_size_factor": args.batch_size_factor,
@@ -111,6 +96,17 @@ def main() -> None:
         "left_out": absent,
     }
     deliver(record("training", settings=settings, results=results), args.output)
+
+
+def drop_absent(args: argparse.Namespace) -> dict[str, str]:
+    """Keep the sides that can run here; return the others, with the reason."""
+    absent = left_out(args.sides, args.devices)
+    for name, reason in absent.items():
+        print(f"left out: {name} {reason}", file=sys.stderr)
+    args.sides = [name for name in args.sides if name not in absent]
+    if not args.sides:
+        raise SystemExit(f"none of these sides can run here on {args.devices}")
+    return absent
 
 
 def arguments() -> argparse.Namespace:
@@ -123,7 +119,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME"
     )
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), metavar="NAME")
+    usual = [name for name in SIDES if name not in LIMITS]
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=usual, metavar="NAME")
     parser.add_argument("--devices", choices=get_args(Kind), default="cpu")
     parser.add_argument(
         "--precision", nargs="+", choices=get_args(Precision), default=["fp32"], metavar="NAME"
@@ -134,9 +131,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--batch-size-factor", type=float, default=1.0, help="factor of every batch size"
-    )
-    parser.add_argument(
-        "--keep-memory", action="store_true", help="let all sides keep freed memory"
     )
     add_output(parser)
     return parser.parse_args()
@@ -155,8 +149,18 @@ def command_of(
 
 
 @contextmanager
-def started(workload: str, args: argparse.Namespace) -> Iterator[dict[Run, Side]]:
-    """Start and warm up the sides of a workload in each precision."""
+def started(
+    workload: str,
+    args: argparse.Namespace,
+    environment: Callable[[str], Mapping[str, str]] = lambda side: {},
+) -> Iterator[dict[Run, Side]]:
+    """Start and warm up the sides of a workload in each precision.
+
+    Args:
+        workload: name of the workload.
+        args: the options of the program.
+        environment: returns additional environment variables of a side.
+    """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         sides = {}
         for run in itertools.product(args.precision, args.sides):
@@ -167,7 +171,7 @@ def started(workload: str, args: argparse.Namespace) -> Iterator[dict[Run, Side]
                 command_of(name, workload, args.devices, precision, factor),
                 processes=SIDES[name].processes,
                 folder=Path(folder),
-                environment=KEEP_MEMORY if args.keep_memory else {},
+                environment=environment(name),
             )
             sides[run] = running.enter_context(side)
             sides[run].train(WARM_UP_STEPS)
@@ -178,13 +182,8 @@ def measured(
     workload: str, sides: Mapping[Run, Side], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Measure every side alternately, each over its own number of steps; a result per precision."""
-    steps = {run: steps_for(args.seconds, step_time_s(side)) for run, side in sides.items()}
-    taken = in_turn(
-        {run: partial(side.train, steps[run]) for run, side in sides.items()},
-        rounds=args.repeats,
-    )
+    steps, taken, speeds = speeds_of(workload, sides, args)
     batch_size = WORKLOADS[workload].scaled(args.batch_size_factor).batch_size
-    speeds = {run: [steps[run] * batch_size / one.seconds for one in taken[run]] for run in sides}
     others_cores = spread(one.others_cores for ones in taken.values() for one in ones)
     first = args.precision[0]
     results = []
@@ -205,6 +204,20 @@ def measured(
             }
         )
     return results
+
+
+def speeds_of(
+    workload: str, sides: Mapping[Run, Side], args: argparse.Namespace
+) -> tuple[dict[Run, int], dict[Run, list[Measurement]], dict[Run, list[float]]]:
+    """Measure every side alternately: steps, measurements, and samples per second by round."""
+    steps = {run: steps_for(args.seconds, step_time_s(side)) for run, side in sides.items()}
+    taken = in_turn(
+        {run: partial(side.train, steps[run]) for run, side in sides.items()},
+        rounds=args.repeats,
+    )
+    batch_size = WORKLOADS[workload].scaled(args.batch_size_factor).batch_size
+    speeds = {run: [steps[run] * batch_size / one.seconds for one in taken[run]] for run in sides}
+    return steps, taken, speeds
 
 
 def step_time_s(side: Side) -> float:

@@ -11,7 +11,18 @@ pytest.importorskip("matplotlib")
 
 import picture
 from catalog import SIDES
-from picture import BARS, TITLES, drawn, tables, training_record, with_tables
+from picture import (
+    BARS,
+    LIMIT_RATIOS,
+    LIMIT_SPEEDS,
+    MARKS,
+    TITLES,
+    drawn,
+    limit_table,
+    tables,
+    training_record,
+    with_tables,
+)
 from tests.conftest import ROOT
 from workloads import WORKLOADS
 
@@ -26,7 +37,7 @@ def small_record(*sides: str, **settings: object) -> dict[str, Any]:
         "date": "2026-01-02T03:04:05+00:00",
         "versions": {"python": "3.11.0", "onefold": "0.1.0", "torch": "2.13.0"},
         "hardware": {"cpu": "Example 9000", "cores": 2},
-        "settings": {"repeats": 3, "keep_memory": False, **settings},
+        "settings": {"repeats": 3, **settings},
         "results": [
             {
                 "workload": name,
@@ -37,6 +48,15 @@ def small_record(*sides: str, **settings: object) -> dict[str, Any]:
             for name in ("lenet", "mlp")
         ],
     }
+
+
+def small_limit(memory: str) -> dict[str, Any]:
+    """A record of one workload, in which only the limit and onefold were measured."""
+    value = {"median": 0.975, "low": 0.9, "high": 1.0}
+    found = {"workload": "lenet", "memory": memory, "ratios": {}, "samples_per_s": {}}
+    found["ratios"] = {name: {"ratio": value} for name in list(LIMIT_RATIOS)[:1]}
+    found["samples_per_s"] = {name: {"median": 7145.5} for name in list(LIMIT_SPEEDS)[:2]}
+    return {"benchmark": "limit", "results": [found]}
 
 
 def test_every_workload_has_a_title_and_each_measured_side_a_bar() -> None:
@@ -53,10 +73,12 @@ def test_the_picture_and_the_page_are_written(
     """From the first record of the measurement that the page is about."""
     record = small_record("plain-1", "onefold-2-shared")
     others = [{"benchmark": "start"}, *(small_record(**{n: v}) for n, v in OTHER)]
+    others += [small_limit("kept"), small_limit("default")]
     for number, each in enumerate([*others, record]):
         (tmp_path / f"{number}.json").write_text(json.dumps(each), encoding="utf-8")
     output, page = tmp_path / "docs" / "speed.png", tmp_path / "speed.md"
-    page.write_text(f"before\n{picture.BEGIN}\nstale\n{picture.END}\nafter\n", encoding="utf-8")
+    places = "\n".join(f"{first}\nstale\n{last}" for first, last in MARKS.values())
+    page.write_text(f"before\n{places}\nafter\n", encoding="utf-8")
     arguments = ["--results", str(tmp_path), "--output", str(output), "--page", str(page)]
     monkeypatch.setattr(sys, "argv", ["picture.py", *arguments])
     picture.main()
@@ -65,19 +87,24 @@ def test_the_picture_and_the_page_are_written(
     assert (first, last) == ("before", "after")
     assert f"| LeNet | 7,150 |{'  |' * (len(BARS) - 1)} 2.00 |" in rows
     assert "| tiny perceptron | 2.00 (1.50-2.50) |  |  |" in rows
+    both = "7,150 | 7,150 |  |  |  | 0.97 |  |  |  |  |"
+    of_limit = [row for row in rows if row.endswith(both)]
+    assert of_limit == [f"| LeNet | {both}", f"| LeNet; memory kept by all | {both}"]
     assert "stale" not in rows
 
 
-OTHER: tuple[tuple[str, object], ...] = (("keep_memory", True), ("precisions", ["fp32", "bf16"]))
+OTHER: tuple[tuple[str, object], ...] = (("precisions", ["fp32", "bf16"]),)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="holds no record of training"):
+    with pytest.raises(SystemExit, match="contains no record of training"):
         training_record(tmp_path)
-    with pytest.raises(SystemExit, match="around its tables"):
-        with_tables("no place", "tables")
+    with pytest.raises(SystemExit, match="around the tables"):
+        with_tables("no place", "limit", "tables")
 
 
 def test_the_page_on_speed_has_the_figures_of_the_results() -> None:
     page = (ROOT / "docs" / "studies" / "speed.md").read_text(encoding="utf-8")
-    assert with_tables(page, tables(training_record(ROOT / "benchmarks" / "results"))) == page
+    results = ROOT / "benchmarks" / "results"
+    assert with_tables(page, "training", tables(training_record(results))) == page
+    assert with_tables(page, "limit", limit_table(results)) == page

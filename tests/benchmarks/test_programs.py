@@ -60,6 +60,18 @@ def large_models(results: Results) -> None:
     assert all(one["kept_bytes"]["Pss"] > 0 and one["cpu_s"] > 0 for one in results)
 
 
+def limit(results: Results) -> None:
+    """Each side is started, if it is installed, with both kinds of memory."""
+    assert [found["memory"] for found in results] == ["default", "kept"]
+    for found in results:
+        measured = set(found["samples_per_s"])
+        assert {"limit-2", "limit-1", "onefold-2-shared", "ddp-2"} <= measured
+        assert len(found["ratios"]) == 5
+        ours, bound = found["phases_ms"]["onefold-2-shared"], found["phases_ms"]["limit-2"]
+        assert len(ours) == len(bound) == 2
+        assert all(one[name] > 0 for one in (*ours, *bound) for name in ("forward", "update"))
+
+
 def overhead(results: Results) -> None:
     """The program itself holds the bits of both loops against each other."""
     assert [len(results[0][name]) for name in ("step_us", "own_us")] == [4, 2]
@@ -131,6 +143,7 @@ PROGRAMS: dict[Callable[[Results], None], str] = {
     compiling: "--workload mlp --seconds 0.2 --start mlp",
     exchange: "--repeats 1",
     large_models: f"{SMALL} --steps 2 --sides onefold-replicate-shared,ddp",
+    limit: "--workload mlp --repeats 2 --seconds 0.05",
     overhead: "--workload mlp --seconds 0.05",
     recording: "--workload mlp --rounds 2 --seconds 0.05",
     scaling: "--devices 2 3 --parameters 200000 --steps 2",
