@@ -172,6 +172,7 @@ READER = """
 import os, torch
 class Stream(torch.utils.data.IterableDataset):
     def __init__(self):
+        self.size = os.environ.get("SLURM_NTASKS", 1)
         self.built = os.environ.get("WORLD_SIZE"), "RANK" in os.environ
     def __iter__(self):
         return iter([dict(os.environ), os.environ.copy(), {**os.environ}])
@@ -186,7 +187,9 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     file = tmp_path / "site-packages" / "reading.py"
     file.parent.mkdir()
     file.write_text(READER)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+    place = {"RANK": "1", "WORLD_SIZE": "2", "NNODES": "2"}
+    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_TMPDIR": "/tmp"}
+    for name, value in (place | slurm).items():
         monkeypatch.setenv(name, value)
     spec = importlib.util.spec_from_file_location("reading", file)
     assert spec is not None
@@ -201,9 +204,10 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_data_set_of_a_library_finds_a_single_process(library: Any) -> None:
     foreign_launchers.hide_place()
     made = library.Stream()
-    assert made.built == (None, False)
+    assert (made.size, *made.built) == (1, None, False)
     for seen in made:
-        assert seen.keys().isdisjoint(("RANK", "WORLD_SIZE"))
+        found = {name for name in seen if name.startswith(("RANK", "NNODES", "SLURM_"))}
+        assert found == {"SLURM_TMPDIR"}
         assert seen["PATH"] == os.environ["PATH"]
 
 
@@ -214,6 +218,7 @@ def test_the_script_and_other_libraries_see_the_place(library: Any) -> None:
 
     foreign_launchers.hide_place()
     assert library.read() == ("1", "none")
+    assert os.environ["SLURM_PROCID"] == "1"
     assert Own()[0] == "1"
     assert dict(os.environ)["WORLD_SIZE"] == "2"
 
@@ -227,7 +232,7 @@ def test_a_data_set_made_before_the_trainer_is_named(
     foreign_launchers.hide_place()
     (said,) = caplog.messages
     assert re.search(
-        r"read WORLD_SIZE \(\S*reading.py:5\), RANK \(\S*reading.py:5\), so it may", said
+        r"read SLURM_NTASKS \(\S*reading.py:5\), WORLD_SIZE \(\S*reading.py:6\), RANK", said
     )
     foreign_launchers.hide_place()
     assert len(caplog.messages) == 1

@@ -32,12 +32,13 @@ PyTorch's own variables take precedence: under ``srun torchrun`` they are the ri
 
 Note: which code sees the rank of this process
 ----------------------------------------------
-Every device reads the whole stream, so a library that splits it by RANK and WORLD_SIZE must see a
-single process. The script and its other libraries (loggers, torch.distributed) may need the true
-values. So the reader decides: the variables are hidden from a module of an installed library while
-a dataset, sampler or loader is built or read, which the frames of the call stack show. Before the
-first Trainer, onefold cannot know whether it will read that dataset, and another loop may need the
-split. Until then it only notes the readers, and warns about them when the Trainer is created.
+Every device reads the whole stream, so a library that splits it by RANK and WORLD_SIZE, or by
+Slurm's variables where these are missing, must see a single process. The script and its other
+libraries (loggers, torch.distributed) may need the true values. So the reader decides: the
+variables are hidden from a module of an installed library while a dataset, sampler or loader is
+built or read, which the frames of the call stack show. Before the first Trainer, onefold cannot
+know whether it will read that dataset, and another loop may need the split. Until then it only
+notes the readers, and warns about them when the Trainer is created.
 """
 
 from __future__ import annotations
@@ -451,6 +452,11 @@ def _reader() -> str:
     return ""
 
 
+_HIDDEN = (
+    *(*PLACE, "NNODES"),
+    *(f"SLURM_{each}" for each in ("PROCID", "NTASKS", "NPROCS", "LOCALID", "NODEID")),
+)
+"""Variables by which a library may split data, with those that stand in for missing ones."""
 _BETWEEN = ("os", "collections.abc", __name__)
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _readers: list[str] = []
@@ -462,7 +468,7 @@ class NotingReaders(os._Environ[str]):
 
     def __getitem__(self, name: str) -> str:
         value = super().__getitem__(name)
-        if name in PLACE and (reader := _reader()):
+        if name in _HIDDEN and (reader := _reader()):
             _readers.append(f"{name} ({reader})")
         return value
 
@@ -471,12 +477,12 @@ class HidingPlace(os._Environ[str]):
     """The environment of a device of another launcher; see the note on its rank."""
 
     def __getitem__(self, name: str) -> str:
-        if name in PLACE and _reader():
+        if name in _HIDDEN and _reader():
             raise KeyError(name)
         return super().__getitem__(name)
 
     def __iter__(self) -> Iterator[str]:
-        hidden = PLACE if _reader() else ()
+        hidden = _HIDDEN if _reader() else ()
         return (name for name in super().__iter__() if name not in hidden)
 
 

@@ -508,7 +508,8 @@ def worker_environment(context: LaunchContext) -> dict[str, str]:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
     # With these variables, a data library would read only part of the data, which every device
     # must read whole, and a program that the script starts would take itself for a device.
-    for name in (*PLACE, "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "PET_NNODES", *_OF_ONE_RUN):
+    other = "MASTER_ADDR", "MASTER_PORT", "NNODES", "PET_NNODES", "SLURM_STEP_ID"
+    for name in (*PLACE, *other, *_OF_ONE_RUN):
         environment.pop(name, None)
     return environment
 
