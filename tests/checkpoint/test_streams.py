@@ -125,3 +125,18 @@ def test_a_worker_refuses_it_as_well(runs: Runs) -> None:
     assert runs.start(script, dies=15) is None
     with pytest.raises(CheckpointError, match="the first 5 of pass 1 differ"):
         runs.start(script)
+
+
+@pytest.mark.parametrize("stream", [Clocked, Counting])
+def test_an_order_by_the_clock_is_reported_in_the_first_start(
+    runs: Runs, stream: type[Seeded], caplog: pytest.LogCaptureFixture
+) -> None:
+    def reported() -> int:
+        return sum("when pass 0 is started a second time" in text for text in caplog.messages)
+
+    script = script_of(stream)
+    whole = runs.whole(script)
+    assert not reported()  # nothing resumes a run without a record
+    found = runs.start(script)
+    assert reported() == (stream is Clocked)
+    assert stream is Clocked or found == whole

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -269,3 +272,121 @@ def test_a_pass_of_another_length_on_other_devices_is_refused() -> None:
         compare(saved)
         with pytest.raises(CheckpointError, match=words):
             list(other)
+
+
+PASSES = 0
+HISTORY: list[int] = []
+ENDLESS = iter(range(1000))
+
+
+class Shuffled(IterableDataset[int]):
+    """Its order comes from a number that it determines at the start of a pass."""
+
+    passes = 0
+
+    def __init__(self, number: Callable[[Shuffled], object]) -> None:
+        self.number, self.memory = number, [0]
+
+    def __iter__(self) -> Iterator[int]:
+        order = [*range(40)]
+        random.Random(self.number(self)).shuffle(order)  # type: ignore[arg-type]
+        return iter(order)
+
+
+def by_clock(stream: Shuffled) -> object:
+    return time.time_ns()
+
+
+def by_attribute(stream: Shuffled) -> object:
+    stream.passes += 1
+    stream.memory.append(0)
+    return stream.passes + len(stream.memory)
+
+
+def by_class(stream: Shuffled) -> object:
+    Shuffled.passes += 1
+    return Shuffled.passes
+
+
+def by_global(stream: Shuffled) -> object:
+    global PASSES
+    PASSES += 1
+    return PASSES
+
+
+def by_history(stream: Shuffled) -> object:
+    HISTORY.append(0)
+    return len(HISTORY)
+
+
+def by_iterator(stream: Shuffled) -> object:
+    return next(ENDLESS)
+
+
+def by_draw(stream: Shuffled) -> object:
+    return random.random()
+
+
+@with_worker
+@for_each(
+    ("number", "differs"),
+    [
+        (by_clock, True),
+        (lambda stream: random.Random().random(), True),
+        (by_attribute, False),
+        (by_draw, False),
+        (by_class, True),
+        (by_global, True),
+        (by_history, True),
+        (by_iterator, False),
+    ],
+)
+def test_a_first_pass_is_started_twice_without_moving_the_stream(
+    workers: int, number: Any, differs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if workers and number not in (by_attribute, by_global):
+        return  # each pass has a worker of its own, which takes time to start
+
+    def read(*, twice: bool) -> list[int]:
+        global PASSES, ENDLESS
+        PASSES, Shuffled.passes, ENDLESS = 0, 0, iter(range(1000))
+        HISTORY.clear()
+        loader = stream_loader(Shuffled(number), Shares((2,)), workers=workers)
+        loader.source.starts_twice = twice  # type: ignore[union-attr]
+        return [each for _ in range(3) for each in samples_in(list(loader))]
+
+    caplog.clear()
+    found = read(twice=True)
+    if not workers:  # whose messages come from another process
+        assert len(caplog.messages) == differs
+        assert all("yields other samples when pass 0" in each for each in caplog.messages)
+    if number is not by_clock and "lambda" not in number.__qualname__:
+        assert found == read(twice=False)
+
+
+def slowly(stream: Shuffled) -> object:
+    time.sleep(1.1)
+    return by_clock(stream)
+
+
+@for_each(
+    ("held", "number"),
+    [
+        (threading.Lock(), by_clock),
+        (multiprocessing.Array("i", 2), by_clock),
+        ((index for index in range(3)), by_clock),
+        (torch.zeros(1 << 22), by_clock),
+        ("x" * (1 << 24), by_clock),
+        ([None] * 3_000_000, by_clock),
+        (None, slowly),
+    ],
+)
+def test_a_stream_that_cannot_be_copied_or_takes_long_is_started_once(
+    held: Any, number: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = Shuffled(number)
+    stream.memory = held
+    loader = stream_loader(stream, Shares((2,)))
+    loader.source.starts_twice = True  # type: ignore[union-attr]
+    assert len(samples_in(list(loader))) == 40
+    assert not caplog.messages

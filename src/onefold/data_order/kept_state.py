@@ -24,7 +24,7 @@ import random
 import stat
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from itertools import islice
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -34,7 +34,7 @@ import torch
 
 from onefold.core.randomness import GENERATORS
 
-__all__ = ["MOST", "WIDEST", "files_in", "generators_in", "reachable"]
+__all__ = ["CLOSED", "MOST", "WIDEST", "files_in", "generators_in", "reachable"]
 
 MOST = 10_000
 """Maximum number of objects in a search."""
@@ -45,7 +45,7 @@ _LEAVES = (
     *(int, float, complex, str, bytes, bytearray, range, type(None), CodeType, ModuleType),
     *(torch.Tensor, torch.UntypedStorage, torch.dtype, torch.device, np.ndarray, np.generic),
 )
-_CLOSED = frozenset((*sys.stdlib_module_names, "numpy", "torch", "onefold")) - {"__main__"}
+CLOSED = frozenset((*sys.stdlib_module_names, "numpy", "torch", "onefold")) - {"__main__"}
 """Packages whose classes, and the globals of whose functions, are not searched."""
 _CLOSED_OBJECTS = frozenset(("logging", "threading", "_thread", "multiprocessing"))
 """Packages whose instances are not searched."""
@@ -53,8 +53,13 @@ _OF_A_RUN = tuple(f"onefold.{each}" for each in ("trainer", "session", "step", "
 """Modules of onefold whose objects hold a run. Objects of others wrap the script's functions."""
 
 
-def reachable(owners: Iterable[object]) -> list[object]:
-    """Return some objects and everything that they refer to, each once; see the note on limits."""
+def reachable(owners: Iterable[object], closed: Set[str] = CLOSED) -> list[object]:
+    """Return some objects and everything that they refer to, each once; see the note on limits.
+
+    Args:
+        owners: the objects.
+        closed: packages whose classes, and the globals of whose functions, are not searched.
+    """
     # Keep the objects, because a new object may reuse the id of a freed one.
     found: dict[int, object] = {}
     waiting, classes = deque(owners), deque[object]()
@@ -63,7 +68,7 @@ def reachable(owners: Iterable[object]) -> list[object]:
         each = (waiting or classes).popleft()
         if not isinstance(each, _LEAVES) and id(each) not in found:
             found[id(each)] = each
-            for part in islice(_parts_of(each), WIDEST):
+            for part in islice(_parts_of(each, closed), WIDEST):
                 (classes if isinstance(part, type) else waiting).append(part)
     return list(found.values())
 
@@ -93,13 +98,13 @@ def _is_read(file: io.IOBase) -> bool:
         return False
 
 
-def _parts_of(value: Any) -> Iterator[object]:
+def _parts_of(value: Any, closed: Set[str]) -> Iterator[object]:
     if isinstance(value, GENERATORS):
         return iter(())
     if isinstance(value, FunctionType):
-        return _parts_of_function(value)
+        return _parts_of_function(value, closed)
     if isinstance(value, type):
-        return iter([part for base in value.__mro__ for part in _own_parts(base)])
+        return iter([part for base in value.__mro__ for part in _own_parts(base, closed)])
     # Subclasses are excluded, because their methods are the script's code.
     if type(value) is dict:
         return iter(value.values())
@@ -115,17 +120,17 @@ def _package_of(value: Any) -> str:
     return str(getattr(value, "__module__", "")).partition(".")[0]
 
 
-def _own_parts(base: type) -> list[object]:
-    return [] if _package_of(base) in _CLOSED else list(vars(base).values())
+def _own_parts(base: type, closed: Set[str]) -> list[object]:
+    return [] if _package_of(base) in closed else list(vars(base).values())
 
 
-def _parts_of_function(function: FunctionType) -> Iterator[object]:
+def _parts_of_function(function: FunctionType, closed: Set[str]) -> Iterator[object]:
     for cell in function.__closure__ or ():
         yield from gc.get_referents(cell)
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from vars(function).values()  # includes the function that a decorator wraps
-    names = {} if _package_of(function) in _CLOSED else _names_in(function.__code__)
+    names = {} if _package_of(function) in closed else _names_in(function.__code__)
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, ModuleType):

@@ -19,6 +19,15 @@ last used batch, together with the states of the global generators. Both are rec
 batch before the next sample is read, in the process that reads, because only there the stream
 advances.
 
+Note: a second start on a copy
+------------------------------
+An order that comes from the clock would be found only when the run resumes. So in a run with a
+record, the first pass of a stream is started a second time, on a deep copy, and the first samples
+are compared. The stream itself must not move: nothing is compared if it refers to an iterator, a
+file, a lock or other state that a copy might share, or if it is large or slow. Numbers and
+containers in classes and globals are restored afterwards. An order that comes from the process id
+alone is not found.
+
 Note: shares that change after prefetching
 ------------------------------------------
 The requests then return to batches that were already read, but a stream cannot be read twice. The
@@ -27,10 +36,17 @@ reader therefore keeps the samples of the last few batches: as many as may have 
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -48,7 +64,7 @@ from onefold.core.randomness import (
 )
 from onefold.core.settings import PROMISES
 from onefold.core.shard import cut_bounds
-from onefold.data_order.kept_state import generators_in
+from onefold.data_order.kept_state import CLOSED, MOST, generators_in, reachable
 from onefold.data_order.order import Order
 from onefold.data_order.position import STREAM, LoaderSize, LoaderTrack, StreamState
 from onefold.data_order.reader import (
@@ -75,6 +91,12 @@ _KEPT = 4
 _HOST = torch.device("cpu")
 _PARTS = 100
 """Maximum number of a stream's parts that are searched for their library."""
+_QUICK_S = 1.0
+"""Maximum time of reading a first batch whose stream is started a second time."""
+_COMPARED = 4
+"""Maximum number of samples that are compared with a second start."""
+_LARGEST = 1 << 24
+"""Size of a stream that is not copied, in bytes."""
 _ORDERS = {
     "webdataset": "For webdataset, set a seed for shuffle, .shuffle(1000, seed=0), and in "
     "WebDataset set shardshuffle and seed without detshuffle=True, which counts passes.",
@@ -115,6 +137,8 @@ class Stream:
     ) -> None:
         batch_size = check_whole("batch_size", batch_size, least=1)
         self.dataset: Any = dataset
+        self.starts_twice = False
+        """Whether the next pass is the first one, and is started a second time on a copy."""
         self.collate, self.seed = collate or default_collate, seed
         self.size = LoaderSize(
             samples=0,
@@ -166,6 +190,7 @@ class _StreamReader(Dataset[Answer]):
         self._to_check = track.last_to_check() if at_place else None
         self._digest = 0 if self._state is None else self._state.read
         self._held = HeldGenerators(source.collate)
+        self._starts_twice, source.starts_twice = source.starts_twice, False
         self._has_checked = False
         self._samples: Iterator[Any] = iter(())
         self._generators: torch.Tensor | None = None  # (n,) uint8
@@ -227,7 +252,10 @@ class _StreamReader(Dataset[Answer]):
         """Return the batch that starts at ``start``; it may have been read for other shares."""
         if start in self._read:
             return self._read[start]
+        copy, began = None, time.monotonic()
         if self._generators is None:
+            if self._starts_twice and not start and self._to_check is None:
+                copy = _Copy.of(self._stream)
             self._start_stream(start)
         else:
             put_generators(self._generators, _HOST)
@@ -239,6 +267,8 @@ class _StreamReader(Dataset[Answer]):
         some = self._note_read(samples)
         # Record states before drawing or reading more: see the note on resuming a stream.
         self._generators = packed_generators(_HOST)
+        if copy is not None and time.monotonic() - began < _QUICK_S:
+            self._compare_start(copy, samples[:_COMPARED])
         piece = samples, some, self._state_now()
         self._read = dict([*self._read.items(), (start, piece)][-_KEPT:])
         return piece
@@ -246,11 +276,11 @@ class _StreamReader(Dataset[Answer]):
     def _start_stream(self, start: int) -> None:
         if self._to_check is not None and (before := self._to_check[0]) < self._numbers[1]:
             # Read the previous pass again, to check whether it starts with the same samples.
-            self._begin(before)
+            self._begin(self._stream, before)
             self._samples = iter(self._stream)
             self._read_again(before, self._to_check[1])
             self._digest = 0
-        self._begin(self._numbers[1])
+        self._begin(self._stream, self._numbers[1])
         if self._state is not None and self._has_state and self._state.own is not None:
             self._stream.load_state_dict(from_json(self._state.own))
             self._samples = iter(self._stream)
@@ -262,13 +292,32 @@ class _StreamReader(Dataset[Answer]):
         # Read the samples that were used before the resume again, and drop them.
         self._read_again(self._numbers[1], start)
 
-    def _begin(self, epoch: int) -> None:
+    def _begin(self, stream: Any, epoch: int) -> None:
         """Seed the generators and set the epoch, as at the start of a pass."""
         number = loader_seed("stream", self._numbers[0], epoch, loader=self._loader)
         seed_generators(number)
-        OwnGenerators(generators_in(self._stream)).seed(number, "held by a stream")
-        if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
+        OwnGenerators(generators_in(stream)).seed(number, "held by a stream")
+        if callable(set_epoch := getattr(stream, "set_epoch", None)):
             set_epoch(epoch)
+
+    def _compare_start(self, copy: _Copy, samples: list[Any]) -> None:
+        """Start the pass again on a copy, and warn if the first samples differ."""
+        number = self._numbers[1]
+        try:
+            with copy.keeping_shared():
+                self._begin(copy.stream, number)
+                again = [*take_items(iter(copy.stream), len(samples))]
+        except Exception as error:  # the stream itself was read without one
+            _log.debug("the copy of a stream cannot be read: %s", error)
+            return
+        if [*map(digest_of, again)] != [*map(digest_of, samples)]:
+            _log.warning(
+                "%s yields other samples when pass %d is started a second time, so this run cannot "
+                "resume in this pass or after it. %s",
+                self._source.size.kind,
+                number,
+                self._words_of_order(),
+            )
 
     def _read_again(self, epoch: int, stop: int) -> None:
         """Read a pass again up to a position, in the same batches.
@@ -296,14 +345,19 @@ class _StreamReader(Dataset[Answer]):
         return some
 
     def _refusal(self, number: int, stop: int) -> CheckpointError:
-        advice = [text for name, text in _ORDERS.items() if name in _modules_of(self._stream)]
         return CheckpointError(
             f"{self._source.size.kind} yields other samples than in the saved run: the first "
-            f"{stop} of pass {number} differ. The order may depend on the generators of PyTorch, "
-            f"Python and NumPy, on those that the stream holds, and on set_epoch(epoch), which is "
-            f"called before each pass if the stream has it; but not on earlier passes, the time or "
-            f"the process. {' '.join([*advice, _OTHERWISE])}"
+            f"{stop} of pass {number} differ. {self._words_of_order()} {_OTHERWISE}"
         )
+
+    def _words_of_order(self) -> str:
+        advice = [text for name, text in _ORDERS.items() if name in _modules_of(self._stream)]
+        allowed = (
+            "The order may depend on the generators of PyTorch, Python and NumPy, on those that "
+            "the stream holds, and on set_epoch(epoch), which is called before each pass if the "
+            "stream has it; but not on earlier passes, the time or the process."
+        )
+        return " ".join([allowed, *advice])
 
     def _state_now(self) -> StreamState | None:
         """Return the stream's state for a checkpoint; None if no run resumes from it."""
@@ -324,6 +378,81 @@ class _StreamReader(Dataset[Answer]):
             )
             return StreamState(None, "", self._digest)
         return StreamState(own, self._generators.numpy().tobytes().hex(), self._digest)
+
+
+class _Copy:
+    """A copy of a stream, to start a pass without moving the stream.
+
+    Args:
+        stream: the stream.
+        found: all objects that it refers to, without those of installed libraries.
+    """
+
+    def __init__(self, stream: object, found: list[Any]) -> None:
+        copied: dict[int, Any] = {}
+        self.stream: Any = deepcopy(stream, copied)
+        # The copy shares the code of the stream, and thereby its classes and globals.
+        shared = [each for each in found if id(each) not in copied]
+        coded = [each for each in shared if isinstance(each, _CODE) and not _is_closed(each)]
+        self._owners = {x if isinstance(x, type) else sys.modules[x.__module__] for x in coded}
+        self._containers = [each for each in shared if type(each) in _CONTAINERS]
+        self.has_iterators = any(hasattr(type(each), "__next__") for each in shared)
+
+    @classmethod
+    def of(cls, stream: object) -> _Copy | None:
+        """Copy a stream; None if it is large, or if reading the copy might move the stream."""
+        found = reachable([stream], CLOSED | _installed())
+        own = [each for each in found if not isinstance(each, _CODE)]
+        kinds = [kind for each in own for kind in type(each).__mro__]
+        shares = any(kind.__module__.partition(".")[0] in _SHARED for kind in kinds)
+        try:
+            if len(found) < MOST and not shares and _bytes_in(own) < _LARGEST:
+                copy = cls(stream, found)
+                return None if copy.has_iterators else copy
+        except Exception as error:  # of the methods with which the script's classes copy themselves
+            _log.debug("%s cannot be copied: %s", type(stream).__name__, error)
+        return None
+
+    @contextmanager
+    def keeping_shared(self) -> Iterator[None]:
+        """Restore numbers and containers in classes and globals that change in this context."""
+        values = [(owner, *each) for owner in self._owners for each in vars(owner).items()]
+        containers = [(each, each.copy()) for each in self._containers]
+        try:
+            yield
+        finally:
+            for owner, name, value in values:
+                if isinstance(value, int | float) and vars(owner).get(name) is not value:
+                    setattr(owner, name, value)
+            for container, before in containers:
+                if _ids_in(container) != _ids_in(before):
+                    container.clear()
+                    (getattr(container, "update", None) or container.extend)(before)
+
+
+_CODE, _CONTAINERS = (type, FunctionType), (list, dict, set, deque)
+_SHARED = ("_io", "_queue", "_thread", "ctypes", "mmap", "multiprocessing", "onefold", "socket")
+"""Packages whose instances a copy might share with the stream, or fail to copy."""
+
+
+def _installed() -> set[str]:
+    """Return the installed packages that are loaded."""
+    files = {name: str(getattr(each, "__file__", "")) for name, each in [*sys.modules.items()]}
+    return {name.partition(".")[0] for name, file in files.items() if "-packages" in file}
+
+
+def _is_closed(value: Any) -> bool:
+    return str(value.__module__).partition(".")[0] in CLOSED
+
+
+def _bytes_in(values: list[Any]) -> int:
+    """Return the size of objects, and of the text, tensors and arrays that they refer to."""
+    parts = [part for each in values for part in (each, *gc.get_referents(each))]
+    return sum(getattr(each, "nbytes", 0) or sys.getsizeof(each) for each in parts)
+
+
+def _ids_in(container: Any) -> list[int]:
+    return [*map(id, container.values() if isinstance(container, dict) else container)]
 
 
 def _modules_of(stream: object) -> set[str]:

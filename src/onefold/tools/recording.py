@@ -66,9 +66,12 @@ class RecordKeeping(Hook):
         self._recorder.note(begun(*about, kernel_flags(), STARTED_IN, kept=kept, anew=anew))
 
     def call(self, asked: ScriptCall, make: Make) -> Any:
-        """Record the result of a call, or that `Trainer.load` moved the run."""
+        """Record a result, or that `Trainer.load` moved the run; have new streams checked."""
         value = make()
-        if asked.kind == "result":
+        if asked.kind == "loader" and hasattr(value.source, "starts_twice"):
+            # With other processes, these compare what they read.
+            value.source.starts_twice = len(self._run.devices.own) == len(self._run.devices.all)
+        elif asked.kind == "result":
             self._recorder.note_result(self._run.position.step, asked.words, script_line(), value)
         elif asked.kind == "load" and value is not None:
             self._note_begin(self._run.position.step, anew=True)
