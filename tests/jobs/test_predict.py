@@ -149,6 +149,50 @@ def test_each_picture_is_told_once_in_the_given_order(runs: Paths, tmp_path: Pat
 
 
 @here
+@for_each(
+    ("job", "folders", "expected", "words"),
+    [
+        ("classify", ["train/a", "test/a"], ["test/a/x.png", "train/a/x.png"], "test"),
+        ("classify", ["seg_train/a", "seg_test/b"], 2, "seg_test"),
+        ("classify", ["wrapped/Training/a", "wrapped/Testing/a"], 2, "wrapped/Testing"),
+        ("classify", ["a", "test"], 2, ""),
+        ("classify", ["north/a", "north/b", "south/a", "south/b"], 4, ""),
+        ("classify", ["images", "masks"], 2, ""),
+        ("segment", ["images", "masks"], ["images/x.png"], "leaves out 1 mask\n"),
+        (
+            "segment",
+            ["images/a", "masks/a", "b/masks"],
+            ["b/masks/x.png", "images/a/x.png"],
+            "1 mask",
+        ),
+        ("segment", ["train/images", "train/masks", "test/images", "test/masks"], 2, "2 masks"),
+    ],
+)
+def test_parts_of_a_dataset_are_reported_and_masks_left_out(
+    job: str,
+    folders: list[str],
+    expected: Any,
+    words: str,
+    runs: Paths,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = tmp_path_factory.mktemp("data")
+    for folder in folders:
+        save(data / folder / "x.png", gray(16, 16))
+    found = names(predicted(runs[job], data, output=data / "out" if job == "segment" else None))
+    assert (len(found) if isinstance(expected, int) else found) == expected
+    said = capsys.readouterr().err
+    if job == "segment":
+        assert words in said
+        assert names(predicted(runs[job], data / folders[-1], output=data / "out")) == ["x.png"]
+    else:
+        sentence = f"for the test set alone, name {data / words}\n"
+        assert (sentence in said) == bool(words)
+        assert ("all parts" in said) == bool(words)
+
+
+@here
 def test_what_cannot_be_read_is_left_out_when_asked(runs: Paths, tmp_path: Path) -> None:
     run, bad = runs["classify"], tmp_path / "b.png"
     save(tmp_path / "a.png", gray(16, 16))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -11,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from onefold.cli import tell
+from onefold.cli import counted, in_shell, tell
 from onefold.errors import DataError
 from onefold_jobs import require
 from onefold_jobs.data.augment import IMAGENET, Change, LabeledPictures, Normalize
@@ -26,6 +27,7 @@ from onefold_jobs.data.pictures import (
     picture_paths,
 )
 from onefold_jobs.data.scan import Scanning, Seen, notes_of, scan_pictures
+from onefold_jobs.data.splits import find_folders, is_mask
 from onefold_jobs.data.tables import Columns, is_table, read_table
 from onefold_jobs.finetune import run_of
 from onefold_jobs.job import Input, Use, check_scales
@@ -135,7 +137,7 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     name = name_below(each, path.parent)
                     found.setdefault(each, Input(each, name, label=str(label)))
             elif path.is_dir():
-                for each in picture_paths(path, bad):
+                for each in _pictures_in(path, bad, classes, masks=not cls.unique):
                     inside = each.relative_to(path)
                     # The innermost folder that has the name of a class.
                     label = next((part for part in inside.parts[-2::-1] if part in classes), "")
@@ -181,6 +183,25 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Description of the steps from a file to normalized values."""
         numbers = {"white": self.white or 255, "mean": list(self.mean), "std": list(self.std)}
         return {"mode": self.mode, **numbers, "opened": _OPENED, "normalized": _NORMALIZED}
+
+
+def _pictures_in(
+    directory: Path, bad: list[BadFile], classes: Collection[str], *, masks: bool
+) -> list[Path]:
+    """Find all images below a folder, without masks, and report the parts of a dataset."""
+    paths = picture_paths(directory, bad)
+    # Predictions need no labels, so an ambiguous layout is no error.
+    with suppress(DataError):
+        found = find_folders(directory, choosing=False, classes=classes, masks=masks, as_is=True)
+        if found.test is not None:
+            tell(
+                f"{directory}: predicts all parts of this dataset; for the test set alone, name "
+                f"{in_shell(found.test)}"
+            )
+    images = [each for each in paths if not (masks and is_mask(each, directory))]
+    if len(images) < len(paths):
+        tell(f"{directory}: leaves out {counted(len(paths) - len(images), 'mask')}")
+    return images
 
 
 def statistics_of(

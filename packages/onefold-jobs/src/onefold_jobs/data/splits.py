@@ -23,7 +23,7 @@ from onefold.errors import DataError
 from onefold_jobs.data.files import readable
 from onefold_jobs.data.pictures import is_picture, visible_folders
 
-__all__ = ["Folders", "find_folders", "refuse_masks"]
+__all__ = ["Folders", "find_folders", "is_mask", "refuse_masks"]
 
 _PARTS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -238,6 +238,12 @@ def _refuse_parts(root: Path, folders: Sequence[Path]) -> None:
                 f"test set, next to {listed([x for x in names if x != folder.name])}. Move "
                 f"the training classes into a folder train next to it; {way}"
             )
+
+
+def is_mask(path: Path, dataset: Path) -> bool:
+    """Whether a file is in a folder of masks, next to one of images, below a dataset's folder."""
+    above = [each for each in path.parents if each != dataset and each.is_relative_to(dataset)]
+    return any(each.name == "masks" and (each.parent / "images").is_dir() for each in above)
 
 
 def refuse_masks(directory: Path, names: Sequence[str]) -> None:
