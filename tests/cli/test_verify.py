@@ -103,6 +103,19 @@ def test_every_trainer_is_compared_and_what_differs_is_named(tmp_path: Path) -> 
         assert f"Hint: {hint}" in after
 
 
+@pytest.mark.full
+@pytest.mark.processes
+def test_counts_of_calls_are_found(tmp_path: Path) -> None:
+    """In a loss, a hook, an optimizer and a score, where nothing else finds them."""
+    code, said = verify(tmp_path, "counting.py")
+    assert code == 1, said
+    for trainer in (0, 1, 2):
+        assert f"The bits of trainer {trainer} differ, first after step 1" in said
+    assert "Hint: in_loss, which train.<locals>.loss" in said
+    assert "The bits of trainer 3 agree after each of 2 steps." in said
+    assert "A score of trainer 3 differs: 'loss' of train.<locals>.score" in said
+
+
 SMALL = """
 import os, sys, torch, onefold
 from onefold.launcher.environment import current_context

@@ -72,8 +72,9 @@ def _report_scores(console: Screen, scores: Sequence[dict[str, Any]], who: str) 
                 "bold red",
                 f"A score{who} differs",
                 f": {name!r} of {score['function']} is {several:.9g} with {score['shards']} shards "
-                f"and {one:.9g} with one, in the first batch of its evaluation. It is computed "
-                f"from a batch, and a shard has only its own samples. Score the values of every "
+                f"and {one:.9g} with one, in the first batch of its evaluation. Either it is "
+                f"computed from a batch, and a shard has only its own samples, or it keeps state "
+                f"from call to call, such as a count. Score the values of every "
                 f"sample, from trainer.predict; return one value per sample or "
                 f"onefold.Mean(total, weight); or pass whole batches to the score with "
                 f"trainer.evaluate(..., whole_batches=True).",
