@@ -452,10 +452,7 @@ def _reader() -> str:
     return ""
 
 
-_HIDDEN = (
-    *(*PLACE, "NNODES"),
-    *(f"SLURM_{each}" for each in ("PROCID", "NTASKS", "NPROCS", "LOCALID", "NODEID")),
-)
+_HIDDEN = (*PLACE, "NNODES", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID")
 """Variables by which a library may split data, with those that stand in for missing ones."""
 _BETWEEN = ("os", "collections.abc", __name__)
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
