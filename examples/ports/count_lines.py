@@ -65,16 +65,12 @@ def counts() -> dict[str, dict[str, tuple[int, int]]]:
     }
 
 
-def cells(found: tuple[int, int] | None) -> str:
-    return "  |  " if found is None else f" {found[0]} | {found[1]} "
-
-
 def table() -> str:
     """Return the Markdown table of all counts; a cell is empty if there is no such script."""
-    ways = "".join(f" {way}: out | in |" for way in WAYS)
-    lines = [f"| script |{ways}", "|---|" + "---|" * (2 * len(WAYS))]
+    lines = [f"| script | {' | '.join(WAYS)} |", "|---|" + "---|" * len(WAYS)]
     for name, found in counts().items():
-        lines.append(f"| {name}.py |" + "".join(f"{cells(found.get(way))}|" for way in WAYS))
+        cells = ("-{} +{}".format(*found[way]) if way in found else "" for way in WAYS)
+        lines.append(f"| {name}.py | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
