@@ -139,7 +139,7 @@ OPTIONS = {
         field="timeout_s",
     ),
     "offload_dir": RunOption(
-        _DEVICES, "DIR", "Folder, on a disk, for the --placement offload file.", _folder
+        _DEVICES, "DIR", "Folder on a disk, for the file of --placement offload.", _folder
     ),
     "hosts": RunOption(
         _DEVICES, "NAMES|FILE", "Hosts of the run, this one first.", _hosts, launches=True
@@ -178,7 +178,7 @@ OPTIONS = {
         field="stop_signals",
     ),
     "stop_notice": RunOption(
-        _STOP, "FILE|aws|gcp|azure", "Stop at this new file, or at a cloud's notice.", _notice
+        _STOP, "FILE|aws|gcp|azure", "Stop if this file appears, or at a cloud's notice.", _notice
     ),
     "allow_changed": RunOption(
         _STOP, "NAMES", "Settings that may differ from the saved run, such as seed.", _names

@@ -166,9 +166,10 @@ class Command(TyperCommand):
         _write(formatter, found)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the parts of the usage line, without typer's braces around what is required."""
+        """Return the parts of the usage line, without typer's additional braces and brackets."""
         pieces = super().collect_usage_pieces(ctx)
-        return [re.sub(r"\{(.*)\}(\.\.\.)?", r"\1", piece) for piece in pieces]
+        pieces = [re.sub(r"\{(.*)\}(\.\.\.)?", r"\1", piece) for piece in pieces]
+        return [re.sub(r"^\[(\[\w+\])\]$", r"\1", piece) for piece in pieces]
 
 
 class LateCommand(Command):

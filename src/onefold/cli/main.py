@@ -205,8 +205,8 @@ def verify(
     fit on one device.
 
     With --resume N, the script runs to its end once, and then N times with a stop at a random step.
-    Each stopped run is resumed on another of the device counts from its record, as by onefold run
-    --checkpoint. The model, all steps and all results must be the same at the end.
+    Each stopped run resumes on another of the device counts, as with onefold run --checkpoint. The
+    model, all steps and all results must be the same at the end.
 
     During the check, trainer.save, torch.save and safetensors write to a temporary folder (not with
     --resume), and trainer.load(..., if_any=True) finds only what was saved there. Other files of
@@ -256,7 +256,7 @@ def plan(
 ) -> None:
     """Show how much memory a script's model needs on each device.
 
-    The stages into which the model can be split are shown, too. The script runs until it creates
+    It also shows the stages into which the model can be split. The script runs until it creates
     its first Trainer, and ends there: nothing is trained.
     """
     from onefold.cli.plan import plan_script

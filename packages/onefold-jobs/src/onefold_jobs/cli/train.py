@@ -108,7 +108,7 @@ Config = Annotated[
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")]
 LabeledData = Annotated[
     Path,
-    typer.Argument(metavar="DATA", help="Data as in training (test set is used), or a test set."),
+    typer.Argument(metavar="DATA", help="The training data (for its test set), or a test set."),
 ]
 Paths = Annotated[
     list[Path],
@@ -131,8 +131,10 @@ class JobCommand(Command):
             # --help, which comes last and has no heading, joins the group before it.
             heading = getattr(parameter, "rich_help_panel", None) or heading
             if (record := parameter.get_help_record(ctx)) is not None:
-                # Every flag also has --no-FLAG, which is left out to save a line.
-                groups.setdefault(heading, []).append((record[0].partition(" / ")[0], record[1]))
+                # Every flag also has --no-FLAG, which is left out to save a line. typer appends the
+                # type to an argument's name.
+                name = record[0].partition(" / ")[0].partition(" <")[0]
+                groups.setdefault(heading, []).append((name, record[1]))
         for each, records in groups.items():
             with formatter.section(each):
                 formatter.write_dl(records)
