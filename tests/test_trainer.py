@@ -237,7 +237,7 @@ def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
             r"run has 2 devices and .*, but the shares \(1, 1\) are for 2 devices and 2 shards",
         ),
         ({"loss": None}, "loss must be a function of model and batch, but got None"),
-        ({"model": [line()], "optimizer": sgd(line())}, "expected model to be a torch.nn.Module"),
+        ({"model": [line()], "optimizer": sgd(line())}, "model must be a torch.nn.Module"),
         ({"optimizer": "sgd"}, "expected a torch.optim.Optimizer, but got str"),
         ({"devices": 5}, "5 devices cannot share 4 shards: a shard is never divided"),
     ],

@@ -33,7 +33,7 @@ SQUARE = torch.zeros(4, 4)
 @for_each(
     ("make", "words"),
     [
-        (lambda: len, r"^expected model to be a torch\.nn\.Module, but got builti"),
+        (lambda: len, r"^model must be a torch\.nn\.Module, but got builti"),
         (lambda: nn.DataParallel(line()), "wrapped in DataParallel. Pass the plain"),
         (lambda: line().to("meta"), "^weight is on the meta device"),
         (lambda: holding(b_mean=torch.zeros(2, device="meta")), "^b_mean is on the meta device"),

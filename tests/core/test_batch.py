@@ -99,10 +99,10 @@ def test_a_batch_that_cannot_be_cut_is_explained() -> None:
         (torch.tensor(1.0), "batch is a scalar tensor, but it needs a first dimension of"),
         ([np.ones(2), np.ones(())], r"batch\[1\] is a scalar tensor"),
         ({"x": ()}, "the batch contains no tensor"),
-        (np.float32(3), "batch: expected a tensor or NumPy array.* got float32"),
-        ((ONES, 5), r"batch\[1\]: expected a tensor .* got int"),
-        ({"a": Fields(ONES, "text")}, r"batch\['a'\].y: expected .* got str"),
-        ([ONES, None], r"batch\[1\]: .* got NoneType. For anything else use trainer.loader"),
+        (np.float32(3), "batch must be a tensor or NumPy array.* got float32"),
+        ((ONES, 5), r"batch\[1\] must be a tensor .* got int"),
+        ({"a": Fields(ONES, "text")}, r"batch\['a'\].y must be .* got str"),
+        ([ONES, None], r"batch\[1\] must be .* got NoneType. For anything else use trainer.loader"),
         (
             [ONES, np.array(["a", "b"])],
             r"batch\[1\] is an array of <U1, but PyTorch has no such dtype",
@@ -184,7 +184,7 @@ def test_a_digest_is_that_of_the_whole_batch_on_every_device_and_process() -> No
     assert batch_digest(batch) == -2772223197249777164
     for own in (0, 1):
         assert cut_batch(batch, Shares((1, 1)), [own], digest=True).digest == batch_digest(batch)
-    with pytest.raises(TypeError, match=r"batch\[1\]: expected a tensor .* got int"):
+    with pytest.raises(TypeError, match=r"batch\[1\] must be a tensor .* got int"):
         batch_digest((X, 5))
 
 

@@ -114,7 +114,7 @@ def check_model(model: object) -> None:
             processes.
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"expected model to be a torch.nn.Module, but got {type(model).__name__}")
+        raise TypeError(f"model must be a torch.nn.Module, but got {type(model).__name__}")
     if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
         raise TypeError(
             f"the model is wrapped in {type(model).__name__}. Pass the plain module, model.module: "

@@ -548,10 +548,10 @@ def _leaves(batch: object, path: str) -> Iterator[tuple[str, Any]]:
     parts = parts_of(batch)
     if parts is None:
         raise TypeError(
-            f"{path}: expected a tensor or NumPy array, or a tuple, list, dict, other mapping or "
-            f"dataclass of them, but got {type(batch).__name__}. For anything else use "
-            f"trainer.loader, whose collate makes each shard's part. Encode labels as numbers: "
-            f"classes.index(label)"
+            f"{path} must be a tensor or NumPy array, or a tuple, list, dict, other mapping or "
+            f"dataclass of these, but got {type(batch).__name__}. For anything else use "
+            f"trainer.loader, whose collate makes each shard's part. Text labels must become "
+            f"numbers in a tensor, as by classes.index(label)"
         )
     for name, part in parts:
         # A dataclass has all its fields; optional ones may be None.

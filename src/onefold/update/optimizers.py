@@ -224,8 +224,8 @@ def refuse_own_steps(optimizers: _Several, is_ours: Callable[[], bool | None]) -
         if not ours:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called by the script, but trainer.step() "
-                f"has already made the update, and there are no gradients left. Remove this "
-                f"line, and also loss.backward(), clip_grad_norm_ and zero_grad"
+                f"makes all updates and leaves no gradients. Remove this line, and also "
+                f"loss.backward(), clip_grad_norm_ and zero_grad"
             )
 
     for optimizer in optimizers:

@@ -132,7 +132,7 @@ class ClassifyOptions(LabelOptions, PictureOptions):
     erasing: float = option(0.0, "Probability of random erasing (kornia).", within(0, 1))
     mixup: float = option(0.0, "Mixup strength, such as 0.2.", MIX)
     cutmix: float = option(0.0, "CutMix strength, such as 1.", MIX)
-    pretrained_classes: str | None = option(None, "File of class names, one per line.", shown="the run's")
+    pretrained_classes: str | None = option(None, "File: a class name per line.", shown="the run's")
     reuse_classes: bool = option(False, "Copy last-layer rows of the same classes.")
 
     def __post_init__(self) -> None:
