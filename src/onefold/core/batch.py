@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from zlib import adler32, crc32
 
 import numpy as np
@@ -259,6 +259,18 @@ def cut_batch(
         TypeError: the batch holds a value that is neither a tensor nor one of these containers,
             or an array of a dtype that PyTorch lacks.
     """
+    # The usual batch: tensors of one length. The code after this checks and cuts all others.
+    kind, tensors = type(batch), cast("Sequence[torch.Tensor]", batch)
+    if kind in (tuple, list) and all(type(t) is torch.Tensor and t.ndim > dim for t in tensors):
+        lengths = {tensor.shape[dim] for tensor in tensors}
+        if len(lengths) == 1:
+            (samples,) = lengths
+            bounds = cut_bounds(samples, shares.shards)
+            kept = [shard for shard in shards_run if bounds[shard][0] < bounds[shard][1]]
+            cutters = [_slicer(*bounds[shard], dim) for shard in kept]
+            found = {s: kind(map(cut, tensors)) for s, cut in zip(kept, cutters, strict=True)}
+            known = _digest_of(_leaves(batch, "batch")) if digest else 0
+            return ShardedBatch(samples, shares, found, epoch, digest=known, dim=dim)
     # Check every leaf and the common length before anything is cut, so that an error leaves no
     # partial result. The digest uses the same list, so the batch is walked once.
     leaves = list(_leaves(batch, "batch"))

@@ -51,6 +51,7 @@ class Published(NamedTuple):
     slot: int
 
 
+@lru_cache(maxsize=4096)
 def _halves(node: Block, width: int) -> tuple[Block, Block | None]:
     """Return the two children of ``node``, which is ``width`` shards wide before clipping."""
     middle = node.start + width // 2

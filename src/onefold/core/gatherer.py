@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,13 +90,18 @@ GATHERER = _Place()
 """The gatherer of this process, or of the simulated device that is running."""
 
 
-@contextmanager
-def gathering(gatherer: Gatherer | None) -> Iterator[None]:
+class gathering:  # noqa: N801 (used like a function)
     """Make `gather` use this gatherer inside the context, and none afterwards."""
-    GATHERER.gatherer = gatherer
-    try:
-        yield
-    finally:
+
+    __slots__ = ("_gatherer",)
+
+    def __init__(self, gatherer: Gatherer | None) -> None:
+        self._gatherer = gatherer
+
+    def __enter__(self) -> None:
+        GATHERER.gatherer = self._gatherer
+
+    def __exit__(self, *_: object) -> None:
         # Do not restore the previous one: shards that take turns end in another order than they
         # began.
         GATHERER.gatherer = None

@@ -12,7 +12,7 @@ mean. So a shard's root is the tensor that the user returned, not a sum computed
 division happens in the initial gradient of backward, with autograd's own formula for a mean.
 Dividing the finished gradients instead would round every element once more.
 
-If one forward pass sees the whole batch (`seeing_whole_batch`), `onefold.losses` let PyTorch
+If one forward pass sees the whole batch (`PASS`), `onefold.losses` let PyTorch
 compute the mean, and a `Mean` stores it next to its total. Arithmetic is applied to both, so a sum
 of several terms also holds the scalar expression of a plain loop, and its bits are used as the
 root. A `Mean` that the script makes from a total and a weight stores only these two.
@@ -24,11 +24,10 @@ import copy
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Self, TypeVar
 
 import torch
 
@@ -44,7 +43,6 @@ __all__ = [
     "Mean",
     "Sum",
     "known",
-    "seeing_whole_batch",
     "weigh",
 ]
 
@@ -60,16 +58,6 @@ class _Pass:
 
 PASS = _Pass()
 """State of this process, or of the simulated device that is running."""
-
-
-@contextmanager
-def seeing_whole_batch(sees: bool) -> Iterator[None]:
-    """Tell losses whether the forward pass in this context sees the whole batch."""
-    PASS.whole = sees
-    try:
-        yield
-    finally:
-        PASS.whole = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +291,7 @@ def known(weight: float | LateWeight) -> float:
     return weight.read() if isinstance(weight, LateWeight) else weight
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
+class Contribution(NamedTuple):
     """One shard's part of a value over the whole batch.
 
     If ``kind`` is ``mean`` or ``sum``, there is one denominator, and backward can start at once. If
@@ -339,7 +326,7 @@ class Contribution:
 
     def without_graph(self) -> Contribution:
         """Drop the graph and the terms of a loss, and keep its values."""
-        return replace(self, root=self.root.detach(), terms=())
+        return self._replace(root=self.root.detach(), terms=())
 
     def total(self) -> torch.Tensor:
         """Return the shard's part of the numerator: () float64 on the shard's device.
@@ -378,13 +365,13 @@ class Contribution:
         if isinstance(divisor, torch.Tensor):
             # Divide as kernels divide by a number: in float32 at least, rounded once.
             wide = torch.promote_types(root.dtype, torch.float32)
-            one = _seed(self.share, 1.0, wide, root.device)
-            seed = (one / divisor.to(wide)).to(root.dtype)
+            one = _seed(self.share, 1.0, wide, root.device, torch.Size())
+            start = (one / divisor.to(wide)).to(root.dtype).expand_as(root)
         else:
-            seed = _seed(self.share, divisor, root.dtype, root.device)
-        # The seed is cached, and a hook may write to the gradient that it receives. PyTorch rejects
-        # in-place writes to an expanded tensor; a single element is not expanded, so it is cloned.
-        start = seed.expand_as(root) if root.numel() > 1 else seed.clone().expand_as(root)
+            start = _seed(self.share, divisor, root.dtype, root.device, root.shape)
+            # The seed is cached, and a hook may write to the gradient that it receives. PyTorch
+            # rejects in-place writes to an expanded tensor, but a single element is not expanded.
+            start = start if root.numel() > 1 else start.clone()
         tensors, gradients = [t for t, _ in beside], [g for _, g in beside]
         torch.autograd.backward([root, *tensors], [start, *gradients])
 
@@ -426,11 +413,13 @@ class Contribution:
 
 
 @functools.lru_cache(maxsize=64)
-def _seed(share: float, divisor: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the initial gradient of backward, (); cached because most steps use the same one."""
+def _seed(
+    share: float, divisor: float, dtype: torch.dtype, device: torch.device, shape: torch.Size
+) -> torch.Tensor:
+    """Return the initial gradient of backward, expanded; cached, as most steps use the same one."""
     # Divide a tensor in the root's own dtype, as autograd does for a mean: a quotient of Python
     # floats may differ in the last bit.
-    return torch.full((), share, dtype=dtype, device=device) / divisor
+    return (torch.full((), share, dtype=dtype, device=device) / divisor).expand(shape)
 
 
 def weigh(result: object, samples: int, what: str, *, late: bool = False) -> Contribution:

@@ -122,8 +122,9 @@ def seed_generators(
     COMMON.purpose, COMMON.numbers = common or ("", None)
     COMMON.device = device
     # torch.manual_seed would seed every GPU of the machine, and other backends too.
-    for generator in _generators(device):
-        generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type != "cpu":
+        generator_of(device).manual_seed(seed)
     random.seed(seed)
     # NumPy accepts only 32 bits; the low ones of a hash are as good as any.
     np.random.seed(seed & 0xFFFFFFFF)
@@ -144,19 +145,40 @@ def _put_states(generators: Iterable[torch.Generator], states: Iterable[torch.Te
         generator.set_state(state)
 
 
-@contextmanager
-def kept_generators(*devices: torch.device | None) -> Iterator[None]:
-    """Restore the caller's generators on exit, whatever is seeded and drawn inside."""
-    generators = _generators(*devices)
-    states, python_state = _states_of(generators), random.getstate()
-    common = COMMON.purpose, COMMON.numbers, COMMON.device
-    try:
-        with _kept_numpy():
-            yield
-    finally:
-        COMMON.purpose, COMMON.numbers, COMMON.device = common
-        random.setstate(python_state)
-        _put_states(generators, states)
+class kept_generators:  # noqa: N801 (used like a function)
+    """Restore the caller's generators on exit, whatever is seeded and drawn inside.
+
+    NumPy's global generator is replaced meanwhile: faster than copying its state twice.
+    """
+
+    def __init__(self, *devices: torch.device | None) -> None:
+        self._generators = _generators(*devices)
+
+    def __enter__(self) -> None:
+        self._states, self._python = _states_of(self._generators), random.getstate()
+        self._common = COMMON.purpose, COMMON.numbers, COMMON.device
+        self._numpy = mtrand.get_bit_generator()
+        # Read the pending number before the replacement, which drops it.
+        self._pending = _numpy.pending_of(self._numpy)
+        self._stand_in = _stand_ins.pop() if _stand_ins else np.random.MT19937(0)
+        try:
+            mtrand.set_bit_generator(self._stand_in)
+            # A reused stand-in still has the state of the previous step.
+            np.random.seed(0)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        # Put the generator back before its state, which is set on the current generator.
+        mtrand.set_bit_generator(self._numpy)
+        # Return the stand-in only now: a nested block must not get the same one.
+        _stand_ins.append(self._stand_in)
+        if self._pending is not None:
+            np.random.set_state(self._pending)
+        COMMON.purpose, COMMON.numbers, COMMON.device = self._common
+        random.setstate(self._python)
+        _put_states(self._generators, self._states)
 
 
 def in_common() -> tuple[str, tuple[int, ...]] | None:
@@ -254,27 +276,6 @@ def forked_generators(*devices: torch.device) -> Iterator[None]:
         yield
     finally:
         states.restore()
-
-
-@contextmanager
-def _kept_numpy() -> Iterator[None]:
-    """Replace NumPy's global generator temporarily: faster than copying its state twice."""
-    generator = mtrand.get_bit_generator()
-    # Read the pending number before the replacement, which drops it.
-    state = _numpy.pending_of(generator)
-    stand_in = _stand_ins.pop() if _stand_ins else np.random.MT19937(0)
-    try:
-        mtrand.set_bit_generator(stand_in)
-        # A reused stand-in still has the state of the previous step.
-        np.random.seed(0)
-        yield
-    finally:
-        # Put the generator back before its state, which is set on the current generator.
-        mtrand.set_bit_generator(generator)
-        # Return the stand-in only now: a nested block must not get the same one.
-        _stand_ins.append(stand_in)
-        if state is not None:
-            np.random.set_state(state)
 
 
 class _NumpyGenerator:

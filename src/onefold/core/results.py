@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -77,8 +77,7 @@ class ChangedBuffers:
     """Values of all buffers, changed or not."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardResult:
+class ShardResult(NamedTuple):
     """The result of one shard, or of some of its microbatches.
 
     It depends only on the parameters, the buffers, the shard's samples, and (seed, step, shard):

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardTable"]
 
+_ONE = np.ones((), dtype=np.int32)
+"""NumPy takes twice as long for a Python number."""
+
 
 class ShardTable:
     """Table of the results that every device reports of its shards.
@@ -142,7 +145,7 @@ class ShardTable:
         # Nearly every shard gives a gradient to every parameter. In that case, add a single number.
         gave = result.gave
         row = self.gave[device]
-        np.add(row, 1 if all(gave) else gave, out=row)
+        np.add(row, _ONE if all(gave) else gave, out=row)
         if result.buffers is not None:
             self._record_buffers(shard, result.buffers)
         if result.values is not None:

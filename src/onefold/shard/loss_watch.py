@@ -457,8 +457,7 @@ def refuse_uneven(batch: ShardedBatch, found: Iterable[object], where: str) -> N
     Raises:
             LossError: a loss, or a value returned with it, is a scalar.
     """
-    # Test `others` first: this runs in every step, and nearly all batches have no such parts.
-    if batch.others and (length := batch.uneven) is not None:
+    if (length := batch.uneven) is not None:
         for value in found:
             if isinstance(value, torch.Tensor) and not value.dim():
                 raise LossError(load("shard.advice").uneven(batch, length, where))

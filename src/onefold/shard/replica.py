@@ -31,7 +31,7 @@ from onefold.core.batch import move
 from onefold.core.flat import FlatTensors
 from onefold.core.gatherer import Gatherer, GatherRequest, Refusing, gathering
 from onefold.core.late import load
-from onefold.core.mean import Contribution, LateWeight, known, seeing_whole_batch, weigh
+from onefold.core.mean import PASS, Contribution, LateWeight, known, weigh
 from onefold.core.randomness import OwnGenerators, derive_seed, seed_generators
 from onefold.core.results import GATHERS, LATE, Gradients, ShardResult, code_of, split
 from onefold.core.settings import AS_GIVEN, Precision, added_up_in
@@ -120,7 +120,7 @@ class Replica:
         self.of_stages = [self._all.some(n) for n in stages.stages.entries] if stages else []
         dtypes = map(layout.dtype_of, range(len(layout.entries)))
         self._narrow = [n for n, dtype in enumerate(dtypes) if added_up_in(dtype) != dtype]
-        self._compute_in = precision.compute
+        self._compute_in, self._kind = precision.compute, device.type
         self._rounds = precision.parameters is not None
         self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
         # Skip tensors without elements: they may report any address.
@@ -240,18 +240,24 @@ class Replica:
                 task.send,
             )
         start = self.watch.now()
-        with (
-            gathering(gatherer) if gatherer else _NOTHING,
-            handing.watched() if handing else _NOTHING,
-            task.gathered() if task.gathered else _NOTHING as begin_backward,
-        ):
-            part, values = self.loss_of(microbatch, payload, gatherer)
-            middle = self.watch.now()
-            if handing:
-                handing.begin_backward()
-            if begin_backward:
-                begin_backward()
-            task.backward(part, gatherer.roots if gatherer else ())
+        if handing is None and task.gathered is None:
+            with gathering(gatherer):
+                part, values = self.loss_of(microbatch, payload, gatherer)
+                middle = self.watch.now()
+                task.backward(part, gatherer.roots if gatherer else ())
+        else:
+            with (
+                gathering(gatherer),
+                handing.watched() if handing else _NOTHING,
+                task.gathered() if task.gathered else _NOTHING as begin_backward,
+            ):
+                part, values = self.loss_of(microbatch, payload, gatherer)
+                middle = self.watch.now()
+                if handing:
+                    handing.begin_backward()
+                if begin_backward:
+                    begin_backward()
+                task.backward(part, gatherer.roots if gatherer else ())
         if gatherer is None or not gatherer.takes_turns:
             self.watch.note("forward", f"forward shard {microbatch.shard}", start, middle)
             self.watch.note("backward", f"backward shard {microbatch.shard}", middle)
@@ -287,7 +293,7 @@ class Replica:
         # Open a new context for each shard: autocast caches converted weights until it ends, and a
         # shard must not depend on values cached by another one.
         if self._compute_in is None:
-            return nullcontext()
+            return _NOTHING
         return computing_in(self._compute_in, self.device, self.module)
 
     @property
@@ -300,7 +306,7 @@ class Replica:
         payload = batch.shards[microbatch.shard]
         if microbatch.samples < microbatch.of:
             payload = rows_of(payload, microbatch[1:3], microbatch.of, dim=batch.dim)
-        if self.device.type == "cpu":
+        if self._kind == "cpu":
             return payload
         start = self.watch.now()
         payload = move(payload, self.device)
@@ -312,15 +318,19 @@ class Replica:
     ) -> tuple[Contribution, ShardValues | None]:
         """Run forward; return the loss's part of the batch's loss, and the logged values."""
         task, where = microbatch.task, microbatch.where
-        with seeing_whole_batch(task.is_plain):
+        PASS.whole = task.is_plain
+        try:
             with self.autocast():
                 result = task.loss(self.module, payload)
             # Check before our backward, which adds its gradients to those of an inner backward.
             self._refuse_leftovers(where)
             loss, values, outputs = split(result, f"the loss of {where}")
-            refuse_uneven(task.batch, (loss, *values.values()), where)
+            if task.batch.others:
+                refuse_uneven(task.batch, (loss, *values.values()), where)
             late = gatherer is None or isinstance(gatherer, Refusing)
             part = weigh(loss, microbatch.samples, f"the loss of {where}", late=late)
+        finally:
+            PASS.whole = False
         if not task.is_plain and not (gatherer and gatherer.sees_batch):
             self._inspect(loss, microbatch, run_checks=task.run_checks)
             if task.run_checks:
@@ -418,7 +428,7 @@ class Replica:
         for notes in task.notes:
             notes.begin(shard)
         self.buffers.restore(shard)
-        if torch.is_autocast_enabled(self.device.type):
+        if torch.is_autocast_enabled(self._kind):
             # An autocast context around the script's loop caches weights of earlier steps.
             torch.clear_autocast_cache()
         # Untrained parameters: the optimizer ignores these gradients and `taken` leaves them, but a

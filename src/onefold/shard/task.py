@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -106,16 +106,17 @@ class ShardTask:
     """Context for a forward pass and its backward, which gathers parameters while they are needed.
     The yielded function must be called between the two. None if all parameters are resident."""
 
-    @property
-    def shards(self) -> int:
-        """Number of shards per batch."""
-        return self.batch.shares.shards
+    shards: int = field(init=False)
+    """Number of shards per batch."""
+    is_plain: bool = field(init=False)
+    """Whether one forward pass sees the whole batch, as in a plain loop."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether one forward pass sees the whole batch, as in a plain loop."""
+    def __post_init__(self) -> None:
+        # Computed once, because each shard reads them several times.
+        shards = self.batch.shares.shards
         fits = self.microbatch is None or self.batch.samples <= self.microbatch
-        return self.shards == 1 and fits
+        object.__setattr__(self, "shards", shards)
+        object.__setattr__(self, "is_plain", shards == 1 and fits)
 
     def of_one_divisor(self, part: Contribution) -> Contribution:
         """Combine the terms of a loss into one if the denominators are known."""
@@ -128,7 +129,7 @@ class ShardTask:
         whole = part.combine(divisors)
         # Keep kind "mean" if all denominators are 0: a combined loss has kind "sum", which is never
         # skipped, but a batch without any weight must lead to the verdict "nothing to count".
-        return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
+        return whole if any(divisors) else whole._replace(kind="mean", weight=0.0)
 
     def backward(
         self, part: Contribution, beside: Sequence[tuple[torch.Tensor, torch.Tensor]]

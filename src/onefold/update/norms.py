@@ -69,11 +69,14 @@ def exact_norms(gradients: Sequence[torch.Tensor | None], device: torch.device) 
             # The kernels are the same, and sum each tensor as if it were alone.
             (found[place],) = _norms([moved])
     # Compute all in one call: on a GPU, a launch per segment would take longer than its kernel.
-    found |= zip(here, _norms([*here.values()]), strict=True)
+    norms = _norms([*here.values()])
+    if not found:
+        return torch.stack(norms)
+    found |= zip(here, norms, strict=True)
     return torch.stack([found[place] for place in range(len(gradients))])
 
 
-def _norms(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _norms(gradients: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return torch._foreach_norm(gradients, 2, dtype=torch.float64) if gradients else ()
 
 
@@ -86,7 +89,13 @@ def plain_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
     It is not finite if the squares of the gradients overflow; see `exact_total`.
     """
-    return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    if len({gradient.dtype for gradient in gradients}) != 1:
+        return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    # The same without that function's search for devices, which takes as long as small norms.
+    with torch.no_grad():
+        norms = torch._foreach_norm(list(gradients), 2.0)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
+    return total
 
 
 def exact_total(norms: torch.Tensor) -> torch.Tensor:
@@ -133,6 +142,9 @@ class SegmentNorms:
         """
         # Compute a norm per segment, never per partition: segments do not depend on the number of
         # devices, so the order of addition does not either.
+        if len(self._slots) == 1 == self._storage.devices and gradients:
+            # The only device owns all segments, so its norms are the whole row.
+            return exact_norms(gradients, next(iter(self._rows.values())).device).square().sum()
         given = iter(gradients)
         for slots in filter(None, self._slots.values()):
             rows, counts = map(list, zip(*slots, strict=True))

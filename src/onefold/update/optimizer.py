@@ -159,6 +159,8 @@ class PartitionedOptimizer:
     @property
     def owned_gradients(self) -> list[torch.Tensor | None]:
         """Gradients of owned segments."""
+        if self.updated is self.owned:
+            return self.gradients
         pairs = zip(self.updated, self.gradients, strict=True)
         return [gradient for item, gradient in pairs if item.number in self._own]
 
@@ -318,7 +320,7 @@ class PartitionedOptimizer:
         # parameter may keep pointing at them.
         for item in self.updated:
             item.values.grad = None
-            if item.segment.whole:
+            if item.segment.whole and item.values is not item.parameter:
                 item.parameter.grad = None
         self.gradients = [None] * len(self.updated)
         self._stepping = False
@@ -355,7 +357,8 @@ class PartitionedOptimizer:
             values.grad = gradient
             # Other devices of this process have stand-ins. A hook may visit the model instead of
             # the groups, and what it does to the gradient there must reach the stand-in.
-            if item.segment.whole and item.home is None and values.device == item.parameter.device:
+            shown = values is not item.parameter and item.segment.whole and item.home is None
+            if shown and values.device == item.parameter.device:
                 item.parameter.grad = gradient
         if self.around is not None and not moves and steps_by_parameter(self._each):
             self.around(self.optimizer, [self.updated[place].values for place in part.places])

@@ -306,8 +306,7 @@ class PipelineWorker:
                     f"a later one (its weights may be tied), but a pipeline cannot add up the "
                     f"gradients of both as one device does. Use --placement partition"
                 )
-        return replace(
-            theirs,
+        return theirs._replace(
             gradients=[own if other is None else other for own, other in pairs],
             given=[one or other for one, other in zip(given, theirs.given, strict=True)],
             digest=sum_of_digests(digest, theirs.digest),
@@ -341,7 +340,7 @@ class PipelineWorker:
             return
         self._reduction.give(GradientSend(microbatch.shard, ROOT, last, result.gradients))
         before = self._left.pop(microbatch.shard, None)
-        result = replace(result, gradients=[])
+        result = result._replace(gradients=[])
         if before is not None:
             result = add_microbatch(before[1], result, self._task.step)
         if not last:
@@ -349,7 +348,7 @@ class PipelineWorker:
             return
         buffers = self._replica.buffers.changed()
         left_out = self._task.batch.size_of(microbatch.shard) - microbatch.of
-        ended = replace(result, buffers=buffers, left_out=left_out)
+        ended = result._replace(buffers=buffers, left_out=left_out)
         self._table.record(self._device, microbatch.shard, ended)
 
     def _send_back(self, inputs: StageInputs, result: ShardResult, state: ShardState) -> None:
