@@ -23,7 +23,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from onefold.core.flat import (
-    bits_of,
     fingerprint_of,
     named_tensors,
     own_name,
@@ -33,6 +32,7 @@ from onefold.core.flat import (
 from onefold.core.options import LaunchContext
 from onefold.core.randomness import GENERATORS, comparable_state, state_of
 from onefold.core.structure import parts_of
+from onefold.data_order.reader import digest_of
 from onefold.session.run import RunSetup, RunView
 from onefold.shard.left_state import OF_TORCH
 from onefold.step.hook import Hook, ScriptCall, Spans
@@ -296,13 +296,9 @@ def _digest(value: object) -> str | None:
     # Updates change parameters, so they always count as unchanged here.
     if isinstance(value, torch.nn.Parameter):
         return ""
-    if isinstance(value, torch.Tensor):
-        odd = value.layout is not torch.strided or value.is_quantized or value.is_meta
-        if value.numel() > _LARGEST or odd:
-            return f"{value.shape}"
-        return _hash(bits_of(value.cpu()).numpy().tobytes()) + str(tuple(value.shape))
-    if isinstance(value, np.ndarray | np.generic):
-        return f"{value.shape}" if value.size > _LARGEST else _hash(value.tobytes())
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        size = value.numel() if isinstance(value, torch.Tensor) else value.size
+        return f"{value.shape}" if size > _LARGEST else digest_of(value).hex()
     return None
 
 
