@@ -89,8 +89,6 @@ _log = logging.getLogger("onefold")
 _KEPT = 4
 """Number of batches kept: one in use, two prefetched by the worker, and one more."""
 _HOST = torch.device("cpu")
-_PARTS = 100
-"""Maximum number of a stream's parts that are searched for their library."""
 _QUICK_S = 1.0
 """Maximum time of reading a first batch whose stream is started a second time."""
 _COMPARED = 4
@@ -351,7 +349,8 @@ class _StreamReader(Dataset[Answer]):
         )
 
     def _words_of_order(self) -> str:
-        advice = [text for name, text in _ORDERS.items() if name in _modules_of(self._stream)]
+        libraries = {_package_of(type(each)) for each in _parts_of(self._stream)}
+        advice = [text for name, text in _ORDERS.items() if name in libraries]
         allowed = (
             "The order may depend on the generators of PyTorch, Python and NumPy, on those that "
             "the stream holds, and on set_epoch(epoch), which is called before each pass if the "
@@ -393,7 +392,7 @@ class _Copy:
         self.stream: Any = deepcopy(stream, copied)
         # The copy shares the code of the stream, and thereby its classes and globals.
         shared = [each for each in found if id(each) not in copied]
-        coded = [each for each in shared if isinstance(each, _CODE) and not _is_closed(each)]
+        coded = [x for x in shared if isinstance(x, _CODE) and _package_of(x) not in CLOSED]
         self._owners = {x if isinstance(x, type) else sys.modules[x.__module__] for x in coded}
         self._containers = [each for each in shared if type(each) in _CONTAINERS]
         self.has_iterators = any(hasattr(type(each), "__next__") for each in shared)
@@ -401,10 +400,10 @@ class _Copy:
     @classmethod
     def of(cls, stream: object) -> _Copy | None:
         """Copy a stream; None if it is large, or if reading the copy might move the stream."""
-        found = reachable([stream], CLOSED | _installed())
+        found = _parts_of(stream)
         own = [each for each in found if not isinstance(each, _CODE)]
         kinds = [kind for each in own for kind in type(each).__mro__]
-        shares = any(kind.__module__.partition(".")[0] in _SHARED for kind in kinds)
+        shares = any(_package_of(kind) in _SHARED for kind in kinds)
         try:
             if len(found) < MOST and not shares and _bytes_in(own) < _LARGEST:
                 copy = cls(stream, found)
@@ -435,14 +434,15 @@ _SHARED = ("_io", "_queue", "_thread", "ctypes", "mmap", "multiprocessing", "one
 """Packages whose instances a copy might share with the stream, or fail to copy."""
 
 
-def _installed() -> set[str]:
-    """Return the installed packages that are loaded."""
+def _parts_of(stream: object) -> list[object]:
+    """Return everything that a stream refers to, apart from the code of installed packages."""
     files = {name: str(getattr(each, "__file__", "")) for name, each in [*sys.modules.items()]}
-    return {name.partition(".")[0] for name, file in files.items() if "-packages" in file}
+    installed = {name.partition(".")[0] for name, file in files.items() if "-packages" in file}
+    return reachable([stream], CLOSED | installed)
 
 
-def _is_closed(value: Any) -> bool:
-    return str(value.__module__).partition(".")[0] in CLOSED
+def _package_of(value: Any) -> str:
+    return str(value.__module__).partition(".")[0]
 
 
 def _bytes_in(values: list[Any]) -> int:
@@ -453,10 +453,3 @@ def _bytes_in(values: list[Any]) -> int:
 
 def _ids_in(container: Any) -> list[int]:
     return [*map(id, container.values() if isinstance(container, dict) else container)]
-
-
-def _modules_of(stream: object) -> set[str]:
-    """Return the libraries that define the classes of a stream's parts."""
-    parts = [stream, *vars(stream).values()] if hasattr(stream, "__dict__") else [stream]
-    parts += [each for part in parts if isinstance(part, list | tuple) for each in part[:_PARTS]]
-    return {type(each).__module__.partition(".")[0] for each in parts}
