@@ -33,6 +33,10 @@ DDP_SETTINGS: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph":
 """The fastest settings of DistributedDataParallel for models that do the same in every step."""
 
 
+PHASES = ("data", "forward", "backward", "exchange", "update")
+"""Phases of a step of onefold."""
+
+
 def no_end() -> None:
     """Do nothing at the end."""
 
@@ -141,7 +145,7 @@ def onefolded(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
         step=step,
         batches=workload.batches(devices[0]),
         devices=devices,
-        phases=lambda: asdict(last[0].seconds),
+        phases=lambda: {name: s for name, s in asdict(last[0].seconds).items() if name in PHASES},
     )
 
 

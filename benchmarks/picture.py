@@ -106,7 +106,8 @@ def main() -> None:
     with matplotlib.rc_context({"font.size": 8, "font.family": "DejaVu Sans"}):
         drawn(training).savefig(args.output, dpi=DPI * SHARPNESS, facecolor="white")
     page = with_tables(args.page.read_text(encoding="utf-8"), "training", tables(training))
-    page = with_tables(page, "limit", limit_table(args.results))
+    if text := limit_table(args.results):
+        page = with_tables(page, "limit", text)
     args.page.write_text(page, encoding="utf-8")
     print(args.output, args.page, sep="\n")
 
@@ -224,7 +225,10 @@ def with_tables(page: str, benchmark: str, text: str) -> str:
 
 
 def limit_table(folder: Path) -> str:
-    """Return the speeds and ratios of all records of `limit.py` in a folder, as Markdown."""
+    """Return the speeds and ratios of all records of `limit.py` in a folder, as Markdown.
+
+    The text is empty if there is no record.
+    """
     results = []
     for path in sorted(folder.glob("*.json")):
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -243,7 +247,7 @@ def limit_table(folder: Path) -> str:
         ]
         rows.append([title, *cells])
     head = ["workload", *LIMIT_SPEEDS.values(), *LIMIT_RATIOS.values()]
-    return f"\n{table(head, rows)}\n"
+    return f"\n{table(head, rows)}\n" if rows else ""
 
 
 def tables(training: Mapping[str, Any]) -> str:
