@@ -1,12 +1,12 @@
 """The overhead of onefold in a step: the step without forward, backward and optimizer.
 
-    python benchmarks/overhead.py [--workload mlp thousand] [--seconds 15] [--output FILE]
+    python benchmarks/overhead.py [--workload mlp thousand] [--shards 1 2] [--seconds 15]
+        [--output FILE]
 
-In one process with one thread, on one device, four loops train equal models alternately, in blocks
-of a few steps: `Trainer.step` with one shard, the same arithmetic as a plain PyTorch loop,
-`Trainer.step` with two shards, and a plain loop over two half batches. The result is the difference
-between neighbors, block by block. With one shard, the bits of both must agree at the end, so that
-nothing can be left out.
+In one process with one thread, on one device, loops train equal models alternately, in blocks of a
+few steps: for each number of shards, `Trainer.step` and a plain PyTorch loop over as many parts of
+the batch. The result is the difference between neighbors, and their ratio, block by block. With one
+shard, the bits of both must agree at the end, so that nothing can be left out.
 """
 
 import argparse
@@ -42,7 +42,6 @@ BLOCK_S = 0.01
 """Approximate duration of a plain block: short, so that disturbances affect neighbors equally."""
 WARM_UP_STEPS = 5
 LEAST_ROUNDS = 2
-SHARDS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,20 +62,24 @@ def main() -> None:
     parser.add_argument(
         "--workload", nargs="+", choices=WORKLOADS, default=["mlp", "thousand"], metavar="NAME"
     )
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2], metavar="V")
     parser.add_argument("--seconds", type=float, default=15.0, help="seconds per workload")
     add_output(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = [measured(name, WORKLOADS[name], args.seconds) for name in args.workload]
+    each = [(name, WORKLOADS[name], args.shards, args.seconds) for name in args.workload]
+    results = [measured(*one) for one in each]
     show(results)
-    settings = {"seconds": args.seconds, "threads": 1}
+    settings = {"seconds": args.seconds, "shards": args.shards, "threads": 1}
     deliver(record("overhead", settings=settings, results=results), args.output)
 
 
-def measured(name: str, workload: Workload, seconds: float) -> dict[str, Any]:
-    """Measure all loops of a workload, alternately."""
+def measured(
+    name: str, workload: Workload, numbers: Sequence[int], seconds: float
+) -> dict[str, Any]:
+    """Measure all loops of a workload, for several numbers of shards, alternately."""
     batches = workload.batches()
-    pairs = {shards: new_pair(workload, shards) for shards in SHARDS}
+    pairs = {shards: new_pair(workload, shards) for shards in numbers}
     steps = {
         label: step
         for shards, pair in pairs.items()
@@ -85,7 +88,7 @@ def measured(name: str, workload: Workload, seconds: float) -> dict[str, Any]:
     for step in steps.values():
         step_us(step, batches, WARM_UP_STEPS)
     trial_s = {label: step_us(step, batches, WARM_UP_STEPS) / 1e6 for label, step in steps.items()}
-    block = max(1, round(BLOCK_S / trial_s[bare(1)]))
+    block = max(1, round(BLOCK_S / trial_s[bare(numbers[0])]))
     rounds = max(LEAST_ROUNDS, math.ceil(seconds / (block * sum(trial_s.values()))))
     taken, others_cores = watched(
         lambda: in_turn(
@@ -93,8 +96,9 @@ def measured(name: str, workload: Workload, seconds: float) -> dict[str, Any]:
             rounds=rounds,
         )
     )
-    check_bits(pairs[1])
-    return summary(name, taken, block=block, others_cores=others_cores)
+    if 1 in pairs:
+        check_bits(pairs[1])
+    return summary(name, taken, numbers, block=block, others_cores=others_cores)
 
 
 def ours(shards: int) -> str:
@@ -165,7 +169,12 @@ def check_bits(pair: Pair) -> None:
 
 
 def summary(
-    name: str, taken: Mapping[str, Sequence[float]], *, block: int, others_cores: float
+    name: str,
+    taken: Mapping[str, Sequence[float]],
+    numbers: Sequence[int],
+    *,
+    block: int,
+    others_cores: float,
 ) -> dict[str, Any]:
     """Return the microseconds of every loop, and onefold's overhead for each number of shards."""
     return {
@@ -173,7 +182,8 @@ def summary(
         "steps_a_block": block,
         "rounds": len(next(iter(taken.values()))),
         "step_us": {label: middle_half(times) for label, times in taken.items()},
-        "own_us": {ours(n): difference(taken[ours(n)], taken[bare(n)]) for n in SHARDS},
+        "own_us": {ours(n): difference(taken[ours(n)], taken[bare(n)]) for n in numbers},
+        "to_bare": {ours(n): quotient(taken[ours(n)], taken[bare(n)]) for n in numbers},
         "others_cores": others_cores,
     }
 
@@ -183,11 +193,17 @@ def difference(longer: Sequence[float], shorter: Sequence[float]) -> Spread:
     return middle_half([a - b for a, b in zip(longer, shorter, strict=True)])
 
 
+def quotient(longer: Sequence[float], shorter: Sequence[float]) -> Spread:
+    """Return median and quartiles of `longer / shorter`, block by block."""
+    return middle_half([a / b for a, b in zip(longer, shorter, strict=True)])
+
+
 def show(results: Sequence[Mapping[str, Any]]) -> None:
     """Print a table for each workload."""
     for found in results:
         rows = [[label, times.text(0)] for label, times in found["step_us"].items()]
         rows += [[f"{label}: itself", own.text(0)] for label, own in found["own_us"].items()]
+        rows += [[f"{label} / bare loop", of.text(2)] for label, of in found["to_bare"].items()]
         print(WORKLOADS[found["workload"]].title)
         print_table("median (quartiles)", ["loop", "microseconds a step"], rows)
     for found in results:
