@@ -1,6 +1,6 @@
 """Counts a step's demands on devices, with mock devices: no times, and equal on any machine.
 
-    python benchmarks/counts.py [--devices 1 2 3 8] [--source DIR] [--output FILE]
+    python benchmarks/counts.py [--devices 1 2 3 8] [--shards 8] [--graphs] [--source DIR]
 
 Counted are messages between processes (each drives one device), kernel launches, allocations, waits
 of the host, bytes that a device holds, and the part of the gradients that is sent before backward
@@ -30,7 +30,7 @@ from workloads import WORKLOADS, Workload, adam
 __all__ = ["main"]
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARDS, SAMPLES, WARM_UP, STEPS = 8, 16, 8, 2
+SAMPLES, WARM_UP, STEPS = 16, 8, 2
 """The first steps learn the order of stages, and run checks."""
 LIMIT_S = 900
 SMALL = {
@@ -72,25 +72,27 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 3, 8])
     parser.add_argument("--workloads", nargs="+", choices=SMALL, default=list(SMALL))
+    parser.add_argument("--shards", type=int, default=8)
+    parser.add_argument("--graphs", action="store_true", help="capture shards and replay them")
     parser.add_argument("--source", type=Path, default=ROOT)
     parser.add_argument("--output", type=Path, help="file for the rows, as JSON")
     parser.add_argument("--count", choices=SMALL, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.count:
-        count(options.count)
+        count(options.count, options.shards, graphs=options.graphs)
         return
     rows = []
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
     for name in options.workloads:
         for devices in options.devices:
-            row = counted(name, devices, options.source)
+            row = counted(name, devices, options.shards, options.source, graphs=options.graphs)
             print("| " + " | ".join(show(row) for show in COLUMNS.values()) + " |", flush=True)
             rows.append(row)
             if options.output:
                 options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
-def counted(name: str, devices: int, source: Path) -> dict[str, Any]:
+def counted(name: str, devices: int, shards: int, source: Path, *, graphs: bool) -> dict[str, Any]:
     """Count in processes with mock devices."""
     sys.path.append(str(ROOT))  # a program only has its own folder in sys.path
     from tests.pretended import build
@@ -101,7 +103,7 @@ def counted(name: str, devices: int, source: Path) -> dict[str, Any]:
     named = ",".join(f"pretend:{number}" for number in range(devices))
     command = [sys.executable, "-m", "onefold", "run", "--devices", named, __file__]
     done = subprocess.run(
-        [*command, "--count", name],
+        [*command, "--count", name, "--shards", str(shards), *["--graphs"] * graphs],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
@@ -112,14 +114,16 @@ def counted(name: str, devices: int, source: Path) -> dict[str, Any]:
     return row
 
 
-def count(name: str) -> None:
+def count(name: str, shards: int, *, graphs: bool) -> None:
     """Train as one process of a run; the process of device 0 prints its counts."""
     from tests.pretended import device
 
     workload = SMALL[name].scaled(SAMPLES / SMALL[name].batch_size)
     model, optimizer = workload.build()
     batches = workload.batches()
-    trainer = onefold.Trainer(model, optimizer, losses, shards=SHARDS, threads=1)
+    # Trees of earlier commits have no graphs.
+    options: dict[str, Any] = {"graphs": True} if graphs else {}
+    trainer = onefold.Trainer(model, optimizer, losses, shards=shards, threads=1, **options)
     for number in range(WARM_UP):
         trainer.step(batches[number % len(batches)])
     torch.accelerator.synchronize()
@@ -135,7 +139,7 @@ def count(name: str) -> None:
     device.reset_counts(counting=False)
     waits = [(what, number) for (_, what), number in found["waits"].items()]
     held = torch.accelerator.memory_allocated(index), torch.accelerator.max_memory_allocated(index)
-    own = own_counts(workload, -(-SHARDS // len(trainer.devices)), index)
+    own = own_counts(workload, -(-shards // len(trainer.devices)), SAMPLES // shards, index)
     row = {
         "workload": name,
         "devices": len(trainer.devices),
@@ -187,13 +191,13 @@ def watching(model: torch.nn.Module, sent: dict[str, int]) -> Iterator[None]:
     sent["gradients"] += left[0]
 
 
-def own_counts(workload: Workload, shards: int, index: int) -> tuple[float, float]:
+def own_counts(workload: Workload, shards: int, samples: int, index: int) -> tuple[float, float]:
     """Return launches and allocations of the shards and an update, in a loop without onefold."""
     from tests.pretended import device
 
     where = torch.device("pretend", index)
     model, optimizer = workload.build(where)
-    inputs, labels = (part[: SAMPLES // SHARDS] for part in workload.batches(where)[0])
+    inputs, labels = (part[:samples] for part in workload.batches(where)[0])
 
     def shard() -> None:
         losses(model, (inputs, labels)).sum().div(SAMPLES).backward()

@@ -30,7 +30,7 @@ import onefold
 from loops import losses
 from workloads import LARGE, WORKLOADS, Batch, Workload
 
-__all__ = ["GROUPS", "Side", "main"]
+__all__ = ["GROUPS", "Side", "main", "measured"]
 
 PLAIN = "plain PyTorch"
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,6 +51,8 @@ class Side:
     precision: str | None = None
     devices: int = 1
     compiled: bool = False
+    graphs: bool = False
+    """Whether shards are captured and replayed."""
     ddp: bool = False
     """Whether the plain loop uses DistributedDataParallel, with one process."""
     repeatable: bool = False
@@ -63,6 +65,7 @@ class Side:
         words += [f"{self.devices} devices of the card"] if self.devices > 1 else []
         words += ["repeatable kernels"] if self.repeatable else []
         words += ["compiled"] if self.compiled else []
+        words += ["graphs"] if self.graphs else []
         words += [self.precision] if self.precision else []
         return ", ".join(words)
 
@@ -205,6 +208,7 @@ def new_step(workload: Workload, side: Side, device: torch.device) -> Callable[[
         threads=1,
         precision=side.precision,  # type: ignore[arg-type]
         compile=side.compiled,
+        graphs=side.graphs,
     )
     return trainer.step
 

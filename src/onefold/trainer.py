@@ -90,6 +90,8 @@ class Trainer:
         compile: whether to compile the model and the loss of a shard together, with
             ``torch.compile``. Other kernels round differently. Evaluation and prediction are not
             compiled.
+        graphs: whether an accelerator captures the kernels of a shard once and replays them, with
+            the same bits. The host then launches a shard in two calls. Other devices ignore it.
         deterministic: whether to use kernels that repeat their bits, and refuse others.
         buffers: rules for buffers that shards change, by name or pattern. The default is the mean
             over the shards for floating point, and the largest for other numbers. Rules are
@@ -137,6 +139,7 @@ class Trainer:
         on_nonfinite: OnNonfinite = "raise",
         microbatch: Microbatch | None = None,
         compile: bool = False,
+        graphs: bool = False,
         deterministic: bool = True,
         buffers: Mapping[str, BufferRule] | None = None,
         stages: Sequence[torch.nn.Module] | Literal["auto"] = "auto",
@@ -155,6 +158,7 @@ class Trainer:
             on_nonfinite=on_nonfinite,
             microbatch=microbatch,
             compile=compile,
+            graphs=graphs,
             deterministic=deterministic,
             timeout_s=context.options.timeout_s if timeout_s is None else timeout_s,
             threads=threads,

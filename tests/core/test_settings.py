@@ -44,7 +44,7 @@ def test_only_these_are_not_compared_or_not_saved() -> None:
     )
     assert saved.keys() <= compared.keys(), "a checkpoint holds what is the same on all devices"
     # Devices compare the number of threads that PyTorch has.
-    assert names - compared.keys() == {"timeout_s", "threads"}
+    assert names - compared.keys() == {"timeout_s", "threads", "graphs"}
     # When the scheduler is stepped is saved with it.
     of_devices = {"on_nonfinite", "deterministic", "buffers", "scheduler_every"}
     assert compared.keys() - saved.keys() == of_devices

@@ -120,3 +120,17 @@ def test_launches_and_allocations_beside_the_models_own(
     found = counts_of_step(steps, model=kind(), loss=squares, optimizer=adam, **choices)
     assert found["launches"] - own["launches"] <= parameters
     assert found["allocations"] - own["allocations"] <= SHARDS * parameters
+
+
+@pytest.mark.parametrize("kind", [Deep, Normed])
+def test_the_host_launches_a_captured_shard_as_a_whole(kind: type[nn.Module]) -> None:
+    """Eight shards take less than half the launches of a single eager one, and at most 14 each."""
+    steps = [(torch.ones(48, 8, device=DEVICE),)] * (WARM_UP + STEPS)
+    options: dict[str, Any] = {"loss": squares, "optimizer": adam}
+    eager = counts_of_step(steps, model=kind(), shards=1, **options)["launches"]
+    one, eight = (
+        counts_of_step(steps, model=kind(), shards=shards, graphs=True, **options)["launches"]
+        for shards in (1, 8)
+    )
+    assert eight < eager / 2
+    assert eight - one <= 7 * 14

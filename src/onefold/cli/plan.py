@@ -92,6 +92,12 @@ def _print(console: Screen, found: dict[str, Any], names: Sequence[str]) -> None
     console.print(
         "In addition, a device needs PyTorch itself, its batch, and the activations of one shard."
     )
+    if found["gradient_bytes_of_graphs"]:
+        console.print(
+            f"graphs=True keeps these activations, and on a GPU "
+            f"{_mebibytes(found['gradient_bytes_of_graphs'])} MiB of gradients for each size of a "
+            f"shard."
+        )
     owner = "The smallest GPU of this machine has"
     if found["together"]:
         console.print("CPU devices of one host share the parameters; each counts its part.")

@@ -37,6 +37,7 @@ LATE = {
     "session.data_calls": "the script evaluates, predicts or shows the averages",
     "shard.advice": "a step fails, its first batch is small, or a mistake is likely",
     "shard.compiling": "the loss is compiled",
+    "shard.graphs": "an accelerator captures shards",
     "shard.left_state": "shards may leave state on modules of the script",
     "shard.stage_modules": "a model is cut into stages, as devices share no memory",
     "step.joint": "the loss gathers, has several denominators, or returns metrics",

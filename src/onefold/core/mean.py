@@ -54,6 +54,8 @@ class _Pass:
 
     whole = False
     """Whether the pass sees a whole batch, as in a plain loop."""
+    captured = False
+    """Whether the pass is captured for replays, so that no value may be read or cached."""
 
 
 PASS = _Pass()
@@ -251,7 +253,8 @@ class LateWeight:
 
     def __init__(self, weight: torch.Tensor, what: str, *, divided: bool = False) -> None:
         self._there, self._what = weight.detach().reshape(()), what
-        self._copy, self._divided = HostCopy(self._there), divided
+        self._copy = None if PASS.captured else HostCopy(self._there)
+        self._divided = divided
         self._changes: tuple[Callable[[float], float], ...] = ()
 
     def then(self, change: Callable[[float], float]) -> LateWeight:
@@ -260,12 +263,17 @@ class LateWeight:
         changed._changes = (*self._changes, change)
         return changed
 
+    def again(self) -> LateWeight:
+        """Return the weight that a replay has computed."""
+        return LateWeight(self._there.clone(), self._what, divided=self._divided)
+
     def read(self) -> float:
         """Wait for the copy and return the weight.
 
         Raises:
             LossError: the weight is negative or not finite.
         """
+        assert self._copy is not None  # a captured weight is read by `again`
         weight = _checked(float(self._copy.read()), self._what)
         weight = float(weight > 0) if self._divided else weight
         return functools.reduce(lambda found, change: change(found), self._changes, weight)
@@ -361,14 +369,15 @@ class Contribution(NamedTuple):
             TypeError: there are several terms. Call ``combine`` first.
         """
         self._expect_one_divisor("backward()")
-        root = self.root
+        # A graph owns its seed: the cache may free one, or return one that is not computed yet.
+        root, seed_of = self.root, _seed.__wrapped__ if PASS.captured else _seed
         if isinstance(divisor, torch.Tensor):
             # Divide as kernels divide by a number: in float32 at least, rounded once.
             wide = torch.promote_types(root.dtype, torch.float32)
-            one = _seed(self.share, 1.0, wide, root.device, torch.Size())
+            one = seed_of(self.share, 1.0, wide, root.device, torch.Size())
             start = (one / divisor.to(wide)).to(root.dtype).expand_as(root)
         else:
-            start = _seed(self.share, divisor, root.dtype, root.device, root.shape)
+            start = seed_of(self.share, divisor, root.dtype, root.device, root.shape)
             # The seed is cached, and a hook may write to the gradient that it receives. PyTorch
             # rejects in-place writes to an expanded tensor, but a single element is not expanded.
             start = start if root.numel() > 1 else start.clone()

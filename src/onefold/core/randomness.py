@@ -1,8 +1,5 @@
 """Seeds that do not depend on the device, and the states of random generators.
 
-`packed_generators` packs the states of all generators into bytes, so that another device can
-continue: PyTorch's generators (of the host and of one GPU), Python's ``random`` and NumPy's.
-
 Note: what is seeded, and what it costs
 ---------------------------------------
 Every generator that user code may draw from is seeded before each shard and each sample, and
@@ -29,7 +26,6 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-from onefold.core.encoding import decode, encode
 from onefold.system.accelerator import generator_of
 
 __all__ = [
@@ -42,17 +38,17 @@ __all__ = [
     "derive_seed",
     "forget_numpy",
     "forked_generators",
+    "generators_of",
     "in_common",
     "kept_generators",
     "loader_seed",
     "order_by_length",
-    "packed_generators",
-    "put_generators",
-    "redo_generators",
+    "put_states",
     "same_rng_for_all_shards",
     "sample_order",
     "seed_generators",
     "state_of",
+    "states_of",
 ]
 
 GENERATORS = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
@@ -115,9 +111,9 @@ def seed_generators(
 
     Args:
         seed: 64 bits.
-            device: the device whose generator is also seeded, if it is a GPU.
-            common: a purpose and numbers that are equal in all shards of the batch, for
-                `same_rng_for_all_shards`.
+        device: the device whose generator is also seeded, if it is a GPU.
+        common: a purpose and numbers that are equal in all shards of the batch, for
+            `same_rng_for_all_shards`.
     """
     COMMON.purpose, COMMON.numbers = common or ("", None)
     COMMON.device = device
@@ -130,17 +126,17 @@ def seed_generators(
     np.random.seed(seed & 0xFFFFFFFF)
 
 
-def _generators(*devices: torch.device | None) -> list[torch.Generator]:
+def generators_of(*devices: torch.device | None) -> list[torch.Generator]:
     """Return PyTorch's generators of the host, and of those devices that are GPUs."""
     others = [device for device in devices if device is not None and device.type != "cpu"]
     return [torch.default_generator, *map(generator_of, others)]
 
 
-def _states_of(generators: Iterable[torch.Generator]) -> list[torch.Tensor]:
+def states_of(generators: Iterable[torch.Generator]) -> list[torch.Tensor]:
     return [generator.get_state() for generator in generators]
 
 
-def _put_states(generators: Iterable[torch.Generator], states: Iterable[torch.Tensor]) -> None:
+def put_states(generators: Iterable[torch.Generator], states: Iterable[torch.Tensor]) -> None:
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
 
@@ -152,10 +148,10 @@ class kept_generators:  # noqa: N801 (used like a function)
     """
 
     def __init__(self, *devices: torch.device | None) -> None:
-        self._generators = _generators(*devices)
+        self._generators = generators_of(*devices)
 
     def __enter__(self) -> None:
-        self._states, self._python = _states_of(self._generators), random.getstate()
+        self._states, self._python = states_of(self._generators), random.getstate()
         self._common = COMMON.purpose, COMMON.numbers, COMMON.device
         self._numpy = mtrand.get_bit_generator()
         # Read the pending number before the replacement, which drops it.
@@ -178,7 +174,7 @@ class kept_generators:  # noqa: N801 (used like a function)
             np.random.set_state(self._pending)
         COMMON.purpose, COMMON.numbers, COMMON.device = self._common
         random.setstate(self._python)
-        _put_states(self._generators, self._states)
+        put_states(self._generators, self._states)
 
 
 def in_common() -> tuple[str, tuple[int, ...]] | None:
@@ -243,14 +239,14 @@ class GeneratorStates:
     """
 
     def __init__(self, *devices: torch.device) -> None:
-        self._generators = _generators(*devices)
-        self._states = _states_of(self._generators)
+        self._generators = generators_of(*devices)
+        self._states = states_of(self._generators)
         self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
 
     def drawn_from(self) -> str:
         """Return the name of a generator whose state has changed; empty if none has."""
         numpy = np.random.get_state(legacy=False)
-        host, *gpus = map(torch.equal, self._states, _states_of(self._generators))
+        host, *gpus = map(torch.equal, self._states, states_of(self._generators))
         moved = {
             "PyTorch's generator": not host,
             "PyTorch's generator of a GPU": not all(gpus),
@@ -265,7 +261,7 @@ class GeneratorStates:
         np.random.set_state(self._numpy)
         # Invalidate the cached generator state: a step in the block may have updated it.
         _numpy.forget()
-        _put_states(self._generators, self._states)
+        put_states(self._generators, self._states)
 
 
 @contextmanager
@@ -334,7 +330,7 @@ def sample_order(
     Args:
         samples: number of samples in the data set.
         seed: seed of the run.
-            epoch: epoch number.
+        epoch: epoch number.
         loader: number of the loader, so that two loaders of one data set have different orders.
     """
     # A separate CPU generator: the order does not depend on the device type, and no other generator
@@ -354,8 +350,8 @@ def order_by_length(
     Args:
         lengths: (samples,) int64.
         batch_size: number of samples in a batch.
-            epoch: epoch number.
-        epoch: number of the pass.
+        seed: seed of the run.
+        epoch: epoch number.
         loader: number of the loader.
     """
     order = sample_order(len(lengths), seed=seed, epoch=epoch, loader=loader)
@@ -369,61 +365,6 @@ def order_by_length(
     rest = order[whole * batch_size :]
     rest = rest[lengths[rest].argsort(stable=True)]
     return torch.cat([batches[torch.randperm(whole, generator=generator)].flatten(), rest])
-
-
-def packed_generators(device: torch.device) -> torch.Tensor:
-    """Pack the states of the generators that the code of a shard may draw from: (n,) uint8.
-
-    Args:
-        device: the device whose generator is included, if it is a GPU.
-
-    >>> states = packed_generators(torch.device("cpu"))
-    >>> drawn = torch.rand(())
-    >>> put_generators(states, torch.device("cpu"))
-    >>> bool(torch.rand(()) == drawn)
-    True
-    """
-    version, words, pending = random.getstate()
-    # During a step NumPy's generator is the stand-in, an MT19937: see the note at the top.
-    numpy: dict[str, Any] = np.random.get_state(legacy=False)
-    states = {
-        "torch": _states_of(_generators(device)),
-        "python": [version, np.array(words, dtype=np.uint64), pending],
-        "numpy": numpy,
-    }
-    return torch.frombuffer(bytearray(encode(states, "generators")), dtype=torch.uint8)
-
-
-def put_generators(packed: torch.Tensor, device: torch.device) -> None:
-    """Restore the generators from the result of `packed_generators`.
-
-    Args:
-        packed: (n,) uint8 on the host.
-        device: the device whose generator is also set, if it is a GPU.
-    """
-    states = decode(packed.numpy().tobytes())
-    _put_states(_generators(device), states["torch"])
-    version, words, pending = states["python"]
-    random.setstate((version, tuple(words.tolist()), pending))
-    np.random.set_state(states["numpy"])
-
-
-def redo_generators(before: torch.Tensor, after: torch.Tensor, device: torch.device) -> None:
-    """Set generators whose state is ``before`` to ``after``; for activation checkpointing.
-
-    A layer that backward recomputes restores the generators that it used in forward, if the script
-    asks for that; these must then move on as they did in forward. All other generators stay as is.
-
-    Args:
-        before: a result of `packed_generators`.
-        after: another one.
-        device: the device whose generator is included, if it is a GPU.
-    """
-    found, wanted = decode(before.numpy().tobytes()), decode(after.numpy().tobytes())
-    triples = zip(_generators(device), found["torch"], wanted["torch"], strict=True)
-    for generator, state, moved in triples:
-        if torch.equal(generator.get_state(), state):
-            generator.set_state(moved)
 
 
 class OwnGenerators:

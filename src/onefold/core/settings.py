@@ -179,6 +179,8 @@ class Settings:
     """Maximum number of samples of a shard that run at once; None for all of them."""
     compile: bool = field(default=False, metadata={"costs": _SAME_BITS})
     """Whether the model and the loss of a shard are compiled together."""
+    graphs: bool = field(default=False, metadata=_OF_A_PROCESS)
+    """Whether accelerators capture the kernels of a shard and replay them."""
     deterministic: bool = field(metadata=_NOT_SAVED)
     """Whether kernels that do not repeat their bits are rejected."""
     timeout_s: float = field(metadata=_OF_A_PROCESS)
@@ -217,6 +219,8 @@ class Settings:
                 f"torch.compile cannot be chosen here, because some of them do not repeat their "
                 f"bits"
             )
+        if not isinstance(self.graphs, bool):
+            raise TypeError(f"graphs must be True or False, but got {self.graphs!r}")
         check_choice("scheduler_every", self.scheduler_every, SchedulerEvery)
         check_choice("on_nonfinite", self.on_nonfinite, OnNonfinite)
 

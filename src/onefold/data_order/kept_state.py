@@ -34,7 +34,7 @@ import torch
 
 from onefold.core.randomness import GENERATORS
 
-__all__ = ["CLOSED", "MOST", "WIDEST", "files_in", "generators_in", "reachable"]
+__all__ = ["CLOSED", "MOST", "WIDEST", "files_in", "generators_in", "reachable", "referents_of"]
 
 MOST = 10_000
 """Maximum number of objects in a search."""
@@ -68,7 +68,7 @@ def reachable(owners: Iterable[object], closed: Set[str] = CLOSED) -> list[objec
         each = (waiting or classes).popleft()
         if not isinstance(each, _LEAVES) and id(each) not in found:
             found[id(each)] = each
-            for part in islice(_parts_of(each, closed), WIDEST):
+            for part in islice(referents_of(each, closed), WIDEST):
                 (classes if isinstance(part, type) else waiting).append(part)
     return list(found.values())
 
@@ -98,7 +98,8 @@ def _is_read(file: io.IOBase) -> bool:
         return False
 
 
-def _parts_of(value: Any, closed: Set[str]) -> Iterator[object]:
+def referents_of(value: Any, closed: Set[str] = CLOSED) -> Iterator[object]:
+    """Yield the objects that a value refers to; see the note on limits."""
     if isinstance(value, GENERATORS):
         return iter(())
     if isinstance(value, FunctionType):

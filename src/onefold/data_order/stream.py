@@ -55,11 +55,10 @@ from torch.utils.data import Dataset, default_collate
 from onefold.core.batch import DataPass
 from onefold.core.encoding import from_json, to_json
 from onefold.core.numbers import check_whole
+from onefold.core.packed_generators import packed_generators, put_generators
 from onefold.core.randomness import (
     OwnGenerators,
     loader_seed,
-    packed_generators,
-    put_generators,
     seed_generators,
 )
 from onefold.core.settings import PROMISES

@@ -9,7 +9,7 @@ import difflib
 import inspect
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from onefold.core.mean import Mean
 from onefold.core.structure import parts_of
+from onefold.errors import GradientError
 from onefold.shard.loss_watch import LOSSES, LossFinding, finding_of, places_in, saved
 from onefold.system.words import listed, message_of
 
@@ -30,9 +31,11 @@ __all__ = [
     "advice_on",
     "check_adafactor",
     "check_lists",
+    "explain",
     "inspect_totals",
     "is_about_hooks",
     "is_shortage",
+    "refuse_gradients",
     "refuse_per_sample",
     "say_few",
     "say_partitioned",
@@ -118,6 +121,41 @@ def is_shortage(error: BaseException) -> bool:
 def is_about_hooks(error: BaseException) -> bool:
     """Whether an error rejects hooks of saved tensors, which gather parameters in backward."""
     return "support saved tensor hooks" in message_of(error)
+
+
+def explain(error: Exception, replica: Any, shard: int, task: Any, where: str) -> None:
+    """Add the shard, its device and advice to the error of a shard.
+
+    Raises:
+        StateError: a buffer was resized.
+    """
+    error.add_note(f"raised in {where}, on device {replica.number} ({replica.device})")
+    samples = task.batch.count_of(shard).samples
+    parts = {"loss": task.loss, "module": replica.module, "payload": task.batch.shards[shard]}
+    advice = advice_on(error, samples=samples, shards=task.shards, **parts)
+    if advice:
+        error.add_note(advice)
+    replica.buffers.check_shapes()
+
+
+def refuse_gradients(
+    names: Sequence[str], gradients: Sequence[torch.Tensor | None], where: str
+) -> None:
+    """Refuse gradients that an inner backward of the loss left.
+
+    Raises:
+        GradientError: a gradient is not zero.
+    """
+    # zero_grad(set_to_none=False) leaves zeros, which are harmless. Detecting zeros blocks on the
+    # GPU, but only if the loss called backward itself.
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is not None and bool(gradient.count_nonzero()):
+            raise GradientError(
+                f"{where}: the loss function called backward and left a gradient in {name}.grad. "
+                f"This gradient would be added once per shard, so the result would depend on the "
+                f"number of shards. Call model.zero_grad() before returning, or use "
+                f"torch.autograd.grad"
+            )
 
 
 def advice_on(

@@ -26,11 +26,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 
+from onefold.core.gatherer import GatherRequest
 from onefold.core.gathering import SyncBatchNorm
 from onefold.core.mean import Contribution
 from onefold.core.settings import Settings
@@ -199,7 +200,7 @@ class EagerComparison:
         where = f"step {task.step}, shard {shard}"
         notes = self._notes and task.shards > 1
         with self._external.refusing_changes(f"{where}, the loss") if notes else nullcontext():
-            part = replica.rehearse(shard, task)
+            part = _rehearse(replica, shard, task)
         yield
         samples = task.batch.count_of(shard).samples
         whole = task.microbatch is None or samples <= task.microbatch
@@ -240,3 +241,14 @@ class EagerComparison:
             compiled,
             written,
         )
+
+
+def _rehearse(replica: Replica, shard: int, task: ShardTask) -> Contribution | None:
+    """Run a shard, or its first microbatch, without compiled code; inspect the loss.
+
+    Returns None if the loss gathers values from other shards.
+    """
+    with torch.compiler.set_stance("force_eager"), suppress(GatherRequest):
+        read = Contribution.without_graph
+        return replica.forward_alone(shard, task, read, inspected=True)[0]
+    return None

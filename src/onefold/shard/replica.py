@@ -21,7 +21,7 @@ made by the loss persist, as in a plain loop."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,7 +36,7 @@ from onefold.core.randomness import OwnGenerators, derive_seed, seed_generators
 from onefold.core.results import GATHERS, LATE, Gradients, ShardResult, code_of, split
 from onefold.core.settings import AS_GIVEN, Precision, added_up_in
 from onefold.core.shard import microbatch_bounds, rows_of
-from onefold.errors import GradientError, LossError
+from onefold.errors import LossError
 from onefold.shard.buffers import BufferSet
 from onefold.shard.gradients import (
     ParameterSet,
@@ -108,16 +108,20 @@ class Replica:
         """The model's stages, if gradients are sent stage by stage."""
         self.watch = Stopwatch(device)
         self.loss_watch = LossWatch()
+        self.replay: Callable[[Microbatch, Any], ShardResult | None] = lambda microbatch, payload: (
+            None
+        )
+        """Replays a microbatch that was captured; returns None if it must run eagerly."""
         self.own_generators = OwnGenerators()
         """Generators reachable from the loss and the model; seeded for each shard."""
         self.note_shard: Callable[[int], None] = lambda shard: None
         """Called with the number of each shard that starts, and with -1 after the last one."""
-        self._names = list(parts.trained)
         self._parameters = list(parts.trained.values())
         layout = trained.layout
         strides = [entry.stride for entry in layout.entries]
-        self._all = ParameterSet(self._parameters, strides, self._names)
-        self.of_stages = [self._all.some(n) for n in stages.stages.entries] if stages else []
+        self.trained_set = ParameterSet(self._parameters, strides, [*parts.trained])
+        """All trained parameters."""
+        self.of_stages = [self.trained_set.some(n) for n in stages.stages.entries] if stages else []
         dtypes = map(layout.dtype_of, range(len(layout.entries)))
         self._narrow = [n for n, dtype in enumerate(dtypes) if added_up_in(dtype) != dtype]
         self._compute_in, self._kind = precision.compute, device.type
@@ -209,7 +213,7 @@ class Replica:
             return ShardResult(self.nothing, None, GATHERS)
         except Exception as error:
             self.put_back(task)
-            self.explain(error, shard, task, where)
+            load("shard.advice").explain(error, self, shard, task, where)
             raise
         # Read buffers after backward, which may change them: checkpointed layers rerun forward.
         buffers = self.buffers.changed()
@@ -230,7 +234,12 @@ class Replica:
 
     def compute_microbatch(self, microbatch: Microbatch) -> ShardResult:
         """Run a microbatch forward and backward; usually it is the whole shard."""
-        payload, task, gatherer = self.on_device(microbatch), microbatch.task, microbatch.gatherer
+        payload = self.on_device(microbatch)
+        return self.replay(microbatch, payload) or self.run_eagerly(microbatch, payload)
+
+    def run_eagerly(self, microbatch: Microbatch, payload: Any) -> ShardResult:
+        """Run a microbatch forward and backward, kernel by kernel."""
+        task, gatherer = microbatch.task, microbatch.gatherer
         handing: GradientHooks | None = None
         if task.send is not None and self.stages is not None:  # else shards keep their gradients
             handing = load("shard.stage_modules").GradientHooks(
@@ -265,7 +274,7 @@ class Replica:
         if handing:
             handing.finish()
         else:
-            gradients = self.taken(self._all, microbatch)
+            gradients = self.taken(self.trained_set, microbatch)
         # kind "means": backward did not run. The step starts over once the denominators are known.
         total = None if part.kind == "means" else part.total()
         given = handing.given if handing else ()
@@ -317,6 +326,17 @@ class Replica:
         self, microbatch: Microbatch, payload: Any, gatherer: Gatherer | None
     ) -> tuple[Contribution, ShardValues | None]:
         """Run forward; return the loss's part of the batch's loss, and the logged values."""
+        part, values, outputs = self.forward(microbatch, payload, gatherer)
+        # Read values before backward: until they are read, they keep their part of the graph alive.
+        if not values and not outputs:
+            return part, None
+        read = load("core.values").read_values
+        return part, read(values, outputs, microbatch.samples, microbatch.where)
+
+    def forward(
+        self, microbatch: Microbatch, payload: Any, gatherer: Gatherer | None
+    ) -> tuple[Contribution, Mapping[str, object], Mapping[str, object]]:
+        """Run forward; return the loss's part of the batch's loss, metrics and outputs."""
         task, where = microbatch.task, microbatch.where
         PASS.whole = task.is_plain
         try:
@@ -340,11 +360,7 @@ class Replica:
             task = task if divisors is None else replace(task, divisors=divisors)
         if part.kind == "means":
             part = task.of_one_divisor(part)
-        # Read values before backward: until they are read, they keep their part of the graph alive.
-        if not values and not outputs:
-            return part, None
-        read = load("core.values").read_values
-        return part, read(values, outputs, microbatch.samples, where)
+        return part, values, outputs
 
     def weigh_shards(self, task: ShardTask) -> Weighed:
         """Compute the kind and weight of each loss term, for each of this device's shards.
@@ -357,7 +373,7 @@ class Replica:
             if shard in task.batch.shards:
                 read = Contribution.kinds_and_weights
                 try:
-                    rows[shard] = self._forward_alone(shard, task, read)
+                    rows[shard] = self.forward_alone(shard, task, read)
                 except GatherRequest:
                     # The loss gathers. The shards run next and find the same. One term of kind
                     # "sum" requests no denominators.
@@ -369,18 +385,7 @@ class Replica:
             for shard, each in rows.items()
         }
 
-    def rehearse(self, shard: int, task: ShardTask) -> Contribution | None:
-        """Run a shard, or its first microbatch, without compiled code; inspect the loss.
-
-        The shard runs again afterwards, from the same buffers and seeds. Returns None if the loss
-        gathers values from other shards.
-        """
-        with torch.compiler.set_stance("force_eager"), suppress(GatherRequest):
-            read = Contribution.without_graph
-            return self._forward_alone(shard, task, read, inspected=True)[0]
-        return None
-
-    def _forward_alone(
+    def forward_alone(
         self,
         shard: int,
         task: ShardTask,
@@ -388,7 +393,10 @@ class Replica:
         *,
         inspected: bool = False,
     ) -> list[Read]:
-        """Run a shard's microbatches forward (only the first if ``inspected``); read the losses."""
+        """Run a shard's microbatches forward (only the first if ``inspected``); read the losses.
+
+        The shard runs again afterwards, from the same buffers and seeds.
+        """
         drop_gradients(self._parameters)
         where, samples = self.begin_shard(shard, task), task.batch.count_of(shard).samples
         microbatches, found = microbatch_bounds(samples, task.microbatch), []
@@ -399,7 +407,7 @@ class Replica:
                 found.append(read(self.run_forward(microbatch, inspected)))
                 drop_gradients(self._parameters)
         except Exception as error:
-            self.explain(error, shard, task, where)
+            load("shard.advice").explain(error, self, shard, task, where)
             raise
         finally:
             drop_gradients(self._parameters)
@@ -446,32 +454,11 @@ class Replica:
             self.parts.modes.restore(task.modes)
             self.parts.restore_frozen(task.trainable)
 
-    def explain(self, error: Exception, shard: int, task: ShardTask, where: str) -> None:
-        """Add the shard and advice to an error; raise `StateError` if a buffer was resized."""
-        error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
-        samples = task.batch.count_of(shard).samples
-        parts = {"loss": task.loss, "module": self.module, "payload": task.batch.shards[shard]}
-        advise = load("shard.advice").advice_on
-        advice = advise(error, samples=samples, shards=task.shards, **parts)
-        if advice:
-            error.add_note(advice)
-        self.buffers.check_shapes()
-
     def _refuse_leftovers(self, where: str) -> None:
         """Refuse gradients of an inner backward, which would be added to the shard's gradient."""
         left = gradients_of(self._parameters)
-        if left.count(None) == len(left):
-            return
-        # zero_grad(set_to_none=False) leaves zeros, which are harmless. Detecting zeros blocks on
-        # the GPU, but only if the loss called backward itself.
-        for name, gradient in zip(self._names, left, strict=True):
-            if gradient is not None and bool(gradient.count_nonzero()):
-                raise GradientError(
-                    f"{where}: the loss function called backward and left a gradient in "
-                    f"{name}.grad. This gradient would be added once per shard, so the result "
-                    f"would depend on the number of shards. Call model.zero_grad() before "
-                    f"returning, or use torch.autograd.grad"
-                )
+        if left.count(None) < len(left):
+            load("shard.advice").refuse_gradients(self.trained_set.names, left, where)
 
 
 def _added_weights(

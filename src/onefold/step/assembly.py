@@ -161,15 +161,16 @@ def assemble(
     # Call this before anything else can fail: the other devices wait for this process from here on.
     joined(exchange)
     memory = exchange.memory
-    named = parts.named.values()
-    undrawn = any(deferred_of(each) is not None for each in named)
-    with load("deferred.values").revealed(named) if undrawn else nullcontext():
+    undrawn = [each for each in parts.named.values() if deferred_of(each) is not None]
+    with load("deferred.values").revealed(undrawn) if undrawn else nullcontext():
         trained, other, precision = memory.trained, memory.other, settings.precision
         cut = layout.modules if storage.early is None else layout.early
         replicas = [
             Replica(n, device, parts, trained[n], other[n], buffers[n], precision, cut)
             for n, device in devices.own_devices.items()
         ]
+        if settings.graphs:
+            load("shard.graphs").capture_shards(replicas, gathers=storage.stages is not None)
         # Afterwards the model's parameters are views of the run's memory, with the lead's values.
         replicas[0].attach()
         refuse_clipping(parts.trained.values())

@@ -27,6 +27,7 @@ __all__ = [
     "kind",
     "make_current",
     "name_of",
+    "on_stream",
     "record_event",
     "release_cached_memory",
     "same_stream",
@@ -124,11 +125,12 @@ def same_stream(device: torch.device) -> AbstractContextManager[object]:
     """Return a block for another thread that uses this thread's stream of a device."""
     if device.type == "cpu":
         return _NOTHING
-    return _on_stream(device, torch.accelerator.current_stream(device))
+    return on_stream(device, torch.accelerator.current_stream(device))
 
 
 @contextmanager
-def _on_stream(device: torch.device, stream: torch.Stream) -> Iterator[None]:
+def on_stream(device: torch.device, stream: torch.Stream) -> Iterator[None]:
+    """Launch on another stream of a device inside the block."""
     with as_current(device):
         before = torch.accelerator.current_stream(device)
         torch.accelerator.set_stream(stream)

@@ -51,6 +51,7 @@ def prepare(start: RunSetup) -> NoReturn:
         "parameters": sum(stage["parameters"] for stage in stages),
         "parameter_bytes": sizes.parameters,
         "together": together,
+        "gradient_bytes_of_graphs": sizes.gradients if settings.graphs else 0,
         "stages": stages,
         "rows": [_row(sizes, count, together=together) for count in counts],
     }

@@ -32,7 +32,7 @@ LEAST_DATA_S = 0.005
 LAUNCH_STEPS = 20
 """Number of consecutive steps with waits before a warning; the first steps compile and check."""
 
-_LAUNCH_LESS = "Use fewer shards, larger batches or compile=True"
+_LAUNCH_LESS = "Use fewer shards, larger batches, graphs=True or compile=True"
 _READ_AHEAD = "Use workers= (onefold train: --workers), which read batches ahead, or more of them"
 
 

@@ -154,6 +154,7 @@ class Draws {
     static std::mutex lock;
     return lock;
   }
+  Permitted permitted_;
   std::lock_guard<std::mutex> locked_;
   at::Generator from_, own_;
   Tensor before_;
@@ -229,6 +230,93 @@ bool is_view(const c10::FunctionSchema& schema) {
   return alias && !alias->isWrite();
 }
 
+// Tensors of some arguments, in order.
+std::vector<Tensor> tensors_in(Arguments given) {
+  std::vector<Tensor> found;
+  for (const auto& value : given) each_tensor(value, [&](const Tensor& t) { found.push_back(t); });
+  return found;
+}
+
+void redispatch(const c10::OperatorHandle& op, torch::jit::Stack* stack,
+                const std::optional<at::Generator>& draws) {
+  std::optional<Draws> drawing;
+  if (draws) drawing.emplace(*draws);
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::impl::ExcludeDispatchKeyGuard plain(c10::autocast_dispatch_keyset);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+}
+
+// The address of a tensor's memory, for the processor; the memory may be freed.
+Tensor bare(const Tensor& tensor) {
+  const auto& storage = tensor.storage();
+  c10::DataPtr pointer(const_cast<void*>(storage.data()), c10::kCPU);
+  c10::Storage alias(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(pointer), nullptr,
+                     false);
+  return seen_as(tensor, std::move(alias), c10::DispatchKeySet(c10::DispatchKey::CPU));
+}
+
+// What a graph keeps of an argument: addresses of device memory, and values of the host's.
+IValue kept_of(const IValue& value) {
+  return replaced(value, [](const Tensor& tensor) {
+    if (is_ours(tensor)) return bare(tensor);
+    auto copy = tensor.clone();
+    copy.unsafeGetTensorImpl()->set_wrapped_number(
+        tensor.unsafeGetTensorImpl()->is_wrapped_number());
+    return copy;
+  });
+}
+
+using Uses = std::vector<std::pair<Tensor, bool>>;
+
+// Notes what a replay will do in the place of a launch. What the launch has written is undone: in a
+// capture nothing is computed, and results are NaN until the first replay.
+void capture(Tape& tape, const c10::OperatorHandle& op, const std::string& name,
+             std::vector<IValue> kept, Uses uses, torch::jit::Stack* stack,
+             const std::optional<at::Generator>& draws) {
+  const auto& schema = op.schema();
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::impl::ExcludeDispatchKeyGuard plain(c10::autocast_dispatch_keyset);
+  Permitted permitted;
+  std::vector<std::pair<Tensor, Tensor>> before;
+  std::set<const void*> known;
+  for (size_t number = 0; number < kept.size(); number++) {
+    const auto* alias = schema.arguments()[number].alias_info();
+    each_tensor(kept[number], [&](const Tensor& tensor) {
+      known.insert(tensor.storage().data());
+      if (alias && alias->isWrite()) before.emplace_back(tensor, tensor.clone());
+    });
+  }
+  auto state = draws ? draws->get_state() : Tensor();
+  redispatch(op, stack, draws);
+  if (draws) const_cast<at::Generator&>(*draws).set_state(state);
+  for (auto& [tensor, old] : before) tensor.copy_(old);
+  std::vector<IValue> made;
+  for (size_t number = stack->size() - schema.returns().size(); number < stack->size(); number++) {
+    made.push_back(replaced((*stack)[number], bare));
+  }
+  for (const auto& tensor : tensors_in(made)) {
+    if (!known.count(tensor.storage().data()) && tensor.storage().nbytes()) {
+      std::memset(const_cast<void*>(tensor.storage().data()), 0xFF, tensor.storage().nbytes());
+    }
+  }
+  tape.calls.push_back([=](Lane lane, int64_t clock) {
+    for (const auto& [tensor, writes] : uses) touch(tensor, lane, clock, writes, name);
+    at::AutoDispatchBelowADInplaceOrView under;
+    c10::impl::ExcludeDispatchKeyGuard bare_keys(c10::autocast_dispatch_keyset);
+    torch::jit::Stack again(kept.begin(), kept.end());
+    redispatch(op, &again, draws);
+    const std::vector<IValue> came(again.end() - op.schema().returns().size(), again.end());
+    auto from = tensors_in(came), to = tensors_in(made);
+    TORCH_CHECK(from.size() == to.size(), name, " gave another number of tensors in a replay");
+    for (size_t number = 0; number < from.size(); number++) {
+      if (from[number].storage().data() != to[number].storage().data()) {
+        TORCH_CHECK(from[number].sizes() == to[number].sizes(), name, " has other sizes in a replay");
+        to[number].copy_(from[number]);
+      }
+    }
+  });
+}
+
 void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto name = schema.name().substr(schema.name().find("::") + 2);
@@ -239,17 +327,32 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     at::globalContext().alertNotDeterministic(name);
   }
   look_for_waits(name, schema, given);
+  auto* tape = runtime().tape;
+  if (tape && (is_view(schema) || OF_NO_VALUES.count(name))) tape = nullptr;
+  if (tape && tape->lane != current_lane(device.index())) tape = nullptr;
+  Uses uses;
   if (!is_view(schema) && !OF_NO_VALUES.count(name)) {
     auto lane = current_lane(device.index());
     auto clock = launch(lane, name);
     for (size_t number = 0; number < given.size(); number++) {
       const auto* alias = schema.arguments()[number].alias_info();
       each_tensor(given[number], [&](const Tensor& tensor) {
-        touch(tensor, lane, clock, alias && alias->isWrite(), name);
+        const bool writes = alias && alias->isWrite();
+        if (tape && is_ours(tensor)) {
+          note_use(*tape, tensor);
+          uses.emplace_back(bare(tensor), writes);
+        } else if (!tape) {
+          touch(tensor, lane, clock, writes, name);
+        }
       });
     }
   }
 
+  std::vector<IValue> kept;  // before they are lent
+  for (size_t number = 0; tape && number < given.size(); number++) {
+    kept.push_back(given[number].isDevice() ? IValue(c10::Device(c10::kCPU))
+                   : given[number].isGenerator() ? IValue() : kept_of(given[number]));
+  }
   Call call(device);
   std::optional<at::Generator> draws;
   if (op.hasTag(at::Tag::nondeterministic_seeded)) draws = default_generator(device.index());
@@ -264,12 +367,10 @@ void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     value = replaced(value, [&](const Tensor& tensor) { return call.lend(tensor); });
   }
-  {
-    std::optional<Draws> drawing;
-    if (draws) drawing.emplace(*draws);
-    at::AutoDispatchBelowADInplaceOrView below;
-    c10::impl::ExcludeDispatchKeyGuard plain(c10::autocast_dispatch_keyset);
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  if (tape) {
+    capture(*tape, op, name, std::move(kept), std::move(uses), stack, draws);
+  } else {
+    redispatch(op, stack, draws);
   }
   call.take_back();
   for (size_t number = stack->size() - schema.returns().size(); number < stack->size(); number++) {
@@ -291,6 +392,21 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   const bool in = is_ours(to), out = is_ours(from);
   auto host = [](const Tensor& tensor) { return is_ours(tensor) ? as_host(tensor) : tensor; };
   if (in && out) {
+    auto* tape = runtime().tape;
+    if (tape && tape->lane == current_lane(to.get_device())) {
+      TORCH_CHECK(to.get_device() == from.get_device(), "a copy between devices in a capture");
+      note_use(*tape, to);
+      note_use(*tape, from);
+      const auto into = bare(to), out_of = bare(from);
+      tape->calls.push_back([=](Lane lane, int64_t clock) {
+        touch(out_of, lane, clock, false, "copy_");
+        touch(into, lane, clock, true, "copy_");
+        at::AutoDispatchBelowADInplaceOrView under;
+        c10::impl::ExcludeDispatchKeyGuard bare_keys(c10::autocast_dispatch_keyset);
+        Tensor(into).copy_(out_of);
+      });
+      return to;
+    }
     // Both devices' streams wait for one another, before and after.
     auto there = current_lane(to.get_device()), here = current_lane(from.get_device());
     auto clock = launch(here, "copy_");
@@ -302,6 +418,8 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
     return to;
   }
   auto lane = current_lane((in ? to : from).get_device());
+  TORCH_CHECK(!runtime().tape || runtime().tape->lane != lane,
+              "operation not permitted when stream is capturing: a copy between host and device");
   const auto& of_host = in ? from : to;
   const std::string what = in ? "copy_ to a device" : "copy_ to the host";
   const bool pinned = of_host.is_contiguous() && of_host.is_pinned();

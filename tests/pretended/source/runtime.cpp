@@ -72,8 +72,9 @@ Lane new_lane(int device) { return (Lane(device) << STREAM_BITS) | next_stream++
 int64_t launch(Lane lane, const std::string& what) {
   auto& all = runtime();
   check_process();
-  if (all.counts) all.watch("launch", what);
   Locked held(all.lock);
+  if (all.tape && all.tape->lane == lane) return all.seen[lane][lane];  // nothing runs yet
+  if (all.counts) all.watch("launch", what);
   auto& seen = all.seen[lane];
   // What the host has waited for was over before this was launched.
   merge(seen, all.host);
@@ -92,6 +93,7 @@ Clocks moment_of(Lane lane) {
 
 void count_wait(const std::string& what, bool asked_for) {
   auto& all = runtime();
+  TORCH_CHECK(!all.tape, "operation not permitted when stream is capturing: ", what);
   TORCH_CHECK(asked_for || !all.waits_raise, "called a synchronizing operation: ", what);
   if (all.counts) all.watch("wait", what);
 }
@@ -149,6 +151,12 @@ void release(void* context) {
   {
     Locked held(all.lock);
     all.blocks.erase(reinterpret_cast<uintptr_t>(block->address));
+    if (auto pool = block->pool) {
+      pool->freed.push_back(
+          {block->address, block->bytes, block->device, block->of_host, pool->captures});
+      delete block;
+      return;
+    }
     if (!block->pinned) {
       all.usage[block->device].bytes -= rounded(block->bytes);
       for (const auto& use : block->uses) {
@@ -183,6 +191,10 @@ c10::DataPtr keep(std::unique_ptr<Block> block) {
   auto device = block->pinned ? c10::Device(c10::kCPU) : c10::Device(KIND, block->device);
   auto* kept = block.release();
   Locked held(runtime().lock);
+  static int64_t next = 1;
+  kept->number = next++;
+  auto* tape = runtime().tape;
+  if (tape && !kept->pinned && tape->lane == kept->home) kept->pool = tape->pool;
   runtime().blocks[reinterpret_cast<uintptr_t>(kept->address)] = kept;
   return {kept->address, kept, &release, device};
 }
@@ -303,6 +315,37 @@ c10::Storage adopt(const c10::Storage& made, int device) {
   return {c10::Storage::use_byte_size_t(), made.nbytes(), std::move(pointer), &device_memory, true};
 }
 
+int& Permitted::depth() {
+  thread_local int found = 0;
+  return found;
+}
+
+Pool::~Pool() {
+  Locked held(runtime().lock);
+  for (auto& each : freed) {
+    runtime().usage[each.device].bytes -= rounded(each.bytes);
+    if (!each.of_host) std::free(each.address);
+  }
+}
+
+void note_use(Tape& tape, const at::Tensor& tensor) {
+  Locked held(runtime().lock);
+  auto* block = tensor.numel() ? block_of(tensor.storage()) : nullptr;
+  if (block && block->pool != tape.pool) tape.others[block->address] = block->number;
+}
+
+void begin_replay(const Tape& tape) {
+  Locked held(runtime().lock);
+  for (const auto& [address, number] : tape.others) {
+    const auto* block = block_at(address);
+    TORCH_CHECK(block && block->number == number,
+                "a graph is replayed after memory that it uses was freed");
+  }
+  for (auto& each : tape.pool->freed) {
+    if (each.capture < tape.capture) std::memset(each.address, 0xFF, each.bytes);
+  }
+}
+
 void touch(const at::Tensor& tensor, Lane lane, int64_t clock, bool writes, const std::string& by) {
   auto* block = tensor.defined() && tensor.numel() ? block_of(tensor.storage()) : nullptr;
   if (!block) return;
@@ -386,6 +429,22 @@ namespace {
 
 // The processor's, under the name of a device.
 struct DeviceGenerator final : at::CPUGeneratorImpl {
+  static void check() {
+    TORCH_CHECK(!runtime().tape || Permitted::depth(),
+                "the state of a generator cannot be read or set when stream is capturing");
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    check();
+    return at::CPUGeneratorImpl::get_state();
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    check();
+    at::CPUGeneratorImpl::set_state(state);
+  }
+  void set_current_seed(uint64_t seed) override {
+    check();
+    at::CPUGeneratorImpl::set_current_seed(seed);
+  }
   explicit DeviceGenerator(c10::DeviceIndex device) {
     device_ = {KIND, device};
     key_set_ = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
@@ -481,6 +540,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    TORCH_CHECK(!runtime().tape || runtime().tape->lane != lane_of(stream),
+                "operation not permitted when stream is capturing: Event.record");
     if (!*event) *event = new Moment;
     *static_cast<Moment*>(*event) = {moment_of(lane_of(stream)), std::chrono::steady_clock::now()};
   }

@@ -17,6 +17,7 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -44,6 +45,20 @@ struct Use {
   std::string by;
 };
 
+// Memory of captured graphs: what one has freed, a later capture may use again.
+struct Pool {
+  struct Freed {
+    void* address;
+    size_t bytes;
+    int device;
+    c10::Storage of_host;
+    int64_t capture;  // the last capture that had begun by then
+  };
+  int64_t captures = 0;
+  std::vector<Freed> freed;
+  ~Pool();
+};
+
 // Memory of a device, or pinned memory of the host.
 struct Block {
   void* address = nullptr;
@@ -54,6 +69,8 @@ struct Block {
   std::set<Lane> recorded;  // by record_stream
   std::vector<Use> uses;
   c10::Storage of_host;  // of a kernel of the processor that has made it; otherwise it is our own
+  std::shared_ptr<Pool> pool;  // of the graph in whose capture it was allocated
+  int64_t number = 0;          // never used again, unlike its address
 };
 
 // A copy whose outcome the host may not rely on before it has waited.
@@ -65,6 +82,16 @@ struct Late {
   Lane lane;
   int64_t clock;
   std::string by;
+};
+
+// What is captured on a stream: launches, to be run whenever the graph is replayed. It has addresses
+// of memory and keeps none of it, but for that of its own pool.
+struct Tape {
+  Lane lane = 0;
+  std::shared_ptr<Pool> pool;
+  int64_t capture = 0;
+  std::vector<std::function<void(Lane, int64_t)>> calls;
+  std::map<const void*, int64_t> others;  // blocks of other memory, by address, and their numbers
 };
 
 struct Usage {
@@ -85,10 +112,18 @@ struct Runtime {
   std::string log;  // a file to which reports are written as well, for others to read
   bool waits_raise = false;
   bool counts = false;
+  Tape* tape = nullptr;  // one capture at a time, and nothing may wait while there is one
   // Called with "launch", "wait" or "report", and what it is.
   std::function<void(const char*, const std::string&)> watch;
 };
 Runtime& runtime();
+
+// Where kernels of this thread may read and set the state of a device's generator in a capture.
+struct Permitted {
+  Permitted() { depth()++; }
+  ~Permitted() { depth()--; }
+  static int& depth();
+};
 using Locked = std::lock_guard<std::recursive_mutex>;
 
 // Devices and streams. A communicator has a stream of its own on each device.
@@ -108,6 +143,10 @@ void host_waits(const Clocks& clocks);
 void report(const std::vector<std::string>& what);
 // The same without the line that has caused it, where Python cannot be asked.
 void note(const std::string& what);
+// Note what a capture uses of memory that is not of its pool.
+void note_use(Tape& tape, const at::Tensor& tensor);
+// Before a replay: that memory must still be there, and what was freed earlier is overwritten.
+void begin_replay(const Tape& tape);
 
 // Memory.
 c10::DeviceAllocator& allocator();

@@ -32,7 +32,7 @@ import torch
 
 from onefold.core.flat import same_bits, storage_order
 from onefold.core.mean import Contribution
-from onefold.core.randomness import packed_generators, put_generators, redo_generators
+from onefold.core.packed_generators import packed_generators, put_generators, redo_generators
 from onefold.core.stages import ROOT
 from onefold.core.structure import put_tensors, tensors_of
 from onefold.core.values import ShardValues

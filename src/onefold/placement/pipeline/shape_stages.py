@@ -43,7 +43,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from onefold.core.randomness import forked_generators, packed_generators
+from onefold.core.packed_generators import packed_generators
+from onefold.core.randomness import forked_generators
 from onefold.core.structure import parts_of, tensors_of, with_tensors
 from onefold.errors import PipelineError
 from onefold.shard.stage_modules import StageModules

@@ -29,6 +29,7 @@ from onefold.placement.pipeline.boundary import (
     StageOutputs,
 )
 from onefold.placement.pipeline.shape_stages import LossProgress, ShapeTensor, are_left, marks_of
+from onefold.shard.advice import explain
 from onefold.shard.replica import Replica
 from onefold.shard.task import Microbatch, ShardTask, add_microbatch, end_notes, sum_of_digests
 
@@ -117,7 +118,7 @@ class PipelineWorker:
                 self._back(number, microbatch)
         except Exception as error:
             self._replica.put_back(self._task)
-            self._replica.explain(error, microbatch.shard, self._task, microbatch.where)
+            explain(error, self._replica, microbatch.shard, self._task, microbatch.where)
             raise
 
     def _forth(self, number: int, microbatch: Microbatch) -> None:
