@@ -8,7 +8,8 @@ import pytest
 from tests.pretended import build
 
 # A process with the devices of another kind is no place for other tests: see test_all.py.
-collect_ignore = [] if os.environ.get(build.NUMBER) else ["test_device.py", "test_costs.py"]
+OWN = ["test_device.py", "test_costs.py", "test_captured.py"]
+collect_ignore = [] if os.environ.get(build.NUMBER) else OWN
 
 
 @pytest.fixture(autouse=True)

@@ -56,6 +56,11 @@ def test_the_pretended_accelerator() -> None:
 
 
 @pytest.mark.full
+def test_golden_problems_with_captured_shards() -> None:
+    passes("tests/pretended/test_captured.py")
+
+
+@pytest.mark.full
 def test_what_the_pretended_accelerator_counts() -> None:
     passes("tests/pretended/test_costs.py")
 

@@ -286,17 +286,28 @@ void capture(Tape& tape, const c10::OperatorHandle& op, const std::string& name,
       if (alias && alias->isWrite()) before.emplace_back(tensor, tensor.clone());
     });
   }
+  const std::vector<IValue> lent(stack->end() - kept.size(), stack->end());
   auto state = draws ? draws->get_state() : Tensor();
   redispatch(op, stack, draws);
   if (draws) const_cast<at::Generator&>(*draws).set_state(state);
   for (auto& [tensor, old] : before) tensor.copy_(old);
+  for (size_t number = 0; number < kept.size(); number++) {
+    // What was resized to be written to has other memory from now on.
+    const auto* alias = schema.arguments()[number].alias_info();
+    if (alias && alias->isWrite() && lent[number].isTensor() &&
+        lent[number].toTensor().sizes() != kept[number].toTensor().sizes()) {
+      kept[number] = bare(lent[number].toTensor());
+    }
+  }
   std::vector<IValue> made;
   for (size_t number = stack->size() - schema.returns().size(); number < stack->size(); number++) {
     made.push_back(replaced((*stack)[number], bare));
   }
   for (const auto& tensor : tensors_in(made)) {
     if (!known.count(tensor.storage().data()) && tensor.storage().nbytes()) {
-      std::memset(const_cast<void*>(tensor.storage().data()), 0xFF, tensor.storage().nbytes());
+      // Zero for whole numbers: a kernel that looks something up would fail on others.
+      const int byte = at::isIntegralType(tensor.scalar_type(), true) ? 0 : 0xFF;
+      std::memset(const_cast<void*>(tensor.storage().data()), byte, tensor.storage().nbytes());
     }
   }
   tape.calls.push_back([=](Lane lane, int64_t clock) {
