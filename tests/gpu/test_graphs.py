@@ -130,6 +130,25 @@ def test_captured_shards_have_the_bits_of_eager_ones(case: str) -> None:
     assert len(of_devices) == (options.get("devices", 1) if ON_GPU else 0)
 
 
+def test_losses_that_take_turns_are_captured() -> None:
+    """Each has graphs of its own, and nothing changes between its steps."""
+    needs(ON_GPU, "a GPU")
+    found = []
+    for captures in (False, True):
+        losses = {"plain": loss, "half": lambda model, batch: loss(model, batch) / 2}
+        with warnings() as said:
+            trainer = trainer_of(loss=losses, graphs=captures)
+            for batch in batches(STEPS):
+                for name in losses:
+                    trainer.step(batch, name)
+        found.append(trainer.fingerprint())
+        (replica,) = run_in(trainer).engine.context.replicas
+        trainer.close()
+        assert said == []
+    assert found[0] == found[1]
+    assert replica.replay.__self__.captures == 2 * 2  # for either size of a shard
+
+
 class Checkpointed(Net):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = checkpoint(super().forward, images, use_reentrant=False)

@@ -120,6 +120,8 @@ class ShardGraphs:
         self._said: set[str] = set()
         self._task: ShardTask | None = None
         self._state: tuple[Any, ...] = ()
+        self._numbers: dict[int, tuple[object, ...]] = {}
+        """Numbers that the loss and the model held in the last step of each loss."""
         self._is_steady = self._is_stopped = False
         self._why_eager = ""
         self._changes = 0
@@ -166,11 +168,13 @@ class ShardGraphs:
         if task.run_checks or not self._holders:
             owners = reachable((task.loss, replica.module))
             self._holders = [each for each in owners if any(True for _ in _numbers_of(each))]
-        before, self._state = self._state, self.state_of(task)
-        self._is_steady = self._state == before
-        if before and before[-1] != self._state[-1] and len(before[-1]) == len(self._state[-1]):
-            pairs = zip(before[-1], self._state[-1], strict=True)
-            self._note_change(*next((a, b) for a, b in pairs if a != b))
+        self._state = self.state_of(task)
+        # Steps may take turns: compare with the last step of the same loss.
+        before, numbers = self._numbers.get(id(task.loss)), self._state[-1]
+        self._numbers[id(task.loss)] = numbers
+        self._is_steady = numbers == before
+        if before is not None and not self._is_steady and len(before) == len(numbers):
+            self._note_change(*next((a, b) for a, b in zip(before, numbers, strict=True) if a != b))
 
     def _reason(self, task: ShardTask) -> str:
         """Return why no shard of a step can be captured; empty if shards can."""

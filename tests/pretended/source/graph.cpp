@@ -3,6 +3,8 @@
 
 #include <ATen/core/GraphImplInterface.h>
 
+#include <cstring>
+
 namespace pretend {
 
 namespace {
@@ -33,6 +35,13 @@ struct Graph final : at::GraphImplInterface {
   void capture_end() override {
     TORCH_CHECK(runtime().tape == &tape_, "this graph is not being captured");
     leave();
+    for (const auto& tensor : tape_.made) {
+      // Zero for whole numbers: a kernel that looks something up would fail on others.
+      const int byte = at::isIntegralType(tensor.scalar_type(), true) ? 0 : 0xFF;
+      const auto& storage = tensor.storage();
+      if (storage.nbytes()) std::memset(const_cast<void*>(storage.data()), byte, storage.nbytes());
+    }
+    tape_.made.clear();
     done_ = true;
   }
   void instantiate() override {}

@@ -268,8 +268,8 @@ IValue kept_of(const IValue& value) {
 
 using Uses = std::vector<std::pair<Tensor, bool>>;
 
-// Notes what a replay will do in the place of a launch. What the launch has written is undone: in a
-// capture nothing is computed, and results are NaN until the first replay.
+// Notes what a replay will do in the place of a launch. What the launch has written elsewhere is
+// undone, and what it has made is lost at the end of the capture: results are NaN until a replay.
 void capture(Tape& tape, const c10::OperatorHandle& op, const std::string& name,
              std::vector<IValue> kept, Uses uses, torch::jit::Stack* stack,
              const std::optional<at::Generator>& draws) {
@@ -290,7 +290,11 @@ void capture(Tape& tape, const c10::OperatorHandle& op, const std::string& name,
   auto state = draws ? draws->get_state() : Tensor();
   redispatch(op, stack, draws);
   if (draws) const_cast<at::Generator&>(*draws).set_state(state);
-  for (auto& [tensor, old] : before) tensor.copy_(old);
+  for (auto& [tensor, old] : before) {
+    // Memory of its own keeps what was written until the end of the capture.
+    const auto* block = block_at(tensor.storage().data());
+    if (!block || block->pool != tape.pool) tensor.copy_(old);
+  }
   for (size_t number = 0; number < kept.size(); number++) {
     // What was resized to be written to has other memory from now on.
     const auto* alias = schema.arguments()[number].alias_info();
@@ -304,11 +308,7 @@ void capture(Tape& tape, const c10::OperatorHandle& op, const std::string& name,
     made.push_back(replaced((*stack)[number], bare));
   }
   for (const auto& tensor : tensors_in(made)) {
-    if (!known.count(tensor.storage().data()) && tensor.storage().nbytes()) {
-      // Zero for whole numbers: a kernel that looks something up would fail on others.
-      const int byte = at::isIntegralType(tensor.scalar_type(), true) ? 0 : 0xFF;
-      std::memset(const_cast<void*>(tensor.storage().data()), byte, tensor.storage().nbytes());
-    }
+    if (!known.count(tensor.storage().data())) tape.made.push_back(tensor);
   }
   tape.calls.push_back([=](Lane lane, int64_t clock) {
     for (const auto& [tensor, writes] : uses) touch(tensor, lane, clock, writes, name);
@@ -416,6 +416,9 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
         c10::impl::ExcludeDispatchKeyGuard bare_keys(c10::autocast_dispatch_keyset);
         Tensor(into).copy_(out_of);
       });
+      // Memory of its own keeps what was written until the end of the capture.
+      const auto* block = block_at(into.storage().data());
+      if (block && block->pool == tape->pool) Tensor(into).copy_(out_of);
       return to;
     }
     // Both devices' streams wait for one another, before and after.

@@ -91,6 +91,7 @@ struct Tape {
   std::shared_ptr<Pool> pool;
   int64_t capture = 0;
   std::vector<std::function<void(Lane, int64_t)>> calls;
+  std::vector<at::Tensor> made;  // addresses of results
   std::map<const void*, int64_t> others;  // blocks of other memory, by address, and their numbers
 };
 
