@@ -164,6 +164,14 @@ def drawing(model: nn.Module, batch: Batch) -> torch.Tensor:
     return loss(model, batch) * float(np.random.rand())
 
 
+class OwnGenerator:
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return loss(model, batch) * float(torch.rand((), generator=self.generator))
+
+
 def gathering(model: nn.Module, batch: Batch) -> torch.Tensor:
     labels = onefold.gather(batch[1].float())
     return loss(model, batch) * labels.mean()
@@ -185,6 +193,7 @@ EAGER: dict[str, tuple[str, dict[str, Any]]] = {
     "hook": ("a parameter has a hook", {"model": hooked}),
     "terms": ("several denominators", {"loss": terms}),
     "numpy": ("draws from NumPy's generator", {"loss": drawing}),
+    "own generator": ("draws from a generator of the script", {"loss": OwnGenerator()}),
     "wait": ("captur", {"loss": reading}),
     "count": ("changes between steps", {"loss": counting}),
 }

@@ -41,7 +41,7 @@ import torch
 
 from onefold.core.flat import is_dense, same_bits
 from onefold.core.mean import PASS, Contribution, LateWeight, detached
-from onefold.core.randomness import GeneratorStates
+from onefold.core.randomness import GeneratorStates, comparable_state
 from onefold.core.results import Gradients, ShardResult, code_of
 from onefold.core.structure import parts_of, tensors_of, with_tensors
 from onefold.core.values import read_values
@@ -140,8 +140,11 @@ class ShardGraphs:
         task = microbatch.task
         if task is not self._task:
             self._begin(task)
-        if self._why_eager or task.send is not None:
-            self._say(self._why_eager or "the last shard of a device sends its gradients early")
+        if self._why_eager:
+            self._say(self._why_eager)
+            return None
+        if task.send is not None:
+            self._say("its gradients are sent while backward still runs", what="the last shard")
             return None
         sizes = self._sizes_of(payload)
         if sizes is None:
@@ -239,7 +242,7 @@ class ShardGraphs:
             now = {k: graph for k, graph in self.graphs.items() if k[0] == self._state}
             self.graphs = now
             if len(now) >= _MOST:
-                self._say(f"the shards have more than {_MOST} sizes; further sizes")
+                self._say(f"there are graphs of {_MOST} sizes", what="shards of further sizes")
                 return
         del self._seen[key]
         self.graphs[key] = self._capture(microbatch, payload)
@@ -251,6 +254,7 @@ class ShardGraphs:
         static = with_tensors(payload, _same_place)
         drawn = generator_of(device).get_state()
         hosts, own = GeneratorStates(), replica.own_generators.states()
+        own_before = comparable_state(own)
         numbers = [*map(_numbers_tuple, self._holders)]
         # Collect now: freeing a tensor or a graph during a capture would invalidate it.
         gc.collect()
@@ -273,7 +277,7 @@ class ShardGraphs:
             if drawn_from:
                 why = f"the loss or the model draws from {drawn_from}, which a replay would not"
         gradients = [parameter.grad for parameter in replica.parts.trained.values()]
-        if own != replica.own_generators.states():
+        if own_before != comparable_state(replica.own_generators.states()):
             why = why or "the loss or the model draws from a generator of the script on the host"
         if numbers != [*map(_numbers_tuple, self._holders)]:
             why = why or "the loss or the model counts its calls, and a replay would not"
@@ -371,12 +375,12 @@ class ShardGraphs:
         self.graphs.clear()
         return eager
 
-    def _say(self, why: str) -> None:
+    def _say(self, why: str, what: str = "shards") -> None:
         """Report once why shards run eagerly."""
-        if why and why not in self._said:
+        if why not in self._said:
             self._said.add(why)
             _log.warning(
-                "graphs=True: shards run eagerly on device %d: %s", self.replica.number, why
+                "graphs=True: device %d runs %s eagerly: %s", self.replica.number, what, why
             )
 
 
