@@ -322,7 +322,7 @@ AROUND = r"def loss\(model, batch\):\n.*\n +return {}\(model\(inputs\), targets\
         (
             of_classes,
             (ROWS, ["cat", "dog"] * 4),
-            r"\[0\]: .* got str.* Encode labels as numbers: classes",
+            r"\[1\]\[0\] must be a tensor.* got str.* Text labels must become numbers",
         ),
     ],
 )

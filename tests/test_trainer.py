@@ -283,7 +283,7 @@ NO_GRADIENT = "^the loss of step 1 does not depend on any parameter .* no_grad o
 BATCHES: list[tuple[Any, type[Exception], str]] = [
     ((torch.ones(4, 3), torch.ones(3, 1)), ValueError, r"has 4, batch\[1\] has 3"),
     ((torch.ones(0, 3), torch.ones(0, 1)), ValueError, "^the batch is empty"),
-    ([[1.0, 2.0]], TypeError, r"^batch\[0\]\[0\]: .* got float"),
+    ([[1.0, 2.0]], TypeError, r"^batch\[0\]\[0\] must be .* got float"),
     (in_shard_2(math.nan), LossError, "^the loss of step 1, shard 2 is nan, but must be finite"),
     (in_shard_2(-math.inf), LossError, "^the loss of step 1, shard 2 is inf, but must be finite"),
 ]

@@ -69,8 +69,9 @@ class RecordKeeping(Hook):
         """Record a result, or that `Trainer.load` moved the run; have new streams checked."""
         value = make()
         if asked.kind == "loader" and hasattr(value.source, "starts_twice"):
-            # With other processes, these compare what they read.
-            value.source.starts_twice = len(self._run.devices.own) == len(self._run.devices.all)
+            # Other processes would compare what they read.
+            if not self._run.engine.context.with_others:
+                value.source.starts_twice = True
         elif asked.kind == "result":
             self._recorder.note_result(self._run.position.step, asked.words, script_line(), value)
         elif asked.kind == "load" and value is not None:
