@@ -453,7 +453,7 @@ def _reader() -> str:
 
 
 _HIDDEN = (*PLACE, "NNODES", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID")
-"""Variables by which a library may split data, with those that stand in for missing ones."""
+"""Variables by which a library may split data, and those that it may read in their place."""
 _BETWEEN = ("os", "collections.abc", __name__)
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _readers: list[str] = []

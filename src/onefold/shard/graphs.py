@@ -81,8 +81,6 @@ class _Captured:
     values: tuple[Mapping[str, object], Mapping[str, object]]
     """Metrics and outputs that the loss returned."""
     gradients: Gradients
-    held: tuple[object, ...]
-    """Objects whose identity is part of the key: their ids must not be reused."""
     captured: int
     """Step of the capture."""
     compared: int = 0
@@ -170,7 +168,7 @@ class ShardGraphs:
         self._task, self._why_eager = task, self._reason(task)
         if task.run_checks or not self._holders:
             owners = reachable((task.loss, replica.module))
-            self._holders = [each for each in owners if any(True for _ in _numbers_of(each))]
+            self._holders = [each for each in owners if _numbers_of(each)]
         self._state = self.state_of(task)
         # Steps may take turns: compare with the last step of the same loss.
         before, numbers = self._numbers.get(id(task.loss)), self._state[-1]
@@ -192,7 +190,7 @@ class ShardGraphs:
         return ""
 
     def state_of(self, task: ShardTask) -> tuple[Any, ...]:
-        """Return everything known, beside sizes, that a graph of this step would fix."""
+        """Return all known state, apart from sizes, that a graph of this step would fix."""
         replica = self.replica
         return (
             *(id(task.loss), task.scale, task.shards, task.is_plain, task.batch.samples),
@@ -255,7 +253,7 @@ class ShardGraphs:
         drawn = generator_of(device).get_state()
         hosts, own = GeneratorStates(), replica.own_generators.states()
         own_before = comparable_state(own)
-        numbers = [*map(_numbers_tuple, self._holders)]
+        numbers = [*map(_numbers_of, self._holders)]
         # Collect now: freeing a tensor or a graph during a capture would invalidate it.
         gc.collect()
         why = ""
@@ -279,7 +277,7 @@ class ShardGraphs:
         gradients = [parameter.grad for parameter in replica.parts.trained.values()]
         if own_before != comparable_state(replica.own_generators.states()):
             why = why or "the loss or the model draws from a generator of the script on the host"
-        if numbers != [*map(_numbers_tuple, self._holders)]:
+        if numbers != [*map(_numbers_of, self._holders)]:
             why = why or "the loss or the model counts its calls, and a replay would not"
         hosts.restore()
         replica.own_generators.put_back(own)
@@ -302,7 +300,6 @@ class ShardGraphs:
             total,
             (_detached(values[0]), _detached(values[1])),
             gradients,
-            (task.loss,),
             task.step,
         )
 
@@ -411,12 +408,8 @@ def _same_place(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor).copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
-def _numbers_of(holder: object) -> Iterator[object]:
-    return (part for part in islice(referents_of(holder), WIDEST) if type(part) in _NUMBERS)
-
-
-def _numbers_tuple(holder: object) -> tuple[object, ...]:
-    return tuple(_numbers_of(holder))
+def _numbers_of(holder: object) -> tuple[object, ...]:
+    return tuple(part for part in islice(referents_of(holder), WIDEST) if type(part) in _NUMBERS)
 
 
 def _detached(values: Mapping[str, object]) -> dict[str, object]:

@@ -110,7 +110,7 @@ class Step:
     def seconds(self) -> PhaseTime:
         """Time spent in each phase: data, forward, backward, exchange, update.
 
-        ``seconds.limit`` says what limits the step, and what helps. Times of several steps can be
+        ``seconds.limit`` names the limit of the step and a remedy. Times of several steps can be
         added up.
 
         Measured by the clock of this process's first device, and added up when it is read. On a

@@ -92,7 +92,7 @@ class PhaseTime:
 
     @property
     def limit(self) -> str:
-        """What limits the steps, and what helps, in words; empty if they are balanced."""
+        """The limit of the steps and a remedy, in words; empty if they are balanced."""
         return str(load("watch.limits").limit_of(self))
 
 

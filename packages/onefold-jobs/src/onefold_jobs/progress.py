@@ -229,9 +229,9 @@ class Meter:
 
     @property
     def limit(self) -> str:
-        """What limits the steps read so far, and what helps, in words; empty if they are balanced.
+        """The limit of the steps read so far and a remedy, in words; empty if they are balanced.
 
-        If the run resumes within an epoch, without the steps before it.
+        If the run resumes within an epoch, earlier steps are left out.
         """
         return "" if self._seconds is None else str(self._seconds.limit)
 
