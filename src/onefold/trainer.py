@@ -798,7 +798,8 @@ class Trainer:
             keep: number of recent checkpoints of this run to keep; None keeps this one permanently.
                 Other files in the folder are left alone.
             best: ``"highest NAME"`` or ``"lowest NAME"`` of ``scores``: from here on, also keep
-                this run's best checkpoint by that metric.
+                this run's best checkpoint by that metric, the newest of equal ones. In ``"highest
+                accuracy, lowest loss"``, the loss decides between equal accuracies.
             wait: whether to return only when all is on the disk; otherwise the next call raises a
                 failure. If devices share no memory and each keeps its partition, the call always
                 waits.

@@ -14,6 +14,7 @@ from torch import nn
 from onefold.checkpoint.folder import find_checkpoint, has_checkpoints, prune, write_checkpoint
 from onefold.core.encoding import to_json
 from onefold.system.tensor_file import TensorParts
+from onefold.weights import best_scored
 from tests.checkpoint.folders import Tied, full_disk, names_in, steps_in
 from tests.small import bits, make_trainer
 from tests.somebody import NOBODY
@@ -186,6 +187,24 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     write(tmp_path / "step-00000007", best="lowest share of all")
     prune(tmp_path, run="this", keep=1)
     assert steps_in(tmp_path) == [2, 6, 7]
+
+
+@for_each(
+    ("scores", "best"),
+    [
+        (((0.5, 1.0), (0.5, 0.9), (0.5, 0.9), (0.4, 0.1)), 3),
+        (((0.5, 1.0), (0.5, math.nan), (0.5, 2.0), (math.nan, 0.1)), 1),
+    ],
+)
+def test_a_tie_is_broken_by_the_next_score_and_then_by_age(
+    scores: tuple[tuple[float, float], ...], best: int, tmp_path: Path
+) -> None:
+    for step, (value, loss) in enumerate(scores, start=1):
+        kept = to_json({"a, b": value, "loss": loss}, "scores")
+        write(tmp_path / f"step-0000000{step}", scores=kept, best="highest a, b, lowest loss")
+    assert best_scored(tmp_path, "highest a, b, lowest loss") == tmp_path / f"step-0000000{best}"
+    prune(tmp_path, run="this", keep=1)
+    assert steps_in(tmp_path) == [best, 4]
 
 
 def test_anothers_checkpoint_is_put_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -147,14 +147,18 @@ def test_the_command_trains_and_predicts(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def chosen_scores(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What evaluations return one after the other, so that a certain epoch is the best."""
-    values: list[float] = []
+def chosen_scores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What evaluations return one after the other, so that a certain epoch is the best.
+
+    A number for every score but the loss, or one for these and one for the loss.
+    """
+    values: list[Any] = []
 
     def chosen(options: Any, job: str, task: Task, data: Any) -> Any:
         def score(found: Any) -> dict[str, float]:
             scores, value = task.score(found), values.pop(0)
-            return {name: loss if name == "loss" else value for name, loss in scores.items()}
+            value, lost = value if isinstance(value, tuple) else (value, scores["loss"])
+            return {name: lost if name == "loss" else value for name in scores}
 
         return begin_training(options, job, replace(task, score=score), data)
 
@@ -239,9 +243,9 @@ def test_a_training_that_is_over_ends_without_one_of_its_checkpoints(
     ("scores", "ended", "best"),
     some(
         [
-            ((0.5, 0.5, 0.5, 0.5), 3, 0),
+            (((0.5, 3.0), (0.5, 1.0), (0.5, 2.0), 0.5), 3, 1),
             ((0.5, 0.6, 0.6, 0.7), 4, 3),
-            ((math.nan, 0.1, 0.1, 0.1), 4, 1),
+            ((math.nan, (0.1, 1.0), (0.1, 1.0), (0.1, 1.0)), 4, 3),
             ((math.nan, math.nan, 0.1, 0.2), 2, 1),
             ((0.2, 0.1, 0.2, 0.3), 3, 0),
         ],
@@ -255,7 +259,7 @@ def test_patience_ends_a_run_that_gets_no_better(
     data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"
     folder, said = run_here("text", data, runs, name="it", epochs=4, patience=2)
     assert [line.epoch for line in read_reported(folder).epochs] == list(range(ended))
-    # The first of equal epochs, from which patience counts.
+    # Equal scores are no progress, but the loss and then the later epoch decides between them.
     assert said["best"]["epoch"] == best
     assert (folder / said["best"]["checkpoint"]).is_dir()
     # After the last epoch nothing is left to end.

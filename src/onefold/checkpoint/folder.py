@@ -457,7 +457,7 @@ class Keeping:
     newest: int | None
     """Number of newest checkpoints to keep; None keeps this checkpoint permanently."""
     best: str | None = None
-    """Rule for one more to keep: ``"highest NAME"`` or ``"lowest NAME"``."""
+    """Rule for one more to keep; see `Trainer.save`."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """Scores of this checkpoint."""
 
@@ -473,7 +473,7 @@ class Keeping:
         for name, value in scores.items():
             if not isinstance(name, str) or not isinstance(value, int | float):
                 raise TypeError(f"scores must map names to numbers, but got {name!r}: {value!r}")
-        if best is not None and read_rule(best)[0] not in scores:
+        if best is not None and any(name not in scores for name, _ in read_rule(best)):
             raise ValueError(
                 f"best is {best!r}, but scores has no score of that name, only {list(scores)}"
             )

@@ -215,35 +215,37 @@ def age_of(record: Mapping[str, Any]) -> tuple[int, int]:
     return record.get("serial", 0), record.get("step", 0)
 
 
-def read_rule(rule: str) -> tuple[str, int]:
-    """Return the score's name in a rule, and 1 if the highest is best, -1 if the lowest is.
+def read_rule(rule: str) -> list[tuple[str, int]]:
+    """Return each score's name in a rule, and 1 if the highest is best, -1 if the lowest is.
 
     Raises:
-        ValueError: the rule is neither ``"highest NAME"`` nor ``"lowest NAME"``.
+        ValueError: the rule is not a list of ``"highest NAME"`` or ``"lowest NAME"``.
     """
-    order, _, score = rule.partition(" ")
-    if order not in ("highest", "lowest") or not score:
+    parts = [part.partition(" ")[::2] for part in re.split(", (?=highest |lowest )", rule)]
+    if not all(order in ("highest", "lowest") and score for order, score in parts):
         raise ValueError(f'best must be "highest NAME" or "lowest NAME", but got {rule!r}')
-    return score, 1 if order == "highest" else -1
+    return [(score, 1 if order == "highest" else -1) for order, score in parts]
 
 
 def best_of(records: Mapping[_Key, Mapping[str, Any]], rule: str) -> set[_Key]:
-    """Find the best checkpoint by a rule, the oldest of equal ones; none if none has the score.
+    """Find the best checkpoint by a rule, the newest of equal ones; none if none has the score.
 
     Args:
         records: the ``run.json`` of each checkpoint.
-        rule: ``"highest NAME"`` or ``"lowest NAME"``, with the name of a score.
+        rule: ``"highest NAME"`` or ``"lowest NAME"``, with the name of a score; several, separated
+            by commas, each decide if those before it are equal.
 
     Raises:
         ValueError: the rule has another form.
     """
-    name, sign = read_rule(rule)
-    scored = [
-        (-sign * value, age_of(record), folder)
-        for folder, record in records.items()
-        if not math.isnan(value := from_json(record["scores"]).get(name, math.nan))
-    ]
-    return {min(scored)[2]} if scored else set()
+    scored = []
+    for folder, record in records.items():
+        scores = from_json(record["scores"])
+        values = [sign * scores.get(name, math.nan) for name, sign in read_rule(rule)]
+        if not math.isnan(values[0]):
+            merits = [-math.inf if math.isnan(value) else value for value in values]
+            scored.append((merits, age_of(record), folder))
+    return {max(scored)[2]} if scored else set()
 
 
 def superseded(records: Mapping[_Key, Mapping[str, Any]], keep: int) -> list[_Key]:

@@ -71,7 +71,7 @@ def test_the_summary_is_whole(pages: dict[str, Page]) -> None:
     page = pages["classify"]
     assert page.headings[0] == (1, "my classify")
     assert page.figures == {
-        "Best test accuracy": "82.9% in epoch 7",
+        "Best test accuracy": "82.9% in epoch 7, chosen on this test set",
         "Last test accuracy": "78.8% after 8 epochs",
         "Training samples/s": "62.5",
         "Training and test time": "13 min 20 s",
@@ -86,7 +86,7 @@ def test_the_summary_is_whole(pages: dict[str, Page]) -> None:
         "Fingerprint of the model": "663f3e2011a53901",
         "Versions": "onefold 0.1.0, PyTorch 2.13.0",
     }
-    assert pages["segment"].figures["Best test iou"] == "77.5% in epoch 4"
+    assert pages["segment"].figures["Best test iou"] == "77.5% in epoch 4, chosen on this test set"
     assert "Image classification" in pages["classify"].text
 
 
@@ -98,7 +98,7 @@ def test_the_lowest_may_be_best_and_the_speed_is_samples_over_seconds(tmp_path: 
         for epoch, (loss, train_s, speed) in enumerate(told)
     ]
     figures = page_of(tmp_path / "run", facts=facts, metrics=lines).figures
-    assert figures["Best test loss"] == "0.4 in epoch 2"
+    assert figures["Best test loss"] == "0.4 in epoch 2, chosen on this test set"
     assert figures["Training samples/s"] == "40.0"
 
 
@@ -166,14 +166,46 @@ def test_a_model_is_held_against_its_baseline(tmp_path: Path, least: Any, warns:
     page = Page(build_report(folder))
     check_sound(page)
     several = Page(compare_runs([folder], tmp_path / "all.html"))
-    told = "This model is no better than the baseline, which predicts '<i>cat' for every sample"
-    assert [told in each.text for each in (page, several)] == [warns, warns]
+    told = (
+        "Warning: This run learned nothing. This model is no better than the baseline, which "
+        "predicts '<i>cat' for every sample"
+    )
+    advice = ". More --epochs, another --lr, --class-weights auto or --balanced may help."
+    assert [advice in each.text for each in (page, several)] == [warns, warns]
+    assert (told in page.text, told[9:] in several.text) == (warns, warns)
+    # Before any number.
+    assert not warns or page.text.index(told) < page.text.index("82.9%")
     shown = f"; baseline {least:.1%}" if least else ""
-    assert page.figures["Best test accuracy"] == f"82.9% in epoch 7{shown}"
+    assert page.figures["Best test accuracy"] == f"82.9% in epoch 7, chosen on this test set{shown}"
     assert ("baseline" in page.course("Test accuracy")) == (least is not None)
     assert page.figures["Baseline"] == "&lt;i&gt;cat for every sample"
     assert ["cat", "80", "0.4", "91", "91.8%", "98.9%", "95.2%"] in page.rows
     assert ["accuracy", "96.4%", f"{least:.1%}" if least else NOTHING] in page.rows
+
+
+def test_what_training_said_is_in_the_report(tmp_path: Path) -> None:
+    remarks = ["the run has only 12 steps: use more --epochs", "ended by --patience: <b>"]
+    text = page_of(tmp_path / "run", facts=runs.facts_of("text", remarks=remarks)).text
+    assert all(remark in text for remark in remarks)
+
+
+@for_each(
+    ("scores", "heights"),
+    [
+        ((0.122, 0.124, 0.122), (0.0, 0.1)),
+        ((0.999, 1.0, 0.999), (0.0, 0.1)),
+        ((0.0, 0.001, 0.0), (0.0, 0.1)),
+        ((0.5, 0.9, 0.7), (0.6, 1.0)),
+    ],
+)
+def test_an_axis_never_magnifies_noise(scores: Any, heights: Any, tmp_path: Path) -> None:
+    """The axis of shares spans 5 points or more; a drawing is 216 points high."""
+    lines = [runs.epoch_line(n, scores={"accuracy": each}) for n, each in enumerate(scores)]
+    page = page_of(tmp_path / "run", metrics=lines)
+    (chart,) = re.findall(r'aria-label="Test accuracy by epoch.*?</svg>', page.source, re.DOTALL)
+    (path,) = re.findall(r'<path d="([^"]*)"[^>]*stroke: var\(--c2\); stroke-width: 2', chart)
+    across = [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path)]
+    assert heights[0] <= (max(across) - min(across)) / 216 <= heights[1]
 
 
 def test_one_epoch_has_one_mark(tmp_path: Path) -> None:

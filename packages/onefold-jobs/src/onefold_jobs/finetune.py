@@ -29,6 +29,7 @@ from onefold_jobs.models.catalog import head_name, head_of
 from onefold_jobs.named_weights import find_weights
 from onefold_jobs.options import TrainOptions, scaled_rate
 from onefold_jobs.runfolder import CHECKPOINTS, RUN, SavedName, read_run
+from onefold_jobs.scores import saved_rule
 
 __all__ = [
     "best_checkpoint",
@@ -91,7 +92,7 @@ def best_checkpoint(run: Path) -> Path:
     # better one.
     found = None
     with suppress(ValueError):
-        found = best_scored(run / CHECKPOINTS, str(facts.get("score")))
+        found = best_scored(run / CHECKPOINTS, saved_rule(str(facts.get("score"))))
     if found is None:
         raise CheckpointError(f"{folder}: expected the run's best weights there, found nothing")
     return found

@@ -131,9 +131,10 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     require_logger(options.log)
     job.check_early(options)
     data = _read_data(job, options)
-    notes = [*left_out_notes(data.left_out), *data.notes]
     if data.own_test and options.holdout != TrainOptions.__dataclass_fields__["holdout"].default:
-        notes.append(f"--holdout {options.holdout} is not used, because the data have a test set")
+        unused = f"--holdout {options.holdout} is not used, because the data have a test set"
+        data = replace(data, notes=[*data.notes, unused])
+    notes = [*left_out_notes(data.left_out), *data.notes]
     drawn = importlib.util.find_spec("matplotlib") is not None
     if not drawn:
         notes.append(

@@ -21,7 +21,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from onefold.cli import counted
+
 __all__ = [
+    "FEW_STEPS",
     "Baseline",
     "ClassScores",
     "Measure",
@@ -33,7 +36,9 @@ __all__ = [
     "is_share",
     "no_better",
     "rule_of",
+    "saved_rule",
     "spell",
+    "verdict_of",
 ]
 
 Measured = dict[str, torch.Tensor]
@@ -50,6 +55,8 @@ _SHOWN = 6
 """Number of largest and of smallest classes that a long list shows."""
 _IN_TABLES, _IN_MATRIX = 20, 10
 """Maximum number of classes that a terminal shows in a list, and in a matrix."""
+FEW_STEPS = 100
+"""Number of steps below which a model learns hardly anything."""
 _HEADINGS = {"f1": "F1", "iou": "IoU", "share": "share of pixels"}
 _Numbers = np.ndarray[Any, Any]
 
@@ -61,6 +68,15 @@ def rule_of(name: str) -> str:
     ('highest macro-f1', 'lowest loss')
     """
     return f"{'lowest' if name in _LOWEST else 'highest'} {name}"
+
+
+def saved_rule(rule: str) -> str:
+    """Return the rule by which checkpoints are kept: the lowest loss decides between equal scores.
+
+    >>> saved_rule("highest accuracy"), saved_rule("lowest loss")
+    ('highest accuracy, lowest loss', 'lowest loss')
+    """
+    return rule if rule == rule_of("loss") else f"{rule}, {rule_of('loss')}"
 
 
 def is_share(name: str) -> bool:
@@ -310,3 +326,43 @@ def no_better(rule: str, value: float, baseline: Baseline) -> str | None:
         f"This model is no better than the baseline, which predicts {baseline}: its test {name} is "
         f"{spell(name, value)}, and the baseline's is {spell(name, least)}"
     )
+
+
+def verdict_of(
+    rule: str,
+    value: float,
+    baseline: Baseline,
+    *,
+    steps: int,
+    weighs: str = "",
+    shrunk: bool = False,
+) -> str | None:
+    """Return the headline of a run that learned nothing, with advice; None for any other run.
+
+    Args:
+        rule: rule that selects the best score.
+        value: best score of the run.
+        baseline: scores to beat.
+        steps: number of steps of the run.
+        weighs: kind of the examples by class: ``confusion``, ``ious``, or empty if there are none.
+        shrunk: whether the images were larger than the model takes.
+
+    >>> baseline = Baseline("dog", {"accuracy": 0.8})
+    >>> verdict_of("highest accuracy", 0.81, baseline, steps=9) is None
+    True
+    >>> print(verdict_of("highest accuracy", 0.8, baseline, steps=9).rpartition(". ")[2])
+    The run made only 9 steps: use more --epochs
+    """
+    no = no_better(rule, value, baseline)
+    if no is None:
+        return None
+    # Class weights are rejected for multi-label tasks, for regression, and for foreground masks.
+    also = {
+        "confusion": ", --class-weights auto or --balanced",
+        "ious": " or --class-weights auto",
+    }.get(weighs, " or --batch-size")
+    larger = " a larger --image-size," if shrunk else ""
+    advice = f"More --epochs,{larger} another --lr{also} may help"
+    if steps < FEW_STEPS:
+        advice = f"The run made only {counted(steps, 'step')}: use more --epochs"
+    return f"This run learned nothing. {no}. {advice}"

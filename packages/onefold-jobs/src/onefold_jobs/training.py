@@ -42,9 +42,19 @@ from onefold_jobs.finetune import freeze, parameter_groups
 from onefold_jobs.options import TrainOptions, make_optimizer, rate_factor
 from onefold_jobs.progress import Meter, TimeLimit, TrainingBar, epoch_line
 from onefold_jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
-from onefold_jobs.scores import Baseline, Measure, Measured, Predict, count_line, rule_of, spell
+from onefold_jobs.scores import (
+    FEW_STEPS,
+    Baseline,
+    Measure,
+    Measured,
+    Predict,
+    count_line,
+    rule_of,
+    saved_rule,
+    spell,
+)
 
-__all__ = ["FEW_STEPS", "Task", "begin_training"]
+__all__ = ["Task", "begin_training"]
 
 
 _log = logging.getLogger("onefold")
@@ -52,8 +62,6 @@ STOPPED_CODE = 75
 """Exit code of a run that saved itself after a request to stop (EX_TEMPFAIL)."""
 _LINES = 20
 """Number of times per epoch that training metrics are logged, in addition to its end."""
-FEW_STEPS = 100
-"""Number of steps below which a model learns hardly anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +183,8 @@ class Best(TypedDict):
     value: float
     # Must be a checkpoint of the run, because it is loaded for the examples.
     checkpoint: SavedName
+    loss: NotRequired[float]
+    """Test loss, which decides between equal scores; missing in runs of earlier versions."""
 
 
 class Peak(TypedDict):
@@ -220,6 +230,8 @@ class Training:
     """The model at which ``--max-time`` cut an epoch short. It is not saved: a resumed run
     evaluates only whole epochs, like an uninterrupted run."""
     _has_shown_limit: bool = False
+    _remarks: list[str] = field(default_factory=list)
+    """What training has said apart from its numbers, for the report."""
 
     def run(self) -> dict[str, Any]:
         """Train to the end, and return the final content of ``run.json``.
@@ -316,10 +328,6 @@ class Training:
         if trainer.steps:
             epoch = self.saved["epochs_done"] + 1
             lines.append(f"resumes after step {trainer.steps:,}, in epoch {epoch}")
-        total = self.steps * self.epochs
-        if total < FEW_STEPS and not trainer.steps:
-            more = "use more --epochs or a smaller --batch-size"
-            lines.append(f"the run has only {total} steps: {more}")
         return lines
 
     def _train(self) -> None:
@@ -344,6 +352,10 @@ class Training:
         with TrainingBar(trainer, samples=samples, epochs=self.epochs, done=done) as bar:
             for line in self._opening():
                 bar.say(line)
+            total = self.steps * self.epochs
+            if total < FEW_STEPS and not trainer.steps:
+                more = "use more --epochs or a smaller --batch-size"
+                self._remark(bar, f"the run has only {counted(total, 'step')}: {more}")
             limit = TimeLimit(trainer, options.time_limit_s)
             for epoch in trainer.epochs(self.epochs):
                 if self._has_ended(limit):
@@ -351,7 +363,13 @@ class Training:
                 meter = Meter(self.saved["part"])
                 self._train_epoch(epoch, batches, meter, bar, limit)
             if self.ended:
-                bar.say(self._reason)
+                self._remark(bar, self._reason)
+
+    def _remark(self, bar: TrainingBar, text: str) -> None:
+        """Print a line, and keep it for the report."""
+        bar.say(text)
+        self._remarks.append(text)
+        self.folder.say(remarks=self._remarks)
 
     def _has_ended(self, limit: TimeLimit) -> bool:
         """Whether an option ends the training before the next epoch."""
@@ -389,11 +407,11 @@ class Training:
             "best": self._best,
             "ended": self.ended,
             "stale": self._stale,
+            "steps": self.trainer.steps,
         }
         self.folder.say(**end)
         shown = {name: examples.get(name) for name in ("confusion", "labels", "ious")}
-        made = {"steps": self.trainer.steps, "is_lead": self.trainer.is_lead}
-        return {**self._facts(), **end, **shown, **made}
+        return {**self._facts(), **end, **shown, "is_lead": self.trainer.is_lead}
 
     def _examples(self) -> dict[str, Any]:
         """Make the examples from the best model; leaves the trainer unchanged.
@@ -480,13 +498,20 @@ class Training:
         # must be counted, and the meter must be empty.
         self.saved["part"], self.saved["epochs_done"] = part, epoch + done
         # The scores of a partial epoch could get the best whole epoch deleted.
-        rule: dict[str, Any] = {"scores": scores, "best": self._rule} if done else {}
+        kept = {"scores": scores, "best": saved_rule(self._rule)}
+        rule: dict[str, Any] = kept if done else {}
         self.trainer.save(self.folder.checkpoints, keep=KEPT, extra={**self.saved}, **rule)
         self.folder.say(best=self._best)
 
     def _note_best(self, epoch: int, scores: Mapping[str, float], *, done: bool) -> None:
         name = self._rule.partition(" ")[2]
-        found = Best(epoch=epoch, score=name, value=scores[name], checkpoint=self._checkpoint)
+        found = Best(
+            epoch=epoch,
+            score=name,
+            value=scores[name],
+            checkpoint=self._checkpoint,
+            loss=scores["loss"],
+        )
         if not done:
             self._cut = found
             return
@@ -495,12 +520,15 @@ class Training:
 
     def _better(self, found: Best) -> Best:
         """Return the best whole epoch, or ``found`` if it is better."""
-        best, sign = self.saved["best"], self._sign
-        # A tie keeps the earlier epoch, like the deletion of old checkpoints does; otherwise
-        # run.json would name a deleted one. A score of NaN beats nothing.
-        if best is None or math.isnan(best["value"]):
-            return found
-        return found if sign * found["value"] > sign * best["value"] else best
+        best = self.saved["best"]
+        return found if best is None or self._merit(found) >= self._merit(best) else best
+
+    def _merit(self, each: Best) -> tuple[float, float]:
+        """Return a key that is larger for better epochs; of equal ones, the later one is better."""
+        # Like the deletion of old checkpoints; otherwise run.json would name a deleted one.
+        merits = self._sign * each["value"], -each.get("loss", math.inf)
+        first, second = (-math.inf if math.isnan(merit) else merit for merit in merits)
+        return first, second
 
     @property
     def _best(self) -> Best | None:
@@ -562,6 +590,7 @@ class Training:
             "finished": None,
             "fingerprint": None,
             "ended": None,
+            "remarks": [],
             **self.facts,
         }
 

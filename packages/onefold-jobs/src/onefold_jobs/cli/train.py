@@ -48,8 +48,7 @@ from onefold_jobs.predict import (
     write_prediction,
 )
 from onefold_jobs.run import read_options, run_job
-from onefold_jobs.scores import Baseline, ClassScores, class_tables, no_better, spell
-from onefold_jobs.training import FEW_STEPS
+from onefold_jobs.scores import Baseline, ClassScores, class_tables, spell, verdict_of
 
 __all__ = ["GROUPS", "job_commands"]
 
@@ -303,7 +302,18 @@ def _choices(hint: Any) -> tuple[str, ...]:
 def _tell(result: dict[str, Any], folder: Path) -> None:
     """Print the result of a run: its best epoch, fingerprint and report."""
     console = Screen(soft_wrap=True)
-    best = result["best"]
+    best, baseline = result["best"], result["baseline"] and Baseline(**result["baseline"])
+    if best and baseline:
+        verdict = verdict_of(
+            result["score"],
+            best["value"],
+            baseline,
+            steps=result["steps"],
+            weighs=next((name for name in ("confusion", "ious") if result[name]), ""),
+            shrunk=bool(result.get("shrunk")),
+        )
+        if verdict:
+            console.print(f"Warning: {verdict}")
     if best:
         console.print(
             f"Best: {best['score']} {spell(best['score'], best['value'])} after epoch "
@@ -314,18 +324,6 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
         rows = [*ClassScores(np.array(confusion)).rows(result["classes"])]
     for part in class_tables(rows, confusion):
         console.print(part)
-    baseline = result["baseline"] and Baseline(**result["baseline"])
-    if best and baseline and (no := no_better(result["score"], best["value"], baseline)):
-        # Class weights are rejected for multi-label tasks, for regression, and for foreground
-        # masks.
-        weighed = ", --class-weights auto or --balanced" if confusion else ""
-        weighed = weighed or (" or --class-weights auto" if result["ious"] else "")
-        also = weighed or " or --batch-size"
-        larger = " a larger --image-size," if result.get("shrunk") else ""
-        advice = f"More --epochs,{larger} another --lr{also} may help"
-        if result["steps"] < FEW_STEPS:
-            advice = f"The run made only {counted(result['steps'], 'step')}: use more --epochs"
-        console.print(f"Warning: {no}. {advice}")
     console.print(f"Fingerprint: {result['fingerprint']}")
     none = f"Report: none without matplotlib; later, run onefold report {in_shell(folder)}"
     console.print(f"Report: {result['report']}" if result["report"] else none)

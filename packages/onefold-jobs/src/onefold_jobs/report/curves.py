@@ -162,6 +162,10 @@ _MARKED_POINTS = 30
 """Lines with more points are drawn without markers."""
 _LOGARITHMIC_RATIO = 200
 """Ratio of largest to smallest value from which the axis is logarithmic."""
+_LEAST_SHARE = 0.05
+_LEAST_PART = 0.1
+"""Minimum extent of an axis: of shares, and of other values as a part of the largest. Otherwise
+noise would fill a chart of equal values."""
 
 _WIDTH_POINTS, _HEIGHT_POINTS = 388.8, 216.0
 _POINTS_PER_INCH = 72
@@ -325,8 +329,14 @@ def _scale(axes: Axes, chart: Chart) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif least > 0 and most / least > _LOGARITHMIC_RATIO:
         axes.set_yscale("log")
+    extent = _LEAST_SHARE if chart.share else _LEAST_PART * max(abs(least), abs(most)) or 1.0
+    if most - least < extent:
+        bottom = (least + most - extent) / 2
+        if chart.share and least >= 0 and most <= 1:
+            bottom = min(max(bottom, 0.0), 1.0 - extent)
+        axes.set_ylim(bottom - extent / 20, bottom + extent * 21 / 20)
     # Start at 0 if the curves still get three fifths of the height.
-    if 0 <= least < 0.4 * most and axes.get_yscale() == "linear":
+    elif 0 <= least < 0.4 * most and axes.get_yscale() == "linear":
         axes.set_ylim(bottom=0)
 
 

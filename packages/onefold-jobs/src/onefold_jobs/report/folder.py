@@ -220,6 +220,7 @@ class _Facts(msgspec.Struct):
     devices: _List = None
     left_out: _List = None
     notes: _List = None
+    remarks: _List = None
 
 
 class _Best(msgspec.Struct):

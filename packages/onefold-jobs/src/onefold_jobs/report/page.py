@@ -29,7 +29,7 @@ from onefold_jobs.report.curves import Runs, curves_of_one, curves_of_several
 from onefold_jobs.report.folder import EpochLine, ReportedRun, finite_or_zero, number, read_reported
 from onefold_jobs.report.words import NOTHING, amount, option, plain
 from onefold_jobs.runfolder import path_inside
-from onefold_jobs.scores import Baseline, ClassScores, no_better
+from onefold_jobs.scores import Baseline, ClassScores, verdict_of
 
 __all__ = ["build_report", "compare_runs"]
 
@@ -78,12 +78,20 @@ def _page(run: ReportedRun) -> str:
 
 
 def _warning(run: ReportedRun) -> str | None:
-    """Warn about a run that is no better than its baseline."""
+    """Return the headline of a run that learned nothing, as the terminal shows it."""
     if not run.best or not run.facts.get("baseline"):
         return None
     facts, scores = run.facts["baseline"], {run.target: run.baseline(run.target)}
     baseline = Baseline(str(facts.get("answer")), scores, str(facts.get("each", "sample")))
-    return no_better(str(run.facts.get("score")), run.best[1], baseline)
+    examples = run.examples or {}
+    return verdict_of(
+        str(run.facts.get("score")),
+        run.best[1],
+        baseline,
+        steps=run.steps[-1].step if run.steps else 0,
+        weighs=next((name for name in ("confusion", "ious") if examples.get(name)), ""),
+        shrunk=bool(run.facts.get("shrunk")),
+    )
 
 
 def _class_samples(run: ReportedRun, classes: int) -> dict[str, list[str]]:
