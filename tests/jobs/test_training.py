@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,10 +21,13 @@ import onefold
 from onefold.cli.verify import verify_script
 from onefold.core.options import RunOptions
 from onefold.errors import CheckpointError, DataError, LaunchError
+from onefold.testing import simulate
+from onefold.watch.timing import PhaseTime
 from onefold_jobs import progress as meter
 from onefold_jobs.catalog import JOBS
 from onefold_jobs.finetune import best_checkpoint
 from onefold_jobs.progress import TimeLimit
+from onefold_jobs.reading import Workers
 from onefold_jobs.report.folder import read_reported
 from onefold_jobs.run import read_options, run_job
 from onefold_jobs.training import Task, begin_training, read_saved
@@ -375,6 +380,85 @@ def test_the_lead_is_asked_about_once_a_second(
         lead.steps += 1
     assert over_at[0] <= lead.steps - 7 <= over_at[1]
     assert len(asked) - 1 <= looks
+
+
+class Timed:
+    """Steps with these times, for `Workers`."""
+
+    def __init__(self, data: float, rest: float) -> None:
+        parts = dict.fromkeys(("backward", "exchange", "update"), 0.0)
+        self.seconds = PhaseTime(data=data, forward=rest, **parts)
+
+
+@for_each(
+    ("before", "after", "expected"),
+    [
+        # As many as can read a batch while another one is computed.
+        ((0.3, 0.1), (0.0, 0.1), [0, 4, 4]),
+        ((0.05, 0.1), (0.0, 0.1), [0, 2, 2]),
+        ((9.0, 0.1), (0.5, 0.1), [0, 8, 8]),
+        # No faster with them, too few to pay off, and not limited by data.
+        ((0.3, 0.1), (0.0, 0.5), [0, 4, 0]),
+        ((0.008, 0.01), (0.0, 0.01), [0, 0, 0]),
+        ((0.02, 0.1), (0.0, 0.1), [0, 0, 0]),
+    ],
+)
+def test_the_number_of_workers_follows_from_the_first_steps(
+    before: Any, after: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    loader: Any = SimpleNamespace(workers=0)
+    workers, numbers, remarks = Workers("auto", loader, steps=100, devices=2), [], []
+    for times, steps in ((before, 11), (before, 1), (after, 12)):
+        remarks += filter(None, [workers.note(Timed(*times)) for _ in range(steps)])  # type: ignore[arg-type]
+        numbers.append(workers.number)
+    assert numbers == expected
+    assert len(remarks) == len(set(expected)) - 1 + (expected[2] != expected[1])
+    assert Workers("3", loader, steps=100, devices=2).note(Timed(9, 1)) == ""  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs of 13 steps per epoch that start workers before the last one."""
+    data = write_texts(tmp_path / "data", train=52)
+    for name in ("watch.limits.DATA_SHARE", "watch.limits.LEAST_DATA_S"):
+        monkeypatch.setattr(f"onefold.{name}", 0.0)
+    monkeypatch.setattr("onefold_jobs.reading.LEAST_S", 0.0)
+
+    def trained(name: str, *, devices: int = 1, **options: Any) -> Any:
+        small = {} if options.get("resume") else {"batch_size": 4, "epochs": 1}
+        main = lambda: run_here("text", data, tmp_path, name=name, **small, **options)  # noqa: E731
+        return simulate(main, devices=devices)[0]
+
+    return trained
+
+
+@pytest.mark.processes
+def test_measured_workers_change_no_bits(measured: Callable[..., Any]) -> None:
+    plain, said = measured("plain", workers=0)
+    for devices in (1, 2):
+        folder, found = measured(f"on {devices}", devices=devices)
+        assert found["fingerprint"] == said["fingerprint"]
+        (line,), (other,) = (read_reported(each).epochs for each in (folder, plain))
+        assert (line.loss, line.scores) == (other.loss, other.scores)
+        assert [device["workers"] > 0 for device in line.devices] == [True] * devices
+        remark = json.loads((folder / "run.json").read_text())["remarks"][1]
+        assert re.match(r"--workers auto: \d process(es)? per device read ahead from here", remark)
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_run_with_measured_workers_resumes(
+    measured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has workers, and with them; it measures again."""
+    _, said = measured("plain", workers=0, ema=0.5)
+    for step in (6, 12):
+        with monkeypatch.context() as patch:
+            patch.setattr(TimeLimit, "is_over", lambda limit, at=step: limit.trainer.steps >= at)
+            measured(f"ended {step}", max_time="1h", ema=0.5)
+        _, resumed = measured(f"ended {step}", resume=True, devices=2)
+        assert resumed["fingerprint"] == said["fingerprint"]
 
 
 def test_without_a_limit_nobody_is_asked() -> None:

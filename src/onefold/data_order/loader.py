@@ -115,6 +115,24 @@ class Loader:
         self._had_samples = self._has_checked = False
         self._warned = False
 
+    @property
+    def workers(self) -> int:
+        """Number of worker processes of this process, which affects no bits and may be changed.
+
+        A change takes effect in the next pass. A pass that reads samples by index without workers
+        starts them for its next batch.
+
+        Raises:
+            ValueError: a stream would have several, or the number is below 0.
+        """
+        return self._workers.number
+
+    @workers.setter
+    def workers(self, number: int) -> None:
+        if not self.track.size.samples:
+            load("data_order.stream").check_workers(self.dataset, number)
+        self._workers = replace(self._workers, number=number)
+
     def __len__(self) -> int:
         """Return the number of batches in a pass; TypeError if a stream has no length."""
         return self.source.batches()
@@ -153,13 +171,12 @@ class Loader:
         start, process, handed = host_now_s(), os.getpid(), 0
         requests = self._requests(this, order)
         reader = self.source.reader(this, self.track)
-        # Workers are forked here, where Ctrl-C would be lost: see `onefold.system.process`.
-        with ctrl_c_later():
-            answers = self._workers.answers(
-                reader, requests, pin_memory=self._pin_memory, timeout_s=self._timeout_s
-            )
+        workers, answers = self._workers, self._answers(reader, requests)
         try:
             while this.given < this.end:
+                # Without workers no request is ahead. A stream cannot continue elsewhere.
+                if workers is not self._workers and not workers.number and self.track.size.samples:
+                    workers, answers = self._workers, self._answers(reader, requests)
                 # Get the shares before the answer: see the note on shares that change.
                 requests.follow(self._shares(), self._own(), this.given)
                 answer = self._next(answers)
@@ -192,6 +209,13 @@ class Loader:
             # `answers` ends them; it runs here, because it would lose Ctrl-C.
             with ctrl_c_later():
                 del answers
+
+    def _answers(self, reader: Any, requests: Requests) -> Iterator[Answer]:
+        # Workers are forked here, where Ctrl-C would be lost: see `onefold.system.process`.
+        with ctrl_c_later():
+            return self._workers.answers(
+                reader, requests, pin_memory=self._pin_memory, timeout_s=self._timeout_s
+            )
 
     def _batch(
         self, answer: Answer, payloads: dict[int, Any], this: DataPass, start: float
@@ -379,23 +403,9 @@ def source_of(
         if not isinstance(dataset, Items | FunctionBatches):
             _check_index(dataset)
         return Indexed(dataset, collate, seed, choices)
-    if workers.number > 1:
-        raise ValueError(
-            f"{type(dataset).__name__} is a stream, which a single process reads from beginning to "
-            f"end: workers must be 0 or 1, but got {workers.number}"
-        )
-    given = ["shuffle"] if choices.get("shuffle") else []
-    by_index = "lengths", "sampler", "batch_sampler"
-    given += [name for name in by_index if choices.get(name) is not None]
-    if given:
-        raise ValueError(
-            f"{type(dataset).__name__} is a stream, whose order is its own, and does not support "
-            f"{' and '.join(given)}. Shuffle inside the stream, with a shuffle buffer or by file "
-            f"order"
-        )
-    drop_last = bool(choices.get("drop_last"))
-    size, stream = choices.get("batch_size"), load("data_order.stream").Stream
-    made: Stream = stream(dataset, collate, seed, size, drop_last=drop_last)
+    made: Stream = load("data_order.stream").stream_of(
+        dataset, collate, seed, workers.number, choices
+    )
     return made
 
 

@@ -63,6 +63,7 @@ from onefold.core.randomness import (
 )
 from onefold.core.settings import PROMISES
 from onefold.core.shard import cut_bounds
+from onefold.data_order.indexed import Choices
 from onefold.data_order.kept_state import CLOSED, MOST, generators_in, reachable
 from onefold.data_order.order import Order
 from onefold.data_order.position import STREAM, LoaderSize, LoaderTrack, StreamState
@@ -81,7 +82,7 @@ from onefold.data_order.reader import (
 )
 from onefold.errors import CheckpointError
 
-__all__ = ["Stream"]
+__all__ = ["Stream", "check_workers", "stream_of"]
 
 _log = logging.getLogger("onefold")
 
@@ -162,6 +163,37 @@ class Stream:
     def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
         """Return the object that answers the requests of a pass."""
         return _StreamReader(self, this, track)
+
+
+def check_workers(dataset: Iterable[Any], number: int) -> None:
+    """Reject more than one worker process for a stream.
+
+    Raises:
+        ValueError: there are more.
+    """
+    if number > 1:
+        raise ValueError(
+            f"{type(dataset).__name__} is a stream, which a single process reads from beginning to "
+            f"end: workers must be 0 or 1, but got {number}"
+        )
+
+
+def stream_of(
+    dataset: Iterable[Any], collate: Collate | None, seed: int, workers: int, choices: Choices
+) -> Stream:
+    """Create the source of a stream; arguments and errors are those of `loader.source_of`."""
+    check_workers(dataset, workers)
+    given = ["shuffle"] if choices.get("shuffle") else []
+    by_index = "lengths", "sampler", "batch_sampler"
+    given += [name for name in by_index if choices.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"{type(dataset).__name__} is a stream, whose order is its own, and does not support "
+            f"{' and '.join(given)}. Shuffle inside the stream, with a shuffle buffer or by file "
+            f"order"
+        )
+    drop_last = bool(choices.get("drop_last"))
+    return Stream(dataset, collate, seed, choices.get("batch_size"), drop_last=drop_last)
 
 
 _Piece = tuple[list[Any], list[bytes], StreamState | None]

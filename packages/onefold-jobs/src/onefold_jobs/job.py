@@ -23,7 +23,15 @@ from onefold_jobs.data.pictures import ArrayPictures
 from onefold_jobs.data.scan import Scanning
 from onefold_jobs.data.tables import Columns
 from onefold_jobs.finetune import load_finite
-from onefold_jobs.options import COUNT, MOST_SHARDS, again, check_limits, option
+from onefold_jobs.options import (
+    COUNT,
+    MOST_SHARDS,
+    MOST_WORKERS,
+    again,
+    check_limits,
+    option,
+    within,
+)
 from onefold_jobs.runfolder import kept_facts, read_run
 from onefold_jobs.scores import Measured
 from onefold_jobs.training import Task
@@ -59,7 +67,7 @@ class PredictOptions:
     weights: Literal["best", "last"] = option("best", "Checkpoint.")
     top: int = option(1, "Number of classes to report per sample.", COUNT)
     batch_size: int | None = again("batch_size", heading="Devices", shown="the job's")
-    workers: int = again("workers", 0)
+    workers: int = option(0, "Data loader processes per device.", within(0, MOST_WORKERS))
     text_column: str | None = option(None, "Text column(s): title,body.", shown=_OF_RUN)
     image_column: str | None = option(None, "Table column of image paths.", shown=_OF_RUN)
     skip_bad: bool = option(False, "Skip unreadable inputs.")

@@ -226,7 +226,7 @@ class TrainOptions:
     log: LoggerName | None = option(None, "Logger.", shown="")
     best_by: str | None = option(None, "Test score that selects the best epoch.")
     seed: int = option(0, "Seed of all random numbers.")
-    workers: int = option(0, "Data loader processes per device.", within(0, MOST_WORKERS))
+    workers: str = option("auto", "Data loader processes per device, or auto.")
     save_every: int = option(200, "Steps between checkpoints in an epoch.", COUNT)
     skip_bad: bool = option(False, "Skip and report unusable files and lines.")
     head_lr_scale: float = option(1.0, "Learning rate factor of the last layer.", FACTOR)
@@ -253,6 +253,10 @@ class TrainOptions:
         expect(self.max_time is None or self.time_limit_s > 0, "max_time", self.max_time, times)
         pieces = re.fullmatch(r"auto|[1-9][0-9]{0,8}", self.microbatch or "auto")
         expect(pieces is not None, "microbatch", self.microbatch, "auto, or a number of samples")
+        known = self.workers == "auto" or re.fullmatch("[0-9]{1,4}", self.workers)
+        numbers = f"auto, or a number from 0 to {MOST_WORKERS:,}"
+        fits = known and self.worker_count <= MOST_WORKERS
+        expect(bool(fits), "workers", self.workers, numbers)
 
     @property
     def folder(self) -> Path:
@@ -264,6 +268,11 @@ class TrainOptions:
         """Value of ``microbatch`` for a Trainer."""
         given = self.microbatch
         return "auto" if given == "auto" else int(given) if given else None
+
+    @property
+    def worker_count(self) -> int:
+        """Number of data loader processes to start with."""
+        return 0 if self.workers == "auto" else int(self.workers)
 
     @property
     def time_limit_s(self) -> float:

@@ -235,6 +235,11 @@ class Meter:
         """
         return "" if self._seconds is None else str(self._seconds.limit)
 
+    def restart_limit(self) -> None:
+        """Leave the steps so far out of `limit`, because something has changed."""
+        self.look()
+        self._seconds = None
+
     @property
     def mean_loss(self) -> float:
         """Mean loss of the samples read so far; NaN if there are none."""

@@ -41,6 +41,7 @@ from onefold_jobs.data.files import ReadData, counted_bad
 from onefold_jobs.finetune import freeze, parameter_groups
 from onefold_jobs.options import TrainOptions, make_optimizer, rate_factor
 from onefold_jobs.progress import Meter, TimeLimit, TrainingBar, epoch_line
+from onefold_jobs.reading import Workers
 from onefold_jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
 from onefold_jobs.scores import (
     FEW_STEPS,
@@ -230,6 +231,7 @@ class Training:
     """The model at which ``--max-time`` cut an epoch short. It is not saved: a resumed run
     evaluates only whole epochs, like an uninterrupted run."""
     _has_shown_limit: bool = False
+    _workers: Workers | None = None
     _remarks: list[str] = field(default_factory=list)
     """What training has said apart from its numbers, for the report."""
 
@@ -344,8 +346,11 @@ class Training:
             **order,
             # Drops only a last batch that is too short for the shards; see `_steps_of_epoch`.
             drop_last=self.steps * options.batch_size <= len(task.train_set),
-            workers=options.workers,
+            workers=options.worker_count,
             collate=task.train_collate or task.collate,
+        )
+        self._workers = Workers(
+            options.workers, batches, steps=self.steps, devices=len(trainer.devices)
         )
         samples = len(task.train_set)
         done = self.saved["epochs_done"] * samples + int(self.saved["part"].get("samples", 0))
@@ -452,6 +457,9 @@ class Training:
             rate = self.optimizer.param_groups[0]["lr"]
             step = self.trainer.step(batch)
             meter.add(step, rate)
+            if self._workers and (remark := self._workers.note(step)):
+                self._remark(bar, remark)
+                meter.restart_limit()
             bar.advance(step, mean_loss=meter.mean_loss)
             if step.number % every == 0:
                 self.folder.add_events("train", step.number, meter.take_line())
@@ -484,6 +492,7 @@ class Training:
         training["evaluate_s"] = time.perf_counter() - start_s
         # gather also records its result: the report takes the numbers of the epoch from it.
         own = {"epoch": epoch, "scores": scores, **training, **meter.phases, "limit": meter.limit}
+        own["workers"] = self._workers.number if self._workers else 0
         devices = self.trainer.gather(own)
         # The checkpoint below stores the best epoch; for the order of the rest, see the note.
         self._note_best(epoch, scores, done=done)
@@ -557,7 +566,7 @@ class Training:
         """Arguments for reading test samples."""
         return {
             "batch_size": self.task.evaluation_batch_size,
-            "workers": self.options.workers,
+            "workers": self._workers.number if self._workers else self.options.worker_count,
             "collate": self.task.collate,
         }
 
