@@ -385,6 +385,8 @@ def test_the_lead_is_asked_about_once_a_second(
 class Timed:
     """Steps with these times, for `Workers`."""
 
+    number = 12
+
     def __init__(self, data: float, rest: float) -> None:
         parts = dict.fromkeys(("backward", "exchange", "update"), 0.0)
         self.seconds = PhaseTime(data=data, forward=rest, **parts)
@@ -414,6 +416,7 @@ def test_the_number_of_workers_follows_from_the_first_steps(
         numbers.append(workers.number)
     assert numbers == expected
     assert len(remarks) == len(set(expected)) - 1 + (expected[2] != expected[1])
+    assert workers.was_chosen == (expected[1] > 0)
     assert Workers("3", loader, steps=100, devices=2).note(Timed(9, 1)) == ""  # type: ignore[arg-type]
 
 
@@ -443,7 +446,9 @@ def test_measured_workers_change_no_bits(measured: Callable[..., Any]) -> None:
         assert (line.loss, line.scores) == (other.loss, other.scores)
         assert [device["workers"] > 0 for device in line.devices] == [True] * devices
         remark = json.loads((folder / "run.json").read_text())["remarks"][1]
-        assert re.match(r"--workers auto: \d process(es)? per device read ahead from here", remark)
+        assert re.match(
+            r"--workers auto: \d process(es)? per device read ahead from step 13 on", remark
+        )
 
 
 @pytest.mark.full

@@ -135,6 +135,7 @@ def examples_of(
         sample |= {key: values[index % len(values)] for key, values in content.items()}
         sure = 0.99 - 0.02 * index
         samples.append({**sample, "predicted": classes[predicted], "confidence": sure})
+    wrong = [sample for sample in samples if sample["label"] != sample["predicted"]]
     one = np.eye(len(classes), dtype=int)
     confusion = one * 90 + np.roll(one, 1, axis=1)
     confusion[1, 0] = 7
@@ -142,8 +143,9 @@ def examples_of(
         "kind": kind,
         "classes": list(classes),
         "confusion": confusion.tolist(),
+        "confused": [{"label": 1, "predicted": 0, "samples": wrong[:2]}],
         "samples": samples,
-        "worst": [sample for sample in samples if sample["label"] != sample["predicted"]],
+        "worst": wrong,
     }
 
 

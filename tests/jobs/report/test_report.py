@@ -217,10 +217,23 @@ def test_one_epoch_has_one_mark(tmp_path: Path) -> None:
 
 def test_samples_are_shown_and_judged_in_words(pages: dict[str, Page]) -> None:
     page, segments = pages["classify"], pages["segment"]
-    assert (page.text.count("✓ right"), page.text.count("✗ wrong")) == (8, 4 + 4)  # once as worst
+    # Once as worst, and two as examples of a confusion.
+    assert (page.text.count("✓ right"), page.text.count("✗ wrong")) == (8, 4 + 4 + 2)
     assert "✗ wrong true: ship predicted: cat (95.0%) test/2.png" in page.text
-    assert (len(page.attributes("src")), len(segments.attributes("src"))) == (16, 24)
+    assert (len(page.attributes("src")), len(segments.attributes("src"))) == (18, 24)
     assert runs.EVIL_SENTENCE in pages["text"].text
+
+
+def test_the_confusion_matrix_opens_the_examples(pages: dict[str, Page]) -> None:
+    """By links alone, because a page has no script."""
+    page = pages["classify"]
+    links = [given["href"] for name, given in page.elements if name == "a"]
+    # The cell of the matrix, and the row of the most frequent confusions.
+    assert links == ["#confused-1-0"] * 2
+    (opened,) = re.findall(r'id="confused-1-0">.*?</section>', page.source, re.DOTALL)
+    assert opened.count("<img ") == 2
+    assert (3, "Most frequent confusions") in page.headings
+    assert f"{runs.EVIL_CLASS} predicted as cat: 2 of 7" in page.text
 
 
 @for_each("kind", ["classify", "segment", "text"])
@@ -331,6 +344,7 @@ SHAPES += [
 EXAMPLES: list[dict[str, Any]] = [{"kind": ["text"]}, {"samples": [3]}, {"worst": {"label": "a"}}]
 EXAMPLES += [{"confusion": each} for each in ([1, 2], [[-1]], [[1, 2], [3]])]
 EXAMPLES += [{"confusion": [[1]], "classes": ["a", "b"]}]
+EXAMPLES += [{"confused": each} for each in ([3], [{"label": "a", "predicted": 0}])]
 FILES = [("run.json", json.dumps(each)) for each in (*SHAPES, [])]
 FILES += [("examples.json", json.dumps({"kind": "text", **each})) for each in EXAMPLES]
 FILES += [("run.json", "{"), ("examples.json", ""), ("config.toml", "lr = ")]

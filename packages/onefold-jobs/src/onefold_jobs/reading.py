@@ -17,8 +17,10 @@ import os
 import onefold
 from onefold.cli import counted
 
-__all__ = ["LEAST_S", "Workers"]
+__all__ = ["BY_DATA", "LEAST_S", "Workers"]
 
+BY_DATA = "limited by data"
+"""Beginning of ``step.seconds.limit`` if steps wait for their batches."""
 _FIRST_STEPS = 2
 """Steps that are not measured: they compile and check, or wait for new processes."""
 _MEASURED_STEPS = 10
@@ -52,6 +54,11 @@ class Workers:
         """Number of processes."""
         return self._loader.workers
 
+    @property
+    def was_chosen(self) -> bool:
+        """Whether several processes have been tried because of the measured times."""
+        return bool(self._before_s)
+
     def note(self, step: onefold.Step) -> str:
         """Count a step; return a remark if the number changes, otherwise nothing."""
         if self._is_settled:
@@ -75,7 +82,7 @@ class Workers:
                 f"--workers auto: later epochs read in the device's process again, because a step "
                 f"takes {_ms(step_s)} with and {_ms(self._before_s)} without others"
             )
-        limited = seconds.limit.startswith("limited by data")
+        limited = seconds.limit.startswith(BY_DATA)
         if not limited or data_s * self._steps_of_epoch < LEAST_S:
             self._is_settled = True
             return ""
@@ -83,8 +90,9 @@ class Workers:
         needed = math.ceil(step_s / max(step_s - data_s, step_s / _MOST))
         self._loader.workers = number = min(needed, self._most)
         return (
-            f"--workers auto: {counted(number, 'process')} per device read ahead from here on, "
-            f"because a step waited for its batch for {_ms(data_s)} of {_ms(step_s)}"
+            f"--workers auto: {counted(number, 'process')} per device read ahead from step "
+            f"{step.number + 1} on, because a step waited for its batch for {_ms(data_s)} of "
+            f"{_ms(step_s)}"
         )
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "class_baseline",
     "class_tables",
     "count_line",
+    "frequent_confusions",
     "is_share",
     "no_better",
     "rule_of",
@@ -232,6 +233,25 @@ def _table(first: str, numbers: Sequence[str]) -> Table:
 
 def _ratio(part: _Numbers, whole: _Numbers) -> _Numbers:
     return np.where(whole > 0, part / np.maximum(whole, 1), np.nan)
+
+
+Counts = Sequence[Sequence[int]]  # (classes, classes): rows: true class, columns: predicted class
+
+
+def frequent_confusions(counts: Counts) -> list[tuple[int, int, int]]:
+    """List mistakes as (true class, predicted class, count), most frequent first.
+
+    >>> frequent_confusions([[5, 1], [3, 7]])
+    [(1, 0, 3), (0, 1, 1)]
+    """
+    mistakes = [
+        (true, predicted, count)
+        for true, row in enumerate(counts)
+        for predicted, count in enumerate(row)
+        if true != predicted and count > 0
+    ]
+    # Negated instead of reversed: sorting is stable, so equal counts keep the order of classes.
+    return sorted(mistakes, key=lambda mistake: -mistake[2])
 
 
 @dataclass(frozen=True, slots=True)

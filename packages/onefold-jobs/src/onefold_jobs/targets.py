@@ -34,6 +34,7 @@ from onefold_jobs.scores import (
     Measured,
     Predict,
     class_baseline,
+    frequent_confusions,
     no_better,
 )
 from onefold_jobs.training import Task
@@ -56,6 +57,8 @@ __all__ = [
 
 SHOWN = 24
 """Number of examples of each kind in a report."""
+CONFUSIONS, OF_EACH = 12, 4
+"""Number of confusions with examples in a report, and maximum number of examples of each."""
 
 BestBy = Literal[
     "accuracy", "balanced-accuracy", "macro-f1", "loss", "micro-f1", "mean-average-precision",
@@ -468,6 +471,33 @@ def choose_examples(
     return spread(len(truth)), wrong[order][:SHOWN].tolist()
 
 
+def choose_confused(
+    truth: _Array, predicted: _Array, confidence: _Array, counts: Sequence[Sequence[int]]
+) -> dict[tuple[int, int], list[int]]:
+    """Choose the most confident mistakes of each of the most frequent confusions.
+
+    Args:
+        truth: (n,) int64, true classes.
+        predicted: (n,) int64, predicted classes.
+        confidence: (n,) float32, probability of the predicted class.
+        counts: number of samples by true class (rows) and predicted class.
+
+    Returns:
+        Numbers of samples by true and predicted class.
+
+    >>> truth, predicted = np.array([0, 1, 1, 1]), np.array([0, 0, 0, 1])
+    >>> choose_confused(truth, predicted, np.array([0.9, 0.6, 0.8, 0.9]), [[1, 0], [2, 1]])
+    {(1, 0): [2, 1]}
+    """
+    found = {}
+    for label, wrong, _ in frequent_confusions(counts)[:CONFUSIONS]:
+        numbers = np.flatnonzero((truth == label) & (predicted == wrong))
+        # A stable sort chooses the same samples on every device.
+        order = np.argsort(-confidence[numbers], kind="stable")
+        found[label, wrong] = numbers[order][:OF_EACH].tolist()
+    return found
+
+
 def spread(samples: int, most: int = SHOWN) -> list[int]:
     """Choose sample numbers evenly from a test set."""
     # Evenly, because a test set is usually sorted by class.
@@ -497,11 +527,13 @@ def target_examples(
     # A stable sort puts equal losses in the same order on every device.
     worst = found["loss"].argsort(descending=True, stable=True)[:SHOWN].tolist()
     samples, of_all = spread(len(truth)), {}
+    confused: dict[tuple[int, int], list[int]] = {}
     if target.task == "single-label":
         sure, predicted = found["confidence"].max(dim=1)
         samples, worst = choose_examples(torch.from_numpy(truth), predicted, sure)
-        counts = ClassScores.of(truth, predicted.numpy(), len(classes)).counts
-        of_all = {"classes": list(classes), "confusion": counts.tolist()}
+        counts = ClassScores.of(truth, predicted.numpy(), len(classes)).counts.tolist()
+        of_all = {"classes": list(classes), "confusion": counts}
+        confused = choose_confused(truth, predicted.numpy(), sure.numpy(), counts)
     elif target.task == "multi-label":
         of_all["labels"] = label_table(truth, found["confidence"].numpy(), classes)
 
@@ -525,6 +557,15 @@ def target_examples(
         name: [{**show(number), **described(number)} for number in numbers]
         for name, numbers in (("samples", samples), ("worst", worst))
     }
+    if confused:
+        of_all["confused"] = [
+            {
+                "label": label,
+                "predicted": wrong,
+                "samples": [{**show(number), **described(number)} for number in numbers],
+            }
+            for (label, wrong), numbers in confused.items()
+        ]
     return {**of_all, **shown}
 
 

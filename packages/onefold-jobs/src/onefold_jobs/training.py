@@ -41,7 +41,7 @@ from onefold_jobs.data.files import ReadData, counted_bad
 from onefold_jobs.finetune import freeze, parameter_groups
 from onefold_jobs.options import TrainOptions, make_optimizer, rate_factor
 from onefold_jobs.progress import Meter, TimeLimit, TrainingBar, epoch_line
-from onefold_jobs.reading import Workers
+from onefold_jobs.reading import BY_DATA, Workers
 from onefold_jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
 from onefold_jobs.scores import (
     FEW_STEPS,
@@ -491,8 +491,12 @@ class Training:
         scores = task.score(self.trainer.predict(task.measure, task.test_set, **self._reading))
         training["evaluate_s"] = time.perf_counter() - start_s
         # gather also records its result: the report takes the numbers of the epoch from it.
-        own = {"epoch": epoch, "scores": scores, **training, **meter.phases, "limit": meter.limit}
-        own["workers"] = self._workers.number if self._workers else 0
+        workers, limit = self._workers, meter.limit
+        if workers and workers.was_chosen and limit.startswith(BY_DATA):
+            # More processes have been tried, so the remedy in it would be wrong.
+            limit = ""
+        own = {"epoch": epoch, "scores": scores, **training, **meter.phases, "limit": limit}
+        own["workers"] = workers.number if workers else 0
         devices = self.trainer.gather(own)
         # The checkpoint below stores the best epoch; for the order of the rest, see the note.
         self._note_best(epoch, scores, done=done)

@@ -232,11 +232,18 @@ class _Baseline(msgspec.Struct):
     each: str = "sample"
 
 
+class _Confused(msgspec.Struct):
+    label: _Count
+    predicted: _Count
+    samples: list[_Object] | None = None
+
+
 class _Examples(msgspec.Struct):
     """The structure of ``examples.json`` that a page accesses."""
 
     kind: str | None = None
     classes: _List = None
+    confused: list[_Confused] | None = None
     confusion: list[list[_Count]] | None = None
     ious: list[_Object] | None = None
     labels: list[_Object] | None = None

@@ -29,7 +29,7 @@ from onefold_jobs.report.curves import Runs, curves_of_one, curves_of_several
 from onefold_jobs.report.folder import EpochLine, ReportedRun, finite_or_zero, number, read_reported
 from onefold_jobs.report.words import NOTHING, amount, option, plain
 from onefold_jobs.runfolder import path_inside
-from onefold_jobs.scores import Baseline, ClassScores, verdict_of
+from onefold_jobs.scores import Baseline, ClassScores, frequent_confusions, verdict_of
 
 __all__ = ["build_report", "compare_runs"]
 
@@ -37,6 +37,7 @@ __all__ = ["build_report", "compare_runs"]
 REPORT_NAME = "report.html"
 
 _SHOWN_CONFUSIONS = 10
+_Confused = dict[tuple[int, int], list[Any]]
 
 
 def build_report(run: Path, output: Path | None = None) -> Path:
@@ -72,6 +73,7 @@ def _page(run: ReportedRun) -> str:
         class_scores=ClassScores(np.array(counts)) if counts else None,
         class_samples=_class_samples(run, len(counts)),
         confusions=frequent_confusions(counts)[:_SHOWN_CONFUSIONS],
+        confused=_confused(run, len(counts)),
         number=number,
         picture_of=partial(read_picture, run.folder),
     )
@@ -102,6 +104,13 @@ def _class_samples(run: ReportedRun, classes: int) -> dict[str, list[str]]:
     return {name: column for name, column in columns.items() if len(column) == classes > 0}
 
 
+def _confused(run: ReportedRun, classes: int) -> _Confused:
+    """Return the examples of each confusion, by true and predicted class."""
+    found = (run.examples or {}).get("confused") or ()
+    pairs = {(each["label"], each["predicted"]): each.get("samples") or [] for each in found}
+    return {pair: samples for pair, samples in pairs.items() if samples and max(pair) < classes}
+
+
 def write_page(path: Path, text: str) -> Path:
     """Write a page atomically, so that a browser never reads a partial one.
 
@@ -113,25 +122,6 @@ def write_page(path: Path, text: str) -> Path:
     # "replace", because the page shows file names, which may contain bytes that are not UTF-8.
     write_whole(path, text.encode("utf-8", "replace"))
     return path
-
-
-Counts = Sequence[Sequence[int]]  # (classes, classes): rows: true class, columns: predicted class
-
-
-def frequent_confusions(counts: Counts) -> list[tuple[int, int, int]]:
-    """List mistakes as (true class, predicted class, count), most frequent first.
-
-    >>> frequent_confusions([[5, 1], [3, 7]])
-    [(1, 0, 3), (0, 1, 1)]
-    """
-    mistakes = [
-        (true, predicted, count)
-        for true, row in enumerate(counts)
-        for predicted, count in enumerate(row)
-        if true != predicted and count > 0
-    ]
-    # Negated instead of reversed: sorting is stable, so equal counts keep the order of classes.
-    return sorted(mistakes, key=lambda mistake: -mistake[2])
 
 
 _KINDS = {"PNG": "image/png", "JPEG": "image/jpeg"}
