@@ -60,9 +60,9 @@ def _init(
 ) -> None:
     """Write the shortest training script for your data.
 
-    The command inspects the data: a folder of class folders with images; a CSV or TSV file, whose
-    last column is the target and whose numeric and categorical columns are inputs; or arrays x and
-    y of an NPZ file, which may be images. It never overwrites a file.
+    The command inspects the data: all data of the jobs; a CSV or TSV file, whose last column is the
+    target and whose numeric and categorical columns are inputs; or arrays x and y of an NPZ file,
+    which may be images. It never overwrites a file.
     """
     from onefold_jobs.cli.init import write_script
 

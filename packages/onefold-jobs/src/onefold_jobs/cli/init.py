@@ -6,12 +6,14 @@ PyTorch and the public names of onefold, and all of it can be changed.
 
 from __future__ import annotations
 
+import os
 import zipfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -19,17 +21,39 @@ from onefold.cli import in_shell, listed, tell
 from onefold.errors import DataError
 from onefold.files import open_plain, write_whole
 from onefold_jobs import require
-from onefold_jobs.data.classes import class_files
+from onefold_jobs.classify_job import FETCHED
+from onefold_jobs.data.arrays import read_labeled
+from onefold_jobs.data.classes import class_files, listed_files
+from onefold_jobs.data.fetch import fetch_dataset
+from onefold_jobs.data.files import BadFile
+from onefold_jobs.data.labels import divided, parts_of, separator
 from onefold_jobs.data.layouts import refuse_other_layouts
-from onefold_jobs.data.pictures import is_picture, load_picture, visible_folders
-from onefold_jobs.data.splits import find_folders
-from onefold_jobs.data.tables import open_table
+from onefold_jobs.data.masks import AUTO, MaskRule, look_at_mask
+from onefold_jobs.data.pairs import Pair, pairs_in
+from onefold_jobs.data.pictures import is_picture, look_at, visible_folders, white_of
+from onefold_jobs.data.samples import read_listed
+from onefold_jobs.data.splits import Folders, find_folders
+from onefold_jobs.data.tables import (
+    TABLES,
+    Columns,
+    Line,
+    Table,
+    is_table,
+    open_table,
+    usual_column,
+)
 
 __all__ = ["write_script"]
 
 _MOST_ROWS = 1000
 """Maximum number of table rows to inspect."""
-_TABLES = {".parquet": "read_parquet", ".xlsx": "read_excel", ".feather": "read_feather"}
+_TABLES = {
+    ".feather": "read_feather",
+    ".json": "read_json",
+    ".jsonl": "read_json",
+    ".parquet": "read_parquet",
+    ".xlsx": "read_excel",
+}
 """pandas functions that read other kinds of tables."""
 _MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "None", "?")
 """Cells that stand for a missing value."""
@@ -39,6 +63,10 @@ _FEW = 20
 """Up to this number of different integers, or strings, are treated as classes."""
 _MOST_HEADER_BYTES = 16384
 """Maximum size of an array's header in an NPZ file; NumPy writes about a hundred bytes."""
+_MOST_MASKS = 50
+"""Maximum number of masks or images to inspect."""
+_BORDER = "255"
+"""Value of a border between the classes of masks."""
 _LEAST_SIDE = 8
 """Two-dimensional arrays with a shorter side are not treated as images."""
 _CHANNELS = (1, 3, 4)
@@ -49,14 +77,30 @@ class Data:
     """Description of the user's data."""
 
     kind: str
-    """``none``, ``pictures``, ``table`` or ``arrays``."""
+    """``none``, ``folders`` of images, ``files`` of images in a table, ``masks``, ``idx``,
+    ``digits``, ``texts``, ``table`` or ``arrays``."""
     path: str = ""
     test: str = ""
-    """Test folder of images; empty if a fraction of the images is held out."""
+    """Test folder or file; empty if a fraction of the samples is held out."""
+    masks: str = ""
+    test_masks: str = ""
+    """Folders of masks, if ``path`` and ``test`` are folders of images."""
     suffixes: tuple[str, ...] = ()
     """File suffixes of images."""
-    classes: bool = True
-    """Whether the targets are classes instead of numbers."""
+    white: int | None = None
+    """Brightest value of images with more than 8 bits per pixel."""
+    bright: bool = False
+    """Whether the foreground of masks is bright, instead of every value above 0."""
+    values: tuple[int, ...] = ()
+    """Values of the classes of masks; empty for foreground masks."""
+    reader: str = "csv"
+    """Format of a file of texts, or of a table of images."""
+    goal: str = "class"
+    """``class``, ``labels`` for several classes, or ``number``."""
+    sign: str = ""
+    """Separator of several classes."""
+    sample: str = ""
+    """Name of the column of texts or images."""
     target: str = ""
     """Name of a table's target column."""
     delimiter: str = ","
@@ -76,7 +120,7 @@ def write_script(data: Path | None, output: Path) -> None:
     """Write a training script for data.
 
     Args:
-        data: a folder of class folders with images, a CSV, TSV or NPZ file, or None.
+        data: any data of a job; a CSV, TSV or NPZ file of numbers; or None.
         output: the file to write, which must not exist.
 
     Raises:
@@ -98,59 +142,178 @@ def look(path: Path | None) -> Data:
     """
     if path is None:
         return Data("none")
-    if path.is_dir():
+    if str(path) in ("digits", *FETCHED) and not path.exists():
+        return _named(str(path))
+    if path.is_dir() and not is_table(path):
         return _folder(path)
     if path.suffix == ".npz":
         return _arrays(path)
-    if path.suffix.lower() in (".csv", ".tsv"):
+    if path.exists() and (path.suffix.lower() in (".csv", ".tsv") or is_table(path)):
         return _table(path)
+    raise _unknown(path)
+
+
+def _unknown(path: Path) -> DataError:
     came = "" if path.exists() else " does not exist"
-    advice = ""
-    if path.suffix.lower() in _TABLES:
+    advice, suffix = "", path.suffix.lower()
+    if suffix in _TABLES:
+        lines = ", lines=True" if suffix == ".jsonl" else ""
         advice = (
-            f". Write the table as CSV: pandas.{_TABLES[path.suffix.lower()]}({str(path)!r})"
+            f". Write the table as CSV: pandas.{_TABLES[suffix]}({str(path)!r}{lines})"
             f".to_csv({path.stem + '.csv'!r}, index=False)"
         )
-    raise DataError(
-        f"{path}{came}: expected a folder of class folders with images, or a CSV, TSV or NPZ "
-        f"file{advice}"
+    return DataError(
+        f"{path}{came}: expected a folder of class folders with images, or of images and masks; a "
+        f"table of images or texts; or a CSV, TSV or NPZ file{advice}"
     )
 
 
+def _named(name: str) -> Data:
+    """Describe data that have a name instead of a path, which may be downloaded."""
+    if name == "digits":
+        require("reading the digits", "digits", "sklearn")
+        return Data("digits", name, form="")
+    return _idx(fetch_dataset(name, Path("~/.cache/onefold").expanduser()))
+
+
+def _idx(path: Path) -> Data:
+    pixels, _ = read_labeled(path, "train")
+    read_labeled(path, "t10k")
+    return Data("idx", str(path), test=str(path), form=", ".join(map(str, pixels.shape[1:])))
+
+
 def _folder(path: Path) -> Data:
+    if any(path.glob("*-images-idx3-ubyte*")):
+        return _idx(path)
+    inside = find_folders(path, masks=True)
+    if (inside.train / "images").is_dir() and (inside.train / "masks").is_dir():
+        return _masks(path, inside)
+    files = () if visible_folders(path) else (path / f"train{end}" for end in (".tsv", *TABLES))
+    if is_table(path / "train") or any(each.is_file() for each in files):
+        return _texts(path)
     refuse_other_layouts(path, "classify")
     folders = find_folders(path)
     for note in folders.notes:
         tell(note)
-    inside = folders.train
+    inside_train = folders.train
     # This rejects images with masks.
-    files = class_files(inside, {}, []) if visible_folders(inside) else []
-    with_pictures = sorted({str(label) for _, label in files})
+    found = class_files(inside_train, {}, []) if visible_folders(inside_train) else []
+    with_pictures = sorted({str(label) for _, label in found})
     if len(with_pictures) < 2:
+        # This rejects class folders of texts, with a command that makes a table of them.
+        refuse_other_layouts(path, "text", texts=True)
         raise DataError(
-            f"{inside}: expected two or more class folders with images, found "
-            f"{listed(with_pictures) or 'none'}. For texts with labels, "
-            f"use the job: onefold train text --data {in_shell(path)}"
+            f"{inside_train}: expected two or more class folders with images, found "
+            f"{listed(with_pictures) or 'none'}; or images and masks, or a table of samples and "
+            f"labels"
         )
     test = ""
     if folders.test:
         test = str(folders.test) if visible_folders(folders.test) else ""
         if not test:
             tell(f"{folders.test}: not used, because it has no class folders")
-    _refuse_deep(path, {label: file for file, label in reversed(files)}.values())
-    suffixes = tuple(sorted({file.suffix.lower() for file, _ in files}))
-    return Data("pictures", str(inside), test=test, suffixes=suffixes)
+    white = _white({label: file for file, label in reversed(found)}.values())
+    return Data("folders", str(inside_train), test=test, suffixes=_suffixes(found), white=white)
 
 
-def _refuse_deep(path: Path, files: Iterable[Path]) -> None:
-    """Reject images with more than 8 bits per pixel: Pillow turns all values above 255 white."""
+def _suffixes(files: Iterable[tuple[Path, object]]) -> tuple[str, ...]:
+    return tuple(sorted({file.suffix.lower() for file, _ in files}))
+
+
+def _white(files: Iterable[Path]) -> int | None:
+    """Return the brightest value of images with more than 8 bits per pixel; None without any."""
     require("reading pictures", "images", "PIL")
-    for file in files:
-        if load_picture(file).mode.startswith(("I", "F")):
-            raise DataError(
-                f"{file}: the image has more than 8 bits per pixel, which a short script cannot "
-                f"read: use onefold train classify --data {in_shell(path)}"
-            )
+    return white_of([look_at(file) for file in files])
+
+
+def _masks(path: Path, folders: Folders) -> Data:
+    """Describe images with masks, whose classes are the values of the masks unless two differ."""
+    bad: list[BadFile] = []
+    train, test, _ = pairs_in(path, bad)
+    images, masks = _roots(train)
+    found = Data("masks", images, masks=masks, white=_white(pair.image for pair in train[:1]))
+    if test:
+        tested, tested_masks = _roots(test)
+        found = replace(found, test=tested, test_masks=tested_masks)
+    looked_at = [pair.mask for pair in train[:_MOST_MASKS]]
+    try:
+        scales = {look_at_mask(mask, MaskRule()).scale for mask in looked_at}
+        return replace(found, bright=255 in scales)
+    except DataError:
+        rule = MaskRule(classes=AUTO)
+        values = {value for mask in looked_at for value in look_at_mask(mask, rule).counts}
+    if not all(map(str.isdecimal, values)):
+        raise DataError(
+            f"{path}: expected masks whose values are numbers, got colors, such as "
+            f"{min(values)}. Use onefold train segment --data {in_shell(path)} --classes auto"
+        )
+    # By convention, 255 in masks of class numbers is a border to ignore.
+    numbers = sorted(int(value) for value in values if value != _BORDER)
+    return replace(found, values=tuple(numbers))
+
+
+def _roots(pairs: Sequence[Pair]) -> tuple[str, str]:
+    """Return the folders that contain all images, and all masks."""
+    images = Path(os.path.commonpath([pair.image.parent for pair in pairs]))
+    masks = Path(os.path.commonpath([pair.mask.parent for pair in pairs]))
+    return str(images), str(masks)
+
+
+def _texts(path: Path, columns: Columns = Columns("text")) -> Data:  # noqa: B008
+    """Describe a file of texts and labels, or a folder of a training and a test file."""
+    samples = read_listed(path, None, columns)
+    for note in samples.notes:
+        tell(note)
+    train, test = samples.paths
+    sample, label = samples.columns.sample or "text", *(samples.columns.label or ("label",))
+    found = Data(
+        "texts",
+        str(train),
+        test=str(test) if samples.test is not None else "",
+        reader=_reader(train, named=bool(samples.columns.label)),
+        sample=sample,
+        target=label,
+        **_format(train),
+    )
+    return _with_goal(found, [str(line.label) for line in samples.train])
+
+
+def _reader(path: Path, *, named: bool) -> str:
+    if path.is_dir():
+        return "arrow"
+    kinds = {".json": "jsonl", ".ndjson": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet"}
+    return kinds.get(path.suffix.lower(), "csv" if named else "tsv")
+
+
+def _format(path: Path) -> dict[str, Any]:
+    if path.suffix.lower() not in (".csv", ".tsv"):
+        return {}
+    table = open_table(path)
+    return {"delimiter": table.delimiter, "has_sep": table.has_sep}
+
+
+def _with_goal(found: Data, labels: Sequence[str]) -> Data:
+    """Determine what the labels of samples are: classes, several classes each, or numbers."""
+    known = [label for label in labels if label.strip()]
+    if not _are_classes(known):
+        return replace(found, goal="number")
+    sign = separator(known, spaces=False)
+    names = {name.strip() for label in known for name in parts_of(divided(label, sign))}
+    # The same names must be combined repeatedly: "Washington, D.C." is one.
+    if sign and len(names) < len(set(known)):
+        return replace(found, goal="labels", sign=sign)
+    if len(set(known)) < 2:
+        raise DataError(
+            f"{found.path}: expected two or more classes, got "
+            f"{listed(sorted(set(known))) or 'none'}"
+        )
+    return found
+
+
+def _are_classes(targets: Sequence[str], delimiter: str = ",") -> bool:
+    whole = all(target.strip().lstrip("-").isdecimal() for target in targets)
+    few = whole and len(set(targets)) <= _FEW
+    return few or not all(_is_number(target, delimiter) for target in targets)
 
 
 def _arrays(path: Path) -> Data:
@@ -169,7 +332,8 @@ def _arrays(path: Path) -> Data:
             f"{path}: expected arrays x and y, but it contains {listed(sorted(names))}. Name the "
             f"inputs x and the targets y: numpy.savez({str(path)!r}, x=..., y=...)"
         )
-    return Data("arrays", str(path), classes=kind in "iub", arrays=(inputs, targets), form=form)
+    goal = "class" if kind in "iub" else "number"
+    return Data("arrays", str(path), goal=goal, arrays=(inputs, targets), form=form)
 
 
 def _head(arrays: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], str]:
@@ -197,27 +361,22 @@ def _form(shape: tuple[int, ...], kind: str) -> str | None:
 
 
 def _table(path: Path) -> Data:
+    if _is_tsv_of_texts(path):
+        return _texts(path)
     table = open_table(path)
     names, delimiter = table.names, table.delimiter
     rows = []
     for number, cells in islice(table.rows, _MOST_ROWS):
         if isinstance(cells, str):
             raise DataError(f"{path}, line {number}: {cells}")
-        rows.append(cells)
+        rows.append({name: "" if cell is None else str(cell) for name, cell in cells.items()})
     if len(names) < 2 or not rows or all(map(_is_number, names)):
         raise DataError(
             f"{path}: expected a header with two or more column names, and rows of data, got "
             f"{listed(names) or 'nothing'}"
         )
-    for name in names:
-        # Also accept Windows paths.
-        paths = (path.parent / row[name].replace("\\", "/") for row in rows)
-        if any(is_picture(each) and each.is_file() for each in paths):
-            raise DataError(
-                f"{path}: the column {name} contains image paths: instead of a script, use onefold "
-                f"train classify --data {in_shell(path)} --image-column {in_shell(name)}, and "
-                f"--label-column for the target"
-            )
+    if (images := _files(table, rows)) is not None:
+        return images
     texts = {
         name: len({row[name] for row in rows})
         for name in names[:-1]
@@ -226,27 +385,65 @@ def _table(path: Path) -> Data:
     # A string that is unique to each row, such as a name, carries no information about others.
     choices = tuple(name for name, count in texts.items() if 1 < count <= min(_FEW, len(rows) // 2))
     left_out = tuple(name for name in texts if name not in choices)
-    if len(left_out) == len(names) - 1:
-        raise DataError(
-            f"{path}: expected numbers in at least one column before the last, which is the "
-            f"target, but {listed(left_out)} contain text. For texts with labels, use onefold "
-            f"train text --data {in_shell(path)}; for images, see onefold train classify --help"
-        )
+    text = usual_column(names, "text")
+    if path.suffix.lower() not in (".csv", ".tsv") and not (text or left_out):
+        raise _unknown(path)
+    if path.suffix.lower() not in (".csv", ".tsv") or text or len(left_out) == len(names) - 1:
+        return _texts(path, Columns("text", text or (left_out[0] if left_out else None)))
     targets = [row[names[-1]] for row in rows if row[names[-1]].strip()]
-    whole = all(target.strip().lstrip("-").isdecimal() for target in targets)
-    classes = (whole and len(set(targets)) <= _FEW) or not all(
-        _is_number(target, delimiter) for target in targets
-    )
     return Data(
         "table",
         str(path),
-        classes=classes,
+        goal="class" if _are_classes(targets, delimiter) else "number",
         target=names[-1],
         delimiter=delimiter,
         has_sep=table.has_sep,
         left_out=left_out,
         choices=choices,
     )
+
+
+def _is_tsv_of_texts(path: Path) -> bool:
+    """Whether a TSV file has a text, a tab and a label on each line, and no header."""
+    if path.suffix.lower() != ".tsv":
+        return False
+    with open_plain(path, follow=True) as file:
+        lines = [line.decode(errors="replace") for line in islice(file, _MOST_ROWS)]
+    cells = [line.rstrip("\r\n").split("\t") for line in lines if line.strip()]
+    if len(cells) < 2 or any(len(row) != 2 for row in cells):
+        return False
+    # The label of a first line that is not a header occurs again.
+    return cells[0][1] in {label for _, label in cells[1:]} and not _is_number(cells[0][0])
+
+
+def _files(table: Table, rows: Sequence[dict[str, str]]) -> Data | None:
+    """Describe a table of images and labels; None if no column names images."""
+    path, names = table.path, table.names
+    usual, found = usual_column(names, "image"), []
+    for name in names:
+        exact = (path.parent / row[name].replace("\\", "/") for row in rows)
+        # A name without its folder is searched for, as the other one of two columns is by a job.
+        short = len(names) == 2 and not any(" " in row[name] for row in rows)
+        short &= usual_column(names, "label") not in (None, name)
+        if name == usual or short or any(is_picture(each) and each.is_file() for each in exact):
+            lines = [Line(row[name], "", 0) for row in rows if row[name]]
+            found = listed_files(lines, path, [])
+        if found:
+            others = [each for each in names if each != name]
+            label = usual_column(others, "label") or others[-1]
+            data = Data(
+                "files",
+                str(path),
+                suffixes=_suffixes(found),
+                white=_white(file for file, _ in found[:_MOST_MASKS]),
+                reader=_reader(path, named=True),
+                sample=name,
+                target=label,
+                delimiter=table.delimiter,
+                has_sep=table.has_sep,
+            )
+            return _with_goal(data, [row[label] for row in rows])
+    return None
 
 
 def _is_number(text: str, delimiter: str = ",") -> bool:

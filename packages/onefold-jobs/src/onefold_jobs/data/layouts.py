@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from onefold.cli import in_shell, listed
 from onefold.errors import DataError
 from onefold.files import open_plain
 from onefold_jobs.data.files import readable
+from onefold_jobs.data.labels import TaskName, check_task
 from onefold_jobs.data.pictures import is_picture, visible_folders
-from onefold_jobs.data.tables import column_names, is_table, usual_column
+from onefold_jobs.data.tables import Columns, column_names, is_table, read_table, usual_column
 
 __all__ = ["refuse_other_layouts"]
 
@@ -157,8 +159,21 @@ def _refuse_table(directory: Path, job: str) -> None:
         f"{readable(directory)}: expected {wanted}, got images next to the table {found.name} "
         f"with the columns {listed(names, 12)}: name the table and two of its columns, such as "
         f"onefold train classify --data {in_shell(readable(found))} --image-column "
-        f"{in_shell(image)} --label-column {in_shell(label)}"
+        f"{in_shell(image)} --label-column {in_shell(label)}{_task(found, image, label)}"
     )
+
+
+def _task(table: Path, image: str, label: str) -> str:
+    """Return the option of the task that a table's labels fit; empty for one class per image."""
+    tasks: tuple[TaskName, ...] = ("single-label", "regression", "multi-label")
+    for task in tasks:
+        with suppress(DataError):
+            lines, bad, _ = read_table(table, Columns("image", image, (label,)), task)
+            labels = [line.label for line in lines]
+            check_task(labels, task, readable(table), labels_as_is=False)
+            if not bad:
+                return "" if task == "single-label" else f" --task {task}"
+    return ""
 
 
 def _names_a_part(folder: Path) -> bool:
