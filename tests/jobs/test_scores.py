@@ -98,7 +98,7 @@ def test_all_scores_but_losses_and_errors_are_shares() -> None:
     names = {*typing.get_args(of_masks), *typing.get_args(BestBy), "pixel-accuracy"}
     assert {name for name in names if "%" not in spell(name, 0.25)} == {"loss", "rmse", "mae", "r2"}
     devices = [dict.fromkeys(("data", "forward", "backward", "exchange", "update"), 1.0)]
-    times = {"epoch": 0, "loss": 0.5, "lr": 0.1, "train_s": 1.0, "evaluate_s": 1.0}
+    times = {"epoch": 1, "loss": 0.5, "lr": 0.1, "train_s": 1.0, "evaluate_s": 1.0}
     line = epoch_line({**times, "devices": devices, "scores": dict.fromkeys(names, 0.25)}, 1)
     for name in names - {"loss"}:
         assert f" {name} 25.00%  " in line or f" {name} 0.25  " in line

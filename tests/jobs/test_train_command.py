@@ -27,7 +27,7 @@ each_job = for_each("job", JOBS)
 
 RESULT: dict[str, Any] = {
     "folder": "runs/one",
-    "best": {"score": "accuracy", "value": 0.9876, "epoch": 4, "checkpoint": "checkpoints/step-9"},
+    "best": {"score": "accuracy", "value": 0.9876, "epoch": 5, "checkpoint": "checkpoints/step-9"},
     "fingerprint": "0123456789abcdef",
     "report": None,
     "score": "highest accuracy",

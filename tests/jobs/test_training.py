@@ -28,6 +28,7 @@ from onefold_jobs.catalog import JOBS
 from onefold_jobs.finetune import best_checkpoint
 from onefold_jobs.progress import TimeLimit
 from onefold_jobs.reading import Workers
+from onefold_jobs.report import build_report
 from onefold_jobs.report.folder import read_reported
 from onefold_jobs.run import read_options, run_job
 from onefold_jobs.training import Task, begin_training, read_saved
@@ -68,7 +69,7 @@ def test_a_run_leaves_everything_in_its_folder_without_bad_data(job: str, tmp_pa
     assert said["fingerprint"] == kept["fingerprint"]
     assert len(said["fingerprint"]) == 16
     run = read_reported(folder)
-    assert [line.epoch for line in run.epochs] == [0, 1]
+    assert [line.epoch for line in run.epochs] == [1, 2]
     assert all(line.devices[0]["forward"] > 0 for line in run.epochs)
     assert all(line.train_s > 0 and line.evaluate_s > 0 for line in run.epochs)
     assert {"loss"} < set(run.epochs[0].scores)
@@ -101,7 +102,7 @@ def test_a_finished_run_is_left_alone_or_given_more_epochs(tmp_path: Path) -> No
     assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
     run_here("classify", data, runs, name="it", resume=True, epochs=2)
     run = read_reported(folder)
-    assert [line.epoch for line in run.epochs] == [0, 1]
+    assert [line.epoch for line in run.epochs] == [1, 2]
     assert [line.step for line in run.steps] == list(range(1, run.epochs[-1].step + 1))
     facts = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**facts, "finished": None}))
@@ -111,6 +112,28 @@ def test_a_finished_run_is_left_alone_or_given_more_epochs(tmp_path: Path) -> No
     ):
         run_here("classify", data, runs, name="it", resume=True, epochs=1)
     assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
+
+
+def test_epochs_count_from_one_everywhere(
+    tmp_path: Path, chosen_scores: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the screen, in run.json, the examples, the record and the report."""
+    pytest.importorskip("matplotlib", reason='needs pip install "onefold-jobs[report]"')
+    chosen_scores[:] = (0.2, 0.9, 0.1)
+    folder, said = run_here("text", write_texts(tmp_path / "data"), tmp_path / "runs", epochs=3)
+    assert "epoch 3/3  loss" in capsys.readouterr().out
+    run = read_reported(folder)
+    best = json.loads((folder / "run.json").read_text())["best"]["epoch"]
+    assert (best, said["best"]["epoch"], examples_of(folder)["epoch"], run.best) == (
+        2,
+        2,
+        2,
+        (2, 0.9),
+    )
+    assert [line.epoch for line in run.epochs] == [1, 2, 3]
+    page = build_report(folder).read_text()
+    assert "in epoch 2, chosen on this test set" in page
+    assert "shows the model after epoch 2, the best one" in " ".join(page.split())
 
 
 @pytest.mark.full
@@ -203,7 +226,7 @@ def test_examples_are_of_the_best_model_and_the_last_one_stays(
     monkeypatch.setattr(onefold.Trainer, "predict", note)
     data = WRITERS[job](tmp_path / "data")
     folder, said = run_here(job, data, tmp_path / "runs", epochs=3, **small)
-    assert said["best"]["epoch"] == best
+    assert said["best"]["epoch"] == best + 1
     kept = load_file(folder / said["best"]["checkpoint"] / "model.safetensors")
     last = max((folder / "checkpoints").iterdir())
     for fingerprint, values in shown:
@@ -211,8 +234,8 @@ def test_examples_are_of_the_best_model_and_the_last_one_stays(
         assert (fingerprint == said["fingerprint"]) == (best == 2)
     if "ema" not in small:  # of which that file has what is trained
         assert json.loads((last / "run.json").read_text())["fingerprint"] == said["fingerprint"]
-    assert examples_of(folder)["epoch"] == best
-    assert [line.epoch for line in read_reported(folder).epochs] == [0, 1, 2]
+    assert examples_of(folder)["epoch"] == best + 1
+    assert [line.epoch for line in read_reported(folder).epochs] == [1, 2, 3]
     assert onefold.Record(folder).checkpoints["folder"][-1] == last.name
 
 
@@ -235,8 +258,8 @@ def test_a_training_that_is_over_ends_without_one_of_its_checkpoints(
     with caplog.at_level(logging.WARNING, "onefold"):
         folder, said = run_here("text", write_texts(tmp_path / "data"), tmp_path / "runs", epochs=2)
     assert said["finished"]
-    assert said["best"]["epoch"] == 0
-    assert examples_of(folder)["epoch"] == (1 if damaged == "best" else 0)
+    assert said["best"]["epoch"] == 1
+    assert examples_of(folder)["epoch"] == (2 if damaged == "best" else 1)
     if damaged == "last":
         told = caplog.records[-1].getMessage()
         assert told.startswith("cannot reload the last checkpoint: ")
@@ -263,9 +286,9 @@ def test_patience_ends_a_run_that_gets_no_better(
     chosen_scores[:] = scores
     data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"
     folder, said = run_here("text", data, runs, name="it", epochs=4, patience=2)
-    assert [line.epoch for line in read_reported(folder).epochs] == list(range(ended))
+    assert [line.epoch for line in read_reported(folder).epochs] == list(range(1, ended + 1))
     # Equal scores are no progress, but the loss and then the later epoch decides between them.
-    assert said["best"]["epoch"] == best
+    assert said["best"]["epoch"] == best + 1
     assert (folder / said["best"]["checkpoint"]).is_dir()
     # After the last epoch nothing is left to end.
     assert said["ended"] == (None if ended == 4 else "patience")
@@ -274,7 +297,7 @@ def test_patience_ends_a_run_that_gets_no_better(
         with pytest.raises(LaunchError, match="ended by --patience 2; continue it with --resume"):
             run_job(job_of("text"), read_options(job_of("text"), again, None))
         run_here("text", data, runs, name="it", resume=True, patience=9)
-        assert [line.epoch for line in read_reported(folder).epochs] == [0, 1, 2, 3]
+        assert [line.epoch for line in read_reported(folder).epochs] == [1, 2, 3, 4]
 
 
 @for_each("ended_at", some(["better", "worse"], 2))
@@ -320,7 +343,7 @@ def test_a_run_whose_time_is_over_goes_on_with_the_same_bits(
         assert ended["ended"] == "max-time"
         assert ended["best"]["checkpoint"] == f"checkpoints/step-{step:08d}"
         assert [line.step for line in read_reported(folder).epochs] == [step]
-        assert examples_of(folder)["epoch"] == 0
+        assert examples_of(folder)["epoch"] == 1
         again = {"runs": str(runs), "name": name, "resume": True, "devices": "cpu:1"}
         resumed = run_job(job_of("text"), read_options(job_of("text"), again, None))
         seen.append((folder, resumed))

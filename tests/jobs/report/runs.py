@@ -33,7 +33,12 @@ def steps_line(step: int, *, loss: float | None, **others: Any) -> dict[str, Any
 
 def epoch_line(epoch: int, *, scores: dict[str, float | None], **others: Any) -> dict[str, Any]:
     device = {"device": "cpu", "data": 0.5, "forward": 25.0, "backward": 48.0, "update": 1.5}
-    line = {"kind": "epoch", "epoch": epoch, "step": 100 * (epoch + 1), "loss": 2.0 / (epoch + 1)}
+    line = {
+        "kind": "epoch",
+        "epoch": epoch + 1,
+        "step": 100 * (epoch + 1),
+        "loss": 2.0 / (epoch + 1),
+    }
     line |= {"lr": 0.1, "train_s": 80.0, "evaluate_s": 20.0, "samples_per_s": 62.5}
     devices = [{**device, "exchange": 4.0}, {**device, "exchange": 4.5}]
     return {**line, "scores": scores, "devices": devices, **others}
@@ -152,7 +157,7 @@ def examples_of(
 def classified_run(folder: Path) -> Path:
     classes = ("cat", EVIL_CLASS, "ship")
     pictures = [f"pictures/{index:03}.png" for index in range(12)]
-    best = {"epoch": 6, "score": "accuracy", "value": 0.8286, "checkpoint": "checkpoints/step-1"}
+    best = {"epoch": 7, "score": "accuracy", "value": 0.8286, "checkpoint": "checkpoints/step-1"}
     ended = {"finished": "2026-11-21T14:20:03+00:00", "fingerprint": "663f3e2011a53901"}
     left_out = ["train/cat/<7>.jpg: cannot be read"]
     facts = facts_of("classify", classes=classes, best=best, left_out=left_out, **ended)
@@ -176,7 +181,7 @@ def segmented_run(folder: Path) -> Path:
     for index in range(6):
         names = {part: f"pictures/{index}-{part}.png" for part in ("image", "mask", "prediction")}
         samples.append({"name": f"{index:03}.jpg", **names, "iou": 0.41, "dice": 0.58156})
-    best = {"epoch": 3, "score": "iou", "value": 0.775}
+    best = {"epoch": 4, "score": "iou", "value": 0.775}
     examples = {"kind": "segment", "threshold": 0.5, "samples": samples, "worst": samples[:2]}
     facts = facts_of("segment", model="unet", score="highest iou", best=best)
     write_run(folder, facts, metrics=metrics_of(5, score="iou"), examples=examples)

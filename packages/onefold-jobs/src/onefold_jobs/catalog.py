@@ -55,7 +55,7 @@ class JobResult:
     folder: Path
     """Folder of the run, with its checkpoints, record and report."""
     epoch: int | None
-    """Best epoch, counted from 0; None if no epoch was evaluated."""
+    """Best epoch, counted from 1; None if no epoch was evaluated."""
     scores: dict[str, float]
     """Test scores after that epoch, by name."""
     report: Path | None = None

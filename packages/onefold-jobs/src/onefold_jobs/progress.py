@@ -152,7 +152,7 @@ def epoch_line(line: dict[str, Any], epochs: int) -> str:
     scores = "  ".join(_score(name, value) for name, value in line["scores"].items())
     shares = phase_shares(line["devices"])
     return (
-        f"epoch {line['epoch'] + 1:>{len(str(epochs))}}/{epochs}  loss {line['loss']:.4f}  "
+        f"epoch {line['epoch']:>{len(str(epochs))}}/{epochs}  loss {line['loss']:.4f}  "
         f"{scores}  lr {line['lr']:.2g}  {line['train_s'] + line['evaluate_s']:.1f} s  "
         f"data {shares['data']:.0%}, computing {shares['computing']:.0%}, "
         f"exchange {shares['exchange']:.0%}"

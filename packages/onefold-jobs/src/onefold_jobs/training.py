@@ -180,6 +180,7 @@ class Best(TypedDict):
     """The best epoch so far."""
 
     epoch: _Count
+    """Number of the epoch, from 1, as in all that a job shows or writes."""
     score: str
     value: float
     # Must be a checkpoint of the run, because it is loaded for the examples.
@@ -423,7 +424,7 @@ class Training:
 
         If the best checkpoint cannot be read, the last model is used instead.
         """
-        epoch, best = self.saved["epochs_done"] - (not self.saved["part"]), self._best
+        epoch, best = self.saved["epochs_done"] + bool(self.saved["part"]), self._best
         # Read before the best checkpoint is loaded, which also changes the number of steps.
         last = self._checkpoint
         is_last = best is None or best["checkpoint"] == last
@@ -495,7 +496,7 @@ class Training:
         if workers and workers.was_chosen and limit.startswith(BY_DATA):
             # More processes have been tried, so the remedy in it would be wrong.
             limit = ""
-        own = {"epoch": epoch, "scores": scores, **training, **meter.phases, "limit": limit}
+        own = {"epoch": epoch + 1, "scores": scores, **training, **meter.phases, "limit": limit}
         own["workers"] = workers.number if workers else 0
         devices = self.trainer.gather(own)
         # The checkpoint below stores the best epoch; for the order of the rest, see the note.
@@ -519,7 +520,7 @@ class Training:
     def _note_best(self, epoch: int, scores: Mapping[str, float], *, done: bool) -> None:
         name = self._rule.partition(" ")[2]
         found = Best(
-            epoch=epoch,
+            epoch=epoch + 1,
             score=name,
             value=scores[name],
             checkpoint=self._checkpoint,

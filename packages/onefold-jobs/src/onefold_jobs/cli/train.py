@@ -317,7 +317,7 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
     if best:
         console.print(
             f"Best: {best['score']} {spell(best['score'], best['value'])} after epoch "
-            f"{best['epoch'] + 1}, saved in {folder / best['checkpoint']}"
+            f"{best['epoch']}, saved in {folder / best['checkpoint']}"
         )
     confusion, rows = result["confusion"] or [], result["labels"] or result["ious"] or []
     if confusion:

@@ -82,7 +82,7 @@ def curves_of_several(runs: Runs) -> list[Chart]:
     unit_s, unit = next((size, word) for least, size, word in _UNITS if longest_s >= least)
 
     def by_epoch(title: str, number: str) -> Chart:
-        lines = _of_runs(runs, lambda run: [(e.epoch + 1, getattr(e, number)) for e in run.epochs])
+        lines = _of_runs(runs, lambda run: [(e.epoch, getattr(e, number)) for e in run.epochs])
         return Chart(title=title, lines=lines, across="epoch")
 
     def by_time(run: ReportedRun) -> Points:
@@ -114,7 +114,7 @@ def _by_step(lines: Sequence[StepsLine], number: str, label: str, **look: Any) -
 
 
 def _scores(run: ReportedRun, name: str) -> Points:
-    return [(epoch.epoch + 1, epoch.score(name)) for epoch in run.epochs]
+    return [(epoch.epoch, epoch.score(name)) for epoch in run.epochs]
 
 
 def _score(name: str, lines: list[Curve]) -> Chart:
@@ -127,7 +127,7 @@ def _of_epochs(run: ReportedRun, name: str) -> Curve:
 
 def _baseline(run: ReportedRun, name: str) -> list[Curve]:
     """Return the baseline, from half an epoch before the first to half an epoch after the last."""
-    least, epochs = run.baseline(name), [each.epoch + 1 for each in run.epochs]
+    least, epochs = run.baseline(name), [each.epoch for each in run.epochs]
     if not epochs or math.isnan(least):
         return []
     points = [(epochs[0] - 0.5, least), (epochs[-1] + 0.5, least)]

@@ -64,7 +64,7 @@ class EpochLine(StepsLine, frozen=True, kw_only=True):
     """Metrics of a pass over the training set, and of the evaluation after it."""
 
     epoch: _Count = 0
-    """Number of the epoch, from 0."""
+    """Number of the epoch, from 1."""
     scores: dict[Any, float] = {}
     """Test scores by name, including the loss."""
     train_s: float = math.nan
@@ -135,7 +135,7 @@ class ReportedRun:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Best epoch, from 0, and its score; None before the first one."""
+        """Best epoch, from 1, and its score; None before the first one."""
         best = self.facts.get("best")
         return (best["epoch"], number(best.get("value"))) if best else None
 
