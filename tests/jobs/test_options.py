@@ -154,7 +154,11 @@ def test_a_list_is_given_as_on_the_command_line_too(value: object, read: Any) ->
 
 WHOLE, NUMBER, FEW, LIST = "a whole number", "a number", "sgd, adam, adamw", "a list of texts"
 TYPES = [("epochs", 1.0, WHOLE), ("epochs", "3", WHOLE), ("epochs", True, WHOLE)]
-TYPES += [("shards", None, WHOLE), ("lr", "0.1", NUMBER), ("lr", False, NUMBER)]
+TYPES += [
+    ("shards", None, WHOLE),
+    ("lr", "0.1", f"{NUMBER} or auto"),
+    ("lr", False, f"{NUMBER} or auto"),
+]
 TYPES += [("weight_decay", {}, NUMBER), ("data", [3], "text"), ("freeze_until", True, "text")]
 TYPES += [("resume", 1, "true or false"), ("optimizer", ["sgd"], FEW), ("optimizer", "\udce9", FEW)]
 TYPES += [("freeze", True, LIST), ("freeze", ["a", None], LIST), ("color", "green", "red, blue")]

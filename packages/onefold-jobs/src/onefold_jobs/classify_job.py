@@ -116,7 +116,6 @@ class ClassifyOptions(LabelOptions, PictureOptions):
     """Options of ``onefold train classify``."""
 
     epochs: int | None = again("epochs", shown="10; pretrained: 5")
-    lr: float | None = again("lr", shown="0.001; sgd: 0.05")
     model: str | None = option(None, "Name, such as resnet50, or timm:NAME.", shown="resnet18")
     dev: str | None = option(None, "Test table, if --data is a table.", shown="none")
     image_column: str | None = option(None, "Table column of image paths.", shown="a usual name")

@@ -44,6 +44,7 @@ __all__ = [
     "OTHER_NAMES",
     "Augment",
     "PictureOptions",
+    "Rate",
     "TrainOptions",
     "again",
     "check_limits",
@@ -66,6 +67,8 @@ Schedule = Literal["constant", "step", "cosine"]
 ScaleRate = Literal["none", "linear", "sqrt"]
 Augment = Literal["auto", "none", "shift", "crop"]
 Normalization = Literal["auto", "imagenet", "data", "none"]
+Rate = float | Literal["auto"] | None
+"""A learning rate; ``auto`` finds one, and None is the optimizer's default."""
 
 MOST_SHARDS = 10**6
 MOST_WORKERS = 1024
@@ -174,7 +177,9 @@ def check_limits(options: Any) -> None:
         finite = not isinstance(value, float) or math.isfinite(value)
         expect(finite, field.name, value, "a finite number")
         words = " and ".join(_LIMITS[kind][1].format(limit) for kind, limit in limits.items())
-        fits = value is None or all(_LIMITS[kind][0](value, limits[kind]) for kind in limits)
+        # Limits are of numbers; "auto" is none.
+        free = value is None or isinstance(value, str)
+        fits = free or all(_LIMITS[kind][0](value, limits[kind]) for kind in limits)
         expect(fits, field.name, _short(value), words)
 
 
@@ -198,7 +203,7 @@ class TrainOptions:
     )
     batch_size: int = option(64, "Global batch size, over all devices.", COUNT)
     epochs: int | None = option(None, "Passes over the training set.", COUNT, shown="10")
-    lr: float | None = option(None, "Learning rate.", FACTOR, shown="0.001; sgd: 0.05")
+    lr: Rate = option(None, "Learning rate, or auto to find one.", FACTOR, shown="0.001; sgd: 0.05")
     optimizer: Optimizer = option("adamw", "Optimizer.")
     momentum: float = option(0.9, "Momentum of sgd.", SHARE)
     weight_decay: float | None = option(
@@ -251,6 +256,8 @@ class TrainOptions:
         expect(not self.resume or bool(self.name), "resume", "", "--name with it, to say which run")
         times = "a time, such as 90s, 45m or 1h30m"
         expect(self.max_time is None or self.time_limit_s > 0, "max_time", self.max_time, times)
+        scaled = self.lr == "auto" and self.scale_lr != "none"
+        expect(not scaled, "scale_lr", self.scale_lr, "none with --lr auto, found for this batch")
         pieces = re.fullmatch(r"auto|[1-9][0-9]{0,8}", self.microbatch or "auto")
         expect(pieces is not None, "microbatch", self.microbatch, "auto, or a number of samples")
         known = self.workers == "auto" or re.fullmatch("[0-9]{1,4}", self.workers)
@@ -430,10 +437,14 @@ def scaled_rate(options: TrainOptions) -> float:
     """
     ratio = options.batch_size / options.base_batch_size
     scale = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}
-    return full_rate(options) * scale[options.scale_lr]
+    rate = full_rate(options)
+    assert isinstance(rate, float | int), "onefold_jobs.range_test finds the rate first"
+    return rate * scale[options.scale_lr]
 
 
-def full_rate(options: TrainOptions, *, fine: bool = False, small: bool = False) -> float:
+def full_rate(
+    options: TrainOptions, *, fine: bool = False, small: bool = False
+) -> float | Literal["auto"]:
     """Return the learning rate, or the optimizer's default: a fifth of it if ``fine``.
 
     Args:

@@ -33,6 +33,7 @@ from onefold_jobs.job import Job
 from onefold_jobs.loggers import require_logger
 from onefold_jobs.options import TrainOptions, from_mapping, read_config
 from onefold_jobs.progress import reading_bar
+from onefold_jobs.range_test import with_rate
 from onefold_jobs.runfolder import (
     CONFIG,
     RUN,
@@ -160,6 +161,9 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         # guarantees that the run was saved at this very step.
         if failure.exit_code not in _STOPPED:
             raise
+        if not (options.folder / CONFIG).is_file():
+            words = f"{failure}: nothing was trained or written"
+            raise RunFailed(words, failure.exit_code) from None
         where = "there" if failure.exit_code == STOPPED_CODE else "its last checkpoint"
         raise RunFailed(
             f"{failure}: onefold train {job.name} --runs {in_shell(options.runs)} --name "
@@ -268,7 +272,7 @@ def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Excep
     """Train on every device; return the result, or an error that needs no traceback."""
     # All devices fail the same way here: they build the same model from the same options and files.
     try:
-        task = job.make_task(options, data)
+        options, task = with_rate(options, job.make_task(options, data))
         training = begin_training(options, job.name, task, data)
     except (LaunchError, DataError, CheckpointError, ValueError, OSError) as error:
         return error

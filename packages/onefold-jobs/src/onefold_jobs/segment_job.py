@@ -40,6 +40,7 @@ from onefold_jobs.options import (
     PART,
     SHARE,
     PictureOptions,
+    Rate,
     again,
     expect,
     full_rate,
@@ -88,7 +89,7 @@ class SegmentOptions(PictureOptions):
     shards: int = again("shards", 4)
     batch_size: int = again("batch_size", 8, help="Global batch size, over all devices.")
     epochs: int | None = again("epochs", shown="40; pretrained: 20")
-    lr: float | None = again("lr", shown="0.001")
+    lr: Rate = again("lr", shown="0.001")
     warmup_epochs: float = again("warmup_epochs", 1.0)
     class_weights: ClassWeights = option("none", "Class weights.")
     best_by: Literal["iou", "dice", "loss"] | None = again(

@@ -37,7 +37,7 @@ from onefold_jobs.job import (
     Use,
 )
 from onefold_jobs.named_weights import find_weights
-from onefold_jobs.options import SHARE, TrainOptions, again, expect, option, within
+from onefold_jobs.options import SHARE, Rate, TrainOptions, again, expect, option, within
 from onefold_jobs.runfolder import kept_facts, read_run
 from onefold_jobs.targets import (
     LabelOptions,
@@ -71,7 +71,7 @@ _MOST_FILE_BYTES = 1 << 28
 class TextOptions(LabelOptions, TrainOptions):
     """Options of ``onefold train text``."""
 
-    lr: float | None = again("lr", shown="0.0005")
+    lr: Rate = again("lr", shown="0.0005")
     epochs: int | None = again("epochs", shown="10; pretrained: 3")
     clip_norm: float | None = again("clip_norm", 1.0, shown=None)
     dev: str | None = option(None, "Test file.", shown="dev, or a fraction of the texts")

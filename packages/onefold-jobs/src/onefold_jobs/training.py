@@ -55,7 +55,7 @@ from onefold_jobs.scores import (
     spell,
 )
 
-__all__ = ["Task", "begin_training"]
+__all__ = ["Task", "begin_training", "loader_of", "trainer_of"]
 
 
 _log = logging.getLogger("onefold")
@@ -132,24 +132,55 @@ def begin_training(options: TrainOptions, job: str, task: Task, data: ReadData) 
         "frozen": freeze(task.model, options, task.head),
         **task.facts,
     }
-    optimizer = make_optimizer(options, parameter_groups(task.model, options, task.head))
-    factor = rate_factor(options, epochs=epochs, steps=steps)
-    trainer = onefold.Trainer(
-        task.model,
-        optimizer,
-        task.loss,
-        shards=options.shards,
-        seed=options.seed,
-        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
-        clip_norm=options.clip_norm,
-        precision=None if options.precision == "fp32" else options.precision,
-        compile=options.compile,
-        microbatch=options.pieces,
+    trainer, optimizer = trainer_of(
+        options, task, task.model, rate_factor(options, epochs=epochs, steps=steps)
     )
     # The trainer determines which process is the lead, and only the lead may write.
     folder = RunFolder(options.folder, is_lead=trainer.is_lead)
     return Training(
         options, job, task, trainer, folder, optimizer, facts, data.scan, epochs=epochs, steps=steps
+    )
+
+
+def trainer_of(
+    options: TrainOptions, task: Task, model: nn.Module, factor: Callable[[int], float], **more: Any
+) -> tuple[onefold.Trainer, torch.optim.Optimizer]:
+    """Make a trainer with the options of a run, and its optimizer.
+
+    Args:
+        options: options with all values filled in.
+        task: task to train.
+        model: model of the task, or a copy.
+        factor: schedule of the learning rate: from completed steps to a factor.
+        more: other arguments of the trainer.
+    """
+    optimizer = make_optimizer(options, parameter_groups(model, options, task.head))
+    how: dict[str, Any] = {
+        "shards": options.shards,
+        "seed": options.seed,
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+        "clip_norm": options.clip_norm,
+        "precision": None if options.precision == "fp32" else options.precision,
+        "compile": options.compile,
+        "microbatch": options.pieces,
+    }
+    return onefold.Trainer(model, optimizer, task.loss, **{**how, **more}), optimizer
+
+
+def loader_of(trainer: onefold.Trainer, options: TrainOptions, task: Task) -> onefold.Loader:
+    """Make the loader of a run's training set."""
+    if task.sample_weights is None:
+        order: dict[str, Any] = {"shuffle": True, "lengths": task.lengths}
+    else:
+        order = {"sampler": WeightedRandomSampler(task.sample_weights, len(task.train_set))}
+    return trainer.loader(
+        task.train_set,
+        batch_size=options.batch_size,
+        **order,
+        # Drops only a last batch that is too short for the shards; see `_steps_of_epoch`.
+        drop_last=_steps_of_epoch(options, task) * options.batch_size <= len(task.train_set),
+        workers=options.worker_count,
+        collate=task.train_collate or task.collate,
     )
 
 
@@ -269,6 +300,9 @@ class Training:
             )
         self._agree(self._open_folder)
         self.trainer.record(self.folder.path)
+        if not self.trainer.steps and (found := self.facts.get("range_test")):
+            # The record keeps what is broadcast.
+            self.trainer.broadcast({"range_test": found})
 
     def _open_folder(self) -> None:
         if self.options.resume:
@@ -336,20 +370,7 @@ class Training:
     def _train(self) -> None:
         """Train the remaining epochs."""
         task, options, trainer = self.task, self.options, self.trainer
-        if task.sample_weights is None:
-            order: dict[str, Any] = {"shuffle": True, "lengths": task.lengths}
-        else:
-            drawn = WeightedRandomSampler(task.sample_weights, len(task.train_set))
-            order = {"sampler": drawn}
-        batches = trainer.loader(
-            task.train_set,
-            batch_size=options.batch_size,
-            **order,
-            # Drops only a last batch that is too short for the shards; see `_steps_of_epoch`.
-            drop_last=self.steps * options.batch_size <= len(task.train_set),
-            workers=options.worker_count,
-            collate=task.train_collate or task.collate,
-        )
+        batches = loader_of(trainer, options, task)
         self._workers = Workers(
             options.workers, batches, steps=self.steps, devices=len(trainer.devices)
         )

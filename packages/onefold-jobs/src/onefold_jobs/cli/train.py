@@ -16,7 +16,7 @@ import dataclasses
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +31,7 @@ from onefold.cli import (
     counted,
     declare,
     in_shell,
+    listed,
     print_json,
     tell,
     tell_next,
@@ -274,8 +275,12 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     note = f" [{default}]" if default else ""
     words, metavar = field.metadata["help"], _METAVARS.get(hint)
     choices = [each for part in (hint, *typing.get_args(hint)) for each in _choices(part)]
+    # A number or a word, such as auto, which the option's text names.
+    number = next(
+        (each for each in typing.get_args(hint) if choices and each in (int, float)), None
+    )
     if choices:
-        metavar = "NAME"
+        metavar = "NAME" if number is None else _METAVARS[number]
     # The text of --task names its choices itself; those of --best-by are too many for one line.
     if choices and choices[0] not in words and len(", ".join(choices)) <= _WIDEST:
         words = f"{words.removesuffix('.')}: {', '.join(choices)}."
@@ -285,14 +290,28 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
         envvar=field.metadata["variable"],
         show_envvar=False,
         metavar=metavar,
+        parser=number and _number_or(choices, number),
         rich_help_panel=field.metadata["heading"] or _HEADINGS.get(field.name),
     )
     # typer does not support tuples of any length; lists may be given by repeating the option.
-    asked = list[str] if typing.get_origin(hint) is tuple else hint
+    asked = list[str] if typing.get_origin(hint) is tuple else str if number else hint
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(
         field.name, kind, default=None, annotation=Annotated[asked | None, described]
     )
+
+
+def _number_or(words: Sequence[str], number: type[int | float]) -> Callable[[str], Any]:
+    """Make the parser of an option that takes a number, or one of a few words."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return text if text in words else number(text)
+        except ValueError:
+            kind = "a whole number" if number is int else "a number"
+            raise typer.BadParameter(f"expected {kind} or {listed(words)}, got {text}") from None
+
+    return parsed
 
 
 def _choices(hint: Any) -> tuple[str, ...]:

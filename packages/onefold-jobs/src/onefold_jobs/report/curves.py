@@ -26,7 +26,7 @@ from zlib import crc32
 from markupsafe import Markup
 
 from onefold_jobs import require
-from onefold_jobs.report.folder import ReportedRun, StepsLine, finite_or_zero
+from onefold_jobs.report.folder import ReportedRun, StepsLine, finite_or_zero, number
 from onefold_jobs.report.words import is_share
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ __all__ = ["curves_of_one", "curves_of_several"]
 
 
 _SPEED = "Training speed in samples/s"
+_RATES = "learning rate"
+"""Quantity of an axis that is logarithmic."""
 _UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 """Units of time: shortest duration that uses the unit, seconds per unit, and name."""
 
@@ -67,9 +69,33 @@ def curves_of_one(run: ReportedRun) -> list[Chart]:
                 for name in run.score_names
             ),
             Chart(title="Learning rate", lines=rates, across="step"),
+            *_range_test(run),
             Chart(title=_SPEED, lines=speeds, across="step"),
         ]
     )
+
+
+def _range_test(run: ReportedRun) -> list[Chart]:
+    """Chart the losses of ``--lr auto`` over the learning rate, with the chosen one."""
+    found = run.facts.get("range_test")
+    if not found:
+        return []
+    losses, smoothed = ([*map(number, found[name])] for name in ("losses", "smoothed"))
+    ends = [min(filter(math.isfinite, smoothed), default=0.0), losses[0]]
+    lines = [
+        Curve(
+            label="loss", points=[*zip(found["rates"], losses, strict=True)], width=1.0, faint=True
+        ),
+        Curve(label="moving average", points=[*zip(found["rates"], smoothed, strict=True)]),
+        Curve(
+            label="chosen",
+            points=[(found["rate"], y) for y in ends],
+            color=6,
+            dashes=(5.0, 2.0),
+            faint=True,
+        ),
+    ]
+    return [Chart(title="Loss by learning rate (--lr auto)", lines=lines, across=_RATES)]
 
 
 def curves_of_several(runs: Runs) -> list[Chart]:
@@ -233,8 +259,8 @@ class Chart:
         svg = re.sub(r"<(metadata|style).*?</\1>|<!--.*?-->", "", svg, flags=re.DOTALL)
         # See the note on colors.
         svg = svg.replace(_INK, "currentColor")
-        for number, ink in enumerate(_INKS):
-            svg = svg.replace(ink, f"var(--c{number})")
+        for index, ink in enumerate(_INKS):
+            svg = svg.replace(ink, f"var(--c{index})")
         svg = re.sub(r"\s*\n\s*", "\n", svg).strip()
         # Markup, or the template would escape it; the drawing contains no text of a run.
         # "replace": the title may contain a score name with lone surrogates from a JSON file.
@@ -325,6 +351,8 @@ def _scale(axes: Axes, chart: Chart) -> None:
     if chart.across in ("epoch", "step"):
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    if chart.across == _RATES:
+        axes.set_xscale("log")
     if chart.share:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif least > 0 and most / least > _LOGARITHMIC_RATIO:

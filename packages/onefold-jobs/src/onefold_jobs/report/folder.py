@@ -221,6 +221,14 @@ class _Facts(msgspec.Struct):
     left_out: _List = None
     notes: _List = None
     remarks: _List = None
+    range_test: _RangeTest | None = None
+
+
+class _RangeTest(msgspec.Struct):
+    rates: list[float]
+    losses: list[float | None]
+    smoothed: list[float | None]
+    rate: float
 
 
 class _Best(msgspec.Struct):
