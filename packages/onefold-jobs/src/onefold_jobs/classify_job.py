@@ -218,7 +218,7 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
     if options.task != "single-label" and options.data in ("digits", *FETCHED):
         raise ValueError(f"--task {options.task} cannot be used with --data {options.data}")
     if options.data == "digits":
-        return read_digits(holdout=options.holdout, seed=options.seed)
+        return read_digits(holdout=options.holdout, seed=options.seed, fold=options.fold)
     directory = Path(options.data)
     # A folder of the user that happens to be called mnist takes precedence over the download.
     if options.data in FETCHED and not directory.is_dir():
@@ -229,8 +229,9 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
         require_folder(directory, f"a folder, a table, or one of digits, {', '.join(FETCHED)}")
     if any(directory.glob("*-images-idx3-ubyte*")):
         names = FASHION_CLASSES if options.data == "fashion-mnist" else None
-        data = read_idx_folder(directory, names, labels_as_is=options.labels_as_is)
-        return replace(data, own_test=True)
+        how: Any = {"seed": options.seed, "fold": options.fold}
+        data = read_idx_folder(directory, names, labels_as_is=options.labels_as_is, **how)
+        return replace(data, own_test=options.fold is None)
     task, as_is = options.task, options.labels_as_is
     return read_classes(
         read_listed(directory, options.dev, columns, task, labels_as_is=as_is)
@@ -242,6 +243,7 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
         task=task,
         labels_as_is=as_is,
         scanning=scanning,
+        fold=options.fold,
     )
 
 

@@ -38,6 +38,7 @@ import onefold
 from onefold.cli import seconds_of
 from onefold.files import local_path, nested_too_deeply, write_whole
 from onefold_jobs.data.files import read_whole
+from onefold_jobs.data.folds import Fold
 from onefold_jobs.loggers import LoggerName
 
 __all__ = [
@@ -84,6 +85,7 @@ OTHER_NAMES = {
     "num_train_epochs": "epochs",
 }
 """Names that other programs use for options of the jobs."""
+_FOLDS = "a number of folds, 2 or more, such as 5, or one of them, such as 2/5"
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_DOTS = 1000
 _SHOWN_CHARACTERS = 30
@@ -198,6 +200,7 @@ class TrainOptions:
         variable="ONEFOLD_PLACEMENT",
     )
     holdout: float = option(0.1, "Fraction held out if there is no test set.", PART)
+    folds: str | None = option(None, "Cross-validate: N runs; 2/N is the second.", shown="one run")
     shards: int = option(
         8, "Shards of each batch; the maximum number of devices.", within(1, MOST_SHARDS)
     )
@@ -256,6 +259,11 @@ class TrainOptions:
         expect(not self.resume or bool(self.name), "resume", "", "--name with it, to say which run")
         times = "a time, such as 90s, 45m or 1h30m"
         expect(self.max_time is None or self.time_limit_s > 0, "max_time", self.max_time, times)
+        expect(self.folds is None or self.fold is not None, "folds", self.folds, _FOLDS)
+        given = self.folds and self.holdout != type(self).__dataclass_fields__["holdout"].default
+        expect(not given, "holdout", self.holdout, "it without --folds")
+        dev = getattr(self, "dev", None) if self.folds else None
+        expect(dev is None, "dev", dev, "it without --folds, which tests on training samples")
         scaled = self.lr == "auto" and self.scale_lr != "none"
         expect(not scaled, "scale_lr", self.scale_lr, "none with --lr auto, found for this batch")
         pieces = re.fullmatch(r"auto|[1-9][0-9]{0,8}", self.microbatch or "auto")
@@ -264,6 +272,13 @@ class TrainOptions:
         numbers = f"auto, or a number from 0 to {MOST_WORKERS:,}"
         fits = known and self.worker_count <= MOST_WORKERS
         expect(bool(fits), "workers", self.workers, numbers)
+
+    @property
+    def fold(self) -> Fold | None:
+        """Fold to test on, with the number 0 for all in turn; None if ``folds`` is not valid."""
+        found = re.fullmatch(r"(?:([1-9]\d{0,3})/)?([1-9]\d{0,3})", self.folds or "")
+        fold = Fold(int(found[1] or 0), int(found[2])) if found else None
+        return fold if fold and 1 < fold.of >= fold.number else None
 
     @property
     def folder(self) -> Path:

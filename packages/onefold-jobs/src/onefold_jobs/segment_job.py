@@ -199,6 +199,7 @@ def prepare(options: SegmentOptions, scanning: Scanning | None = None) -> Masked
         skip_bad=options.skip_bad,
         rule=options.mask_rule,
         scanning=scanning,
+        fold=options.fold,
     )
 
 

@@ -138,7 +138,8 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
     labels = [line.label for line in samples.train]
     where, as_is = readable(samples.paths[0]), options.labels_as_is
     notes = check_task(labels, options.task, where, labels_as_is=as_is)
-    splits = read_splits(samples, holdout=options.holdout, seed=options.seed)
+    how: Any = {"holdout": options.holdout, "seed": options.seed}
+    splits = read_splits(samples, **how, fold=options.fold)
     if not options.skip_bad:
         refuse(splits.left_out, splits.train)
     tested = {name for line in splits.dev for name in parts_of(line.label)}

@@ -34,6 +34,7 @@ from onefold.files import open_plain
 from onefold_jobs import require
 from onefold_jobs.data.classes import PictureClasses, Split, digest
 from onefold_jobs.data.files import readable
+from onefold_jobs.data.folds import Fold, unused
 from onefold_jobs.data.labels import Sample, check_labels, check_same, untested
 from onefold_jobs.data.pictures import ArrayPictures, Sums
 from onefold_jobs.data.samples import hold_out
@@ -44,7 +45,12 @@ _File: TypeAlias = BufferedReader | gzip.GzipFile
 
 
 def read_idx_folder(
-    directory: Path, names: Sequence[str] | None = None, *, labels_as_is: bool = False
+    directory: Path,
+    names: Sequence[str] | None = None,
+    *,
+    labels_as_is: bool = False,
+    seed: int = 0,
+    fold: Fold | None = None,
 ) -> PictureClasses:
     """Read grayscale images from four IDX files that are named like MNIST's.
 
@@ -52,6 +58,8 @@ def read_idx_folder(
         directory: folder of the files, each plain or ``.gz``.
         names: class names; None uses the class numbers.
         labels_as_is: accept all labels as class names, even if there are many.
+        seed: seed of the folds.
+        fold: fold of the training set to test on, instead of the test set.
 
     Raises:
         DataError: the labels are probably not classes, do not match the names or the training set,
@@ -81,15 +89,19 @@ def read_idx_folder(
     tested = {classes[label] for label in test_labels.tolist()}
     notes += untested(classes, tested, readable(directory))
     parts = [(train_pixels, train_labels), (test_pixels, test_labels)]
+    if fold:
+        notes += [unused(find_file(directory, "t10k-labels-idx1-ubyte"))]
+        parts = _divided(*parts[0], share=0.0, seed=seed, fold=fold)
     return _of_arrays(parts, classes, notes=notes, where=readable(directory))
 
 
-def read_digits(*, holdout: float, seed: int) -> PictureClasses:
+def read_digits(*, holdout: float, seed: int, fold: Fold | None = None) -> PictureClasses:
     """Read the 1,797 digits of 8x8 pixels that scikit-learn includes.
 
     Args:
         holdout: fraction of each class for the test set, 0 to 1.
         seed: seed of the generator that draws the test set.
+        fold: fold to test on, instead.
 
     Raises:
         LaunchError: scikit-learn is not installed.
@@ -101,10 +113,21 @@ def read_digits(*, holdout: float, seed: int) -> PictureClasses:
     # Its gray values are 0.0 to 16.0 in float64; all other code expects 0 to 255.
     pixels = torch.from_numpy(source.images * (255 / 16)).to(torch.uint8)
     labels = torch.from_numpy(source.target).to(torch.int64)
-    classes = [str(label) for label in labels.tolist()]
-    divided = hold_out(range(len(labels)), classes, share=holdout, seed=seed)
-    parts = [(pixels[part], labels[part]) for part in divided]
+    parts = _divided(pixels, labels, share=holdout, seed=seed, fold=fold)
     return _of_arrays(parts, tuple(map(str, range(10))), where="digits")
+
+
+def _divided(
+    pixels: torch.Tensor, labels: torch.Tensor, **how: Any
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Divide images into a training and a test set; ``how`` has arguments of `hold_out`."""
+    classes = [str(label) for label in labels.tolist()]
+    divided = hold_out(range(len(labels)), classes, **how, content=lambda n: _content(pixels[n]))
+    return [(pixels[part], labels[part]) for part in divided]
+
+
+def _content(pixels: torch.Tensor) -> str:
+    return hashlib.blake2b(pixels.numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def _of_arrays(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from onefold.errors import DataError
 from onefold_jobs.data.files import BadFile, digest_of, name_below, readable, refuse
+from onefold_jobs.data.folds import Fold, unused
 from onefold_jobs.data.labels import (
     Label,
     Sample,
@@ -101,6 +102,7 @@ def read_classes(
     task: TaskName = "single-label",
     labels_as_is: bool = False,
     scanning: Scanning | None = None,
+    fold: Fold | None = None,
 ) -> PictureClasses:
     """Find images and their labels, and read each image once to check it.
 
@@ -113,6 +115,7 @@ def read_classes(
         task: type of the labels; for ``regression``, the names of class folders are numbers.
         labels_as_is: accept all labels as class names.
         scanning: known files and a progress callback; None for neither.
+        fold: fold of the training set to test on, instead of a test set.
 
     Raises:
         DataError: the folder has no such layout, something in it cannot be used, or the labels
@@ -124,13 +127,20 @@ def read_classes(
         bad, notes, columns = [*source.bad], source.notes, source.columns
         directory, where = source.paths[0].parent, source.paths[0]
         trained = where
-        sets = zip([source.train, source.test], source.paths, strict=True)
+        given = source.test
+        if fold and given is not None:
+            given, notes = None, [*notes, unused(source.paths[1])]
+        sets = zip([source.train, given], source.paths, strict=True)
         found = [listed_files(lines, path, bad) for lines, path in sets if lines is not None]
     else:
         directory = where = source
         folders = find_folders(source, as_is=labels_as_is)
         trained, notes = folders.train, folders.notes
-        sources = [trained, folders.require_test()] if folders.is_split else [trained]
+        sources = [trained]
+        if folders.is_split and not fold:
+            sources.append(folders.require_test())
+        elif folders.test:
+            notes = [*notes, unused(folders.test)]
         names: dict[str, str] = {}
         found = [class_files(folder, names, bad, task) for folder in sources]
     # Check labels before reading images, which may take minutes.
@@ -138,7 +148,9 @@ def read_classes(
     notes = [*notes, *check_task(labels, task, readable(where), labels_as_is=labels_as_is)]
     parts = _looked_through(found, directory, scanning, bad)
     if len(parts) == 1:
-        parts = [*hold_out(parts[0], strata([x.label for x in parts[0]]), share=holdout, seed=seed)]
+        how: Any = {"share": holdout, "seed": seed, "fold": fold}
+        of_class = strata([x.label for x in parts[0]])
+        parts = [*hold_out(parts[0], of_class, **how, content=lambda x: x.seen.content)]
     white = white_of(picture.seen.look for picture in parts[0])
     train, test = (by_one_white(part, white, bad) for part in parts)
     test = _learned(train, test, readable(trained), bad)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from onefold.cli import listed, tell
 from onefold.errors import DataError
 from onefold_jobs.data.files import BadFile, digest_of, readable, refuse
+from onefold_jobs.data.folds import Fold, unused
 from onefold_jobs.data.labels import Sample, check_same
 from onefold_jobs.data.masks import (
     AUTO,
@@ -31,7 +32,15 @@ from onefold_jobs.data.pictures import (
     white_of,
 )
 from onefold_jobs.data.samples import hold_out
-from onefold_jobs.data.scan import Scanning, Seen, by_one_white, notes_of, pack_scan, scan_files
+from onefold_jobs.data.scan import (
+    Scanning,
+    Seen,
+    by_one_white,
+    content_of,
+    notes_of,
+    pack_scan,
+    scan_files,
+)
 from onefold_jobs.data.splits import Folders, find_folders
 
 __all__ = ["MaskedPictures", "Pair", "read_pairs", "read_pairs_to_test"]
@@ -75,6 +84,7 @@ def read_pairs(
     skip_bad: bool,
     rule: MaskRule | None = None,
     scanning: Scanning | None = None,
+    fold: Fold | None = None,
 ) -> MaskedPictures:
     """Find images and masks, and read each once to check it.
 
@@ -86,6 +96,7 @@ def read_pairs(
         skip_bad: skip unusable files instead of rejecting the dataset.
         rule: foreground values of the masks; None lets brightness decide.
         scanning: known files and a progress callback; None for neither.
+        fold: fold of the training set to test on, instead of a test set.
 
     Raises:
         DataError: the folder has no such layout, or something in it cannot be used.
@@ -93,11 +104,15 @@ def read_pairs(
     rule = rule or MaskRule()
     bad: list[BadFile] = []
     train, given, folders = pairs_in(directory, bad)
+    notes = folders.notes
+    if fold and given is not None:
+        given, notes = None, [*notes, unused(folders.test or directory)]
     # All pairs form one stratum, because they have no labels to stratify by.
+    how: Any = {"share": holdout, "seed": seed, "fold": fold}
     train, test = (
         (train, given)
         if given is not None
-        else hold_out(train, ["pair"] * len(train), share=holdout, seed=seed)
+        else hold_out(train, [""] * len(train), **how, content=lambda pair: content_of(pair.image))
     )
     looks = _look_through([*train, *test], directory, rule, scanning, bad)
     # Split again, because both sets were scanned together, and some pairs may be dropped.
@@ -121,7 +136,7 @@ def read_pairs(
             f"has a foreground pixel"
         )
     data = _of_looks(directory, parts[0], parts[1], bad, rule)
-    return replace(data, notes=[*folders.notes, *data.notes], own_test=given is not None)
+    return replace(data, notes=[*notes, *data.notes], own_test=given is not None)
 
 
 def read_pairs_to_test(

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from onefold.cli import counted, listed
 from onefold.errors import DataError
 from onefold_jobs.data.files import BadFile, ReadData, digest_of, readable
+from onefold_jobs.data.folds import Fold, deal, unused
 from onefold_jobs.data.labels import (
     Label,
     TaskName,
@@ -232,15 +233,34 @@ def read_listed(
 
 
 def hold_out(
-    samples: Sequence[_Item], labels: Sequence[str], *, share: float, seed: int
+    samples: Sequence[_Item],
+    labels: Sequence[str],
+    *,
+    share: float,
+    seed: int,
+    fold: Fold | None = None,
+    content: Callable[[_Item], str] = str,
 ) -> tuple[list[_Item], list[_Item]]:
-    """Draw the samples to hold out: a fraction of each class, but at least one.
+    """Draw the samples to hold out: a fraction of each class, but at least one; or a fold.
 
     A class with two or more samples keeps at least one for training.
+
+    Args:
+        samples: the samples.
+        labels: stratum of each sample.
+        share: fraction to hold out, unless there is a fold.
+        seed: seed of the draws, or of the folds.
+        fold: fold to hold out; see `onefold_jobs.data.folds`.
+        content: content of a sample, or its digest, for folds.
 
     Returns:
         The remaining and the held-out samples, both in their original order.
     """
+    if fold is not None:
+        dealt = deal(labels, [*map(content, samples)], seed=seed, folds=fold.of)
+        both = [*zip(samples, dealt, strict=True)]
+        held_out = [each for each, number in both if number == fold.number]
+        return [each for each, number in both if number != fold.number], held_out
     # A separate generator, or a draw elsewhere would change which samples are held out, and a
     # resumed run would train on the test samples of the first one.
     generator = torch.Generator().manual_seed(seed)
@@ -279,13 +299,16 @@ def known_samples(
     return known, strange
 
 
-def read_splits(listed_samples: ListedSamples, *, holdout: float, seed: int) -> TextSplits:
+def read_splits(
+    listed_samples: ListedSamples, *, holdout: float, seed: int, fold: Fold | None = None
+) -> TextSplits:
     """Make a text dataset.
 
     Args:
         listed_samples: result of `read_listed`.
         holdout: fraction of each class for the test set, if there is no test file, 0 to 1.
         seed: seed of the generator that draws the test set.
+        fold: fold of the training file to test on, instead of a test file.
 
     Returns:
         The valid samples of both sets, the classes, and the bad lines of both.
@@ -298,8 +321,12 @@ def read_splits(listed_samples: ListedSamples, *, holdout: float, seed: int) -> 
     classes = classes_of(labels)
     require_two(labels, train_path, bad)
     strange: list[BadFile] = []
+    if fold and dev is not None:
+        dev, dev_path, notes = None, train_path, [*notes, unused(dev_path)]
+    own_test = dev is not None
     if dev is None:
-        train, dev = hold_out(train, strata(labels), share=holdout, seed=seed)
+        how: Any = {"share": holdout, "seed": seed, "fold": fold}
+        train, dev = hold_out(train, strata(labels), **how, content=lambda line: line.text)
     else:
         dev, strange = known_samples(dev, classes, dev_path)
     if not dev:
@@ -315,7 +342,7 @@ def read_splits(listed_samples: ListedSamples, *, holdout: float, seed: int) -> 
             [*bad, *strange], key=lambda each: (each.path != train_path, each.line or 0)
         ),
         notes=notes,
-        own_test=listed_samples.test is not None,
+        own_test=own_test,
         digest=digest_of(*samples),
     )
 

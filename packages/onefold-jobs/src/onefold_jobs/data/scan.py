@@ -35,6 +35,7 @@ __all__ = [
     "Scanning",
     "Seen",
     "by_one_white",
+    "content_of",
     "notes_of",
     "pack_scan",
     "read_scan",
@@ -180,7 +181,7 @@ def scan_files(
         stamp = _stamp(path)
         try:
             # Keyed by kind as well, because a file may be both an image and a mask.
-            content = _content(path)
+            content = content_of(path)
             known = contents.get((kind, content)) if content else None
             return Seen(kind, content, stamp, known.look if known else look(path))
         except DataError as error:
@@ -228,7 +229,7 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
     return (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
-def _content(path: Path) -> str:
+def content_of(path: Path) -> str:
     """Return a file's digest; empty if it cannot be read, which its scan will report."""
     try:
         with open_plain(path, follow=True) as file:
