@@ -25,7 +25,7 @@ ECOSYSTEM_VENV := .venv-ecosystem
 LAUNCHERS_VENV := .venv-launchers
 RESULTS := benchmarks/results
 JOBS := packages/onefold-jobs
-OF_JOBS := digits,images,report,tables,text,loggers,augment,export
+OF_JOBS := digits,images,report,tables,text,loggers,augment,tune,export
 comma := ,
 # Installs into the environment of the stamp that is being made; SAY lists downloads with sizes.
 SHELL := bash

@@ -52,7 +52,7 @@ __all__ = ["main"]
 
 _TRAIN, _CHECK, _LOOK = "Train", "Check before a run", "Inspect a run"
 _DEFAULTS = RunOptions()
-_OF_JOBS = ("train", "init", "predict", "evaluate", "export", "report")
+_OF_JOBS = ("train", "tune", "init", "predict", "evaluate", "export", "report")
 """Commands of onefold-jobs; an error names the extra that installs them."""
 
 

@@ -21,6 +21,7 @@ from onefold_jobs.report.folder import read_reported
 from onefold_jobs.run import read_options, run_job
 from onefold_jobs.runfolder import read_run
 from onefold_jobs.segment_job import SEGMENT
+from onefold_jobs.series import cross_validate
 from onefold_jobs.text_job import TEXT
 
 __all__ = ["JOBS", "JobResult", "LoadedRun", "classify", "job_of", "load_run", "segment", "text"]
@@ -55,9 +56,9 @@ class JobResult:
     folder: Path
     """Folder of the run, with its checkpoints, record and report."""
     epoch: int | None
-    """Best epoch, counted from 1; None if no epoch was evaluated."""
+    """Best epoch, counted from 1; None if no epoch was evaluated, and for several folds."""
     scores: dict[str, float]
-    """Test scores after that epoch, by name."""
+    """Test scores after that epoch, by name; with ``folds``, their means."""
     report: Path | None = None
     """HTML report; None if matplotlib is not installed."""
 
@@ -123,7 +124,13 @@ def _run(name: str, data: str | Path, devices: int | str, options: dict[str, Any
             words = f"there is no option {option} in onefold_jobs.{name}: it belongs to {where}"
             raise ValueError(f"options: {words}")
     given = {"data": data, "devices": devices, **options}
-    result = run_job(job, read_options(job, given, None))
+    asked = read_options(job, given, None)
+    if asked.fold and not asked.fold.number:
+        found = cross_validate(job, asked)
+        return JobResult(
+            folder=found.folder, epoch=None, scores=dict(found.scores), report=found.report
+        )
+    result = run_job(job, asked)
     folder, best = Path(result["folder"]), result["best"]
     epochs = {line.epoch: line.scores for line in read_reported(folder).epochs}
     return JobResult(

@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from onefold.cli import LateCommand, declare, print_json, tell_next, visible
 
-__all__ = ["evaluate", "export", "init", "predict", "report", "train"]
+__all__ = ["evaluate", "export", "init", "predict", "report", "train", "tune"]
 
 TRAIN, USE = "Train", "Use a run"
 """Headings of ``onefold --help`` that list these commands."""
@@ -38,6 +38,7 @@ def _late(name: str, group: str, summary: str) -> LateCommand:
 
 
 train = _late("train", TRAIN, "Train a ready-made job on your data: classify, segment, text.")
+tune = _late("tune", TRAIN, "Search good options of a ready-made job by training trials.")
 predict = _late("predict", USE, "Predict the classes, labels or masks of new files.")
 evaluate = _late("evaluate", USE, "Score a run on labeled data, by class and by sample.")
 

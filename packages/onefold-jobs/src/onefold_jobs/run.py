@@ -45,7 +45,14 @@ from onefold_jobs.runfolder import (
 )
 from onefold_jobs.training import STOPPED_CODE, begin_training
 
-__all__ = ["MAY_CHANGE", "read_options", "run_job"]
+__all__ = [
+    "MAY_CHANGE",
+    "check_run",
+    "read_data",
+    "read_options",
+    "resume_command",
+    "run_job",
+]
 
 MAY_CHANGE = frozenset(
     {"data", "devices", "epochs", "log", "max_time", "name", "patience", "placement"}
@@ -111,8 +118,35 @@ def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainO
     return resumed
 
 
-def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
+def check_run(job: Job, options: TrainOptions) -> dict[str, Any]:
+    """Reject everything that can be rejected before the data are read.
+
+    Returns:
+        Entries of the ``run.json`` of a run that is resumed; empty for a new run.
+
+    Raises:
+        LaunchError: a device does not exist, or a library is not installed.
+        OnefoldError, OSError, ValueError: an option or the run's folder cannot be used.
+    """
+    # Ordered by cost.
+    _require_devices(options)
+    begun = options.resume and (options.folder / RUN).is_file()
+    before = read_run(options.folder, job.name, shape=_Before) if begun else {}
+    _check_unfinished(options, before)
+    refuse_other_layouts(Path(options.data), job.name, texts=job.sample == "text", masks=job.draws)
+    require_room(options.folder)
+    require_logger(options.log)
+    job.check_early(options)
+    return before
+
+
+def run_job(job: Job, options: TrainOptions, resumed_by: str = "") -> dict[str, Any]:
     """Train on the devices that the options name, and build the report.
+
+    Args:
+        job: the job.
+        options: options of the run.
+        resumed_by: command that resumes the run, for errors; empty for ``onefold train`` itself.
 
     Returns:
         Final content of ``run.json``, the folder, and the path of the report.
@@ -122,16 +156,8 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         LaunchError: a device does not exist, or a library is not installed.
         RunFailed: a device failed, or the run was stopped.
     """
-    # Ordered by cost: everything that can be rejected immediately is, before the data are read.
-    _require_devices(options)
-    begun = options.resume and (options.folder / RUN).is_file()
-    before = read_run(options.folder, job.name, shape=_Before) if begun else {}
-    _check_unfinished(options, before)
-    refuse_other_layouts(Path(options.data), job.name, texts=job.sample == "text", masks=job.draws)
-    require_room(options.folder)
-    require_logger(options.log)
-    job.check_early(options)
-    data = _read_data(job, options)
+    before = check_run(job, options)
+    data = read_data(job, options)
     if data.own_test and options.holdout != TrainOptions.__dataclass_fields__["holdout"].default:
         unused = f"--holdout {options.holdout} is not used, because the data have a test set"
         data = replace(data, notes=[*data.notes, unused])
@@ -165,11 +191,9 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
             words = f"{failure}: nothing was trained or written"
             raise RunFailed(words, failure.exit_code) from None
         where = "there" if failure.exit_code == STOPPED_CODE else "its last checkpoint"
-        raise RunFailed(
-            f"{failure}: onefold train {job.name} --runs {in_shell(options.runs)} --name "
-            f"{in_shell(options.name)} --resume continues from {where}",
-            failure.exit_code,
-        ) from None
+        resume = resumed_by or resume_command("train", job, options)
+        words = f"{failure}: {resume} continues from {where}"
+        raise RunFailed(words, failure.exit_code) from None
     if isinstance(result, OSError):
         place = f"{result.filename}: " if result.filename else ""
         raise RunFailed(
@@ -190,6 +214,12 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     return {**result, "folder": str(settled.folder), "report": report}
 
 
+def resume_command(command: str, job: Job, options: TrainOptions) -> str:
+    """Return the command that resumes what the options name."""
+    place = f"--runs {in_shell(options.runs)} --name {in_shell(options.name)}"
+    return f"onefold {command} {job.name} {place} --resume"
+
+
 @contextmanager
 def _unstoppable() -> Iterator[None]:
     """Ignore stop signals: the run has ended, and its report takes a few seconds."""
@@ -202,9 +232,15 @@ def _unstoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _read_data(job: Job, options: TrainOptions) -> Any:
-    """Read the data. Files that the run scanned before and that are unchanged are skipped."""
-    known = read_scan(options.folder / SCAN) if options.resume else {}
+def read_data(job: Job, options: TrainOptions) -> Any:
+    """Read the data. Unchanged files that the run, or others of its series, scanned are skipped.
+
+    Raises:
+        DataError: the data cannot be used.
+        RunFailed: a signal stopped the reading.
+    """
+    # A folder of several runs has their scan; see `onefold_jobs.series`.
+    known = read_scan(options.folder / SCAN) or read_scan(options.folder.parent / SCAN)
     try:
         with reading_bar() as watch:
             return job.prepare(options, Scanning(known=known, watch=watch))

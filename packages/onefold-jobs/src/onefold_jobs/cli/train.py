@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from rich.table import Table
 from typer.main import get_command
 
 from onefold.cli import (
@@ -48,15 +49,16 @@ from onefold_jobs.predict import (
     predict_run,
     write_prediction,
 )
-from onefold_jobs.run import read_options, run_job
+from onefold_jobs.run import read_options, resume_command, run_job
 from onefold_jobs.scores import Baseline, ClassScores, class_tables, spell, verdict_of
+from onefold_jobs.series import Outcome, cross_validate
 
 __all__ = ["GROUPS", "job_commands"]
 
 _WORDS = {"True": "yes", "False": ""}
 GROUPS = {
     "Data": (
-        *("config", "data", "dev", "holdout", "task", "text_column", "image_column"),
+        *("config", "data", "dev", "holdout", "folds", "task", "text_column", "image_column"),
         *("label_column", "cache", "classes", "foreground", "void", "image_size", "crop"),
         *("normalize", "max_length", "skip_bad", "labels_as_is"),
     ),
@@ -105,6 +107,24 @@ Config = Annotated[
         rich_help_panel="Data",
     ),
 ]
+Searched = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--search",
+        metavar="NAME=VALUES",
+        help="Option to search: lr=1e-4:1e-1 or optimizer=sgd,adamw.",
+        rich_help_panel="Search",
+    ),
+]
+Trials = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help="Total number of trials. [20]",
+        show_default=False,
+        rich_help_panel="Search",
+    ),
+]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")]
 LabeledData = Annotated[
     Path,
@@ -149,15 +169,12 @@ def job_commands() -> dict[str, Any]:
         rich_markup_mode=None,
     )
     for job in JOBS:
-        examples = [
-            (f"onefold train {job.name} --data {job.example} --name a", "writes runs/a"),
-        ]
-        made = declare(
-            jobs, job.name, group="Jobs", text=job.help, examples=examples, cls=JobCommand
-        )
-        made(_command(job))
+        example = f"Example: onefold train {job.name} --data {job.example} --name a"
+        text = f"{job.help}\n\n{example}"
+        declare(jobs, job.name, group="Jobs", text=text, cls=JobCommand)(_command(job))
     app = typer.Typer(rich_markup_mode=None)
     app.add_typer(jobs, name="train")
+    app.add_typer(tune_commands(), name="tune")
     _declare_predict(app)
     _declare_evaluate(app)
     return dict(getattr(get_command(app), "commands"))  # noqa: B009  # typer does not type it
@@ -230,9 +247,64 @@ def _tell_scores(found: Evaluation) -> None:
         console.print(found.note)
 
 
+def tune_commands() -> typer.Typer:
+    """Build the commands that search options: those of ``onefold train``, with what to search."""
+    app = typer.Typer(
+        cls=Commands,
+        help="Search good options of a job by training trials.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
+    for job in JOBS:
+        what = f"onefold tune {job.name} --data {job.example} --search"
+        examples = [
+            (f"{what} lr=1e-4:1e-1 --name a", "20 trials"),
+            (f"{what} optimizer=sgd,adamw", "a choice"),
+        ]
+        text = f"Search options of onefold train {job.name}."
+        declare(app, job.name, group="Jobs", text=text, examples=examples, cls=JobCommand)(
+            _tune_command(job)
+        )
+    return app
+
+
+def _tune_command(job: Job) -> Callable[..., None]:
+    def command(
+        config: Config = None, search: Searched = None, trials: Trials = 20, **chosen: Any
+    ) -> None:
+        from onefold_jobs.search import search as find
+
+        options = read_options(job, _given(chosen), config)
+        resumed_by = f"{resume_command('tune', job, options)} --trials {trials}"
+        tell_series(find(job, options, search or [], trials=trials, resumed_by=resumed_by))
+
+    return _with_options(command, job.options)
+
+
+def tell_series(found: Outcome) -> None:
+    """Print the table of a series of runs, and the path of its report."""
+    console = Screen(soft_wrap=True)
+    if found.table:
+        rows = Table(title=found.table.title, title_justify="left")
+        for each in found.table.words:
+            rows.add_column(each)
+        for each in found.table.numbers:
+            rows.add_column(each, justify="right")
+        for row in found.table.rows:
+            rows.add_row(*row)
+        console.print(rows)
+        for note in found.table.notes:
+            console.print(note)
+    if found.report:
+        console.print(f"Report: {found.report}")
+
+
 def _command(job: Job) -> Callable[..., None]:
     def command(config: Config = None, **chosen: Any) -> None:
         options = read_options(job, _given(chosen), config)
+        if options.fold and not options.fold.number:
+            tell_series(cross_validate(job, options))
+            return
         result = run_job(job, options)
         if result["is_lead"]:
             _tell(result, Path(result["folder"]))

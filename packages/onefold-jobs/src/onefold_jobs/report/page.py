@@ -14,7 +14,7 @@ from functools import cache, partial
 from html import unescape
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -30,6 +30,9 @@ from onefold_jobs.report.folder import EpochLine, ReportedRun, finite_or_zero, n
 from onefold_jobs.report.words import NOTHING, amount, option, plain
 from onefold_jobs.runfolder import path_inside
 from onefold_jobs.scores import Baseline, ClassScores, frequent_confusions, verdict_of
+
+if TYPE_CHECKING:
+    from onefold_jobs.series import Table
 
 __all__ = ["build_report", "compare_runs"]
 
@@ -229,12 +232,13 @@ def _spent(epoch: EpochLine, device: Mapping[str, Any]) -> Times:
     return {**spent, "evaluation": finite_or_zero(epoch.evaluate_s), "other": other_s}
 
 
-def compare_runs(runs: Sequence[Path], output: Path) -> Path:
+def compare_runs(runs: Sequence[Path], output: Path, series: Table | None = None) -> Path:
     """Write a page that compares runs.
 
     Args:
         runs: folders of the runs, in the order of the page.
         output: path of the page; its folder is created if it is missing.
+        series: table of the series that the runs belong to.
 
     Returns:
         ``output``, which is self-contained except for links to the runs' own reports.
@@ -252,7 +256,8 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Path:
     named = {f"{index}. {run.name}": run for index, run in enumerate(read, start=1)}
     text = page(
         "compare.html.j2",
-        title=f"{counted(len(read), 'run')} compared",
+        title=series.title if series else f"{counted(len(read), 'run')} compared",
+        series=series,
         runs=named,
         links={name: _link(run, output.parent) for name, run in named.items()},
         same=_same_models(named),
