@@ -19,6 +19,7 @@ from onefold_jobs.cli import train as command_line
 from onefold_jobs.data.folds import deal
 from onefold_jobs.options import TrainOptions, from_mapping
 from onefold_jobs.predict import EvaluateOptions, evaluate_run
+from onefold_jobs.report import page
 from onefold_jobs.run import read_options, run_job
 from onefold_jobs.search import read_space, search
 from onefold_jobs.series import cross_validate
@@ -196,9 +197,9 @@ def test_a_cross_validation_is_stopped_resumed_and_summed_up(
     said = capsys.readouterr().out
     assert "Cross-validation: 2 folds" in said
     assert "After the last epoch, which no score selected: mean accuracy" in said
-    page = (runs / "it" / "report.html").read_text()
-    assert page.count("fold-") > 2
-    assert "Cross-validation: 2 folds</h1>" in page
+    shown = (runs / "it" / "report.html").read_text()
+    assert shown.count("fold-") > 2
+    assert "Cross-validation: 2 folds</h1>" in shown
     # Each is a run like others: what it has not seen is scored.
     scored = evaluate_run(runs / "it/fold-2", folder, EvaluateOptions(devices="cpu:1"))
     assert len(scored.prediction.rows) == of_run(runs / "it/fold-2")["test_samples"] == 12
@@ -315,9 +316,11 @@ def test_a_search_ends_if_it_is_stopped_or_nothing_succeeds(
 
 @pytest.mark.usefixtures("unreported")
 def test_a_search_trains_and_names_the_command_of_the_best(
-    data: dict[str, Path], tmp_path: Path, capsys: Any
+    data: dict[str, Path], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("optuna")
+    compared: list[Any] = []
+    monkeypatch.setattr(page, "compare_runs", lambda *given: compared.append(given) or given[1])
     options = asked(data["classify"], tmp_path, lr=None)
     found = search(CLASSIFY, options, ["lr=1e-3:1e-1", "momentum=0.5,0.9"], trials=2, resumed_by="")
     kept = results_of(tmp_path)
@@ -339,5 +342,7 @@ def test_a_search_trains_and_names_the_command_of_the_best(
     }
     again = run_job(CLASSIFY, read_options(CLASSIFY, {**typed, "name": "again"}, None))
     assert again["fingerprint"] == best["fingerprint"]
-    page = (tmp_path / "it" / "report.html").read_text()
-    assert "Search: 2 trials</h1>" in page
+    ((runs, output, table),) = compared
+    assert {run.name for run in runs} == {"trial-1", "trial-2"}
+    assert runs[0].name == f"trial-{kept['best']}"
+    assert (output, table) == (tmp_path / "it" / "report.html", found.table)

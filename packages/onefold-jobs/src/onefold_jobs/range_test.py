@@ -13,6 +13,7 @@ model was not trained, and generators are not advanced.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -62,6 +63,8 @@ def with_rate(options: TrainOptions, task: Task) -> tuple[TrainOptions, Task]:
     if options.lr != "auto":
         return options, task
     found = find_rate(options, task)
+    # The copy and its trainer refer to each other; on a GPU they would take memory of the run.
+    gc.collect()
     note = (
         f"--lr auto: learning rate {found.rate:.2g}, a tenth of the one with the lowest loss in "
         f"{counted(len(found.rates), 'step')} from {found.rates[0]:.0e} to {found.rates[-1]:.0e}"

@@ -217,8 +217,8 @@ def _compared(series: Series, study: Study, given: Sequence[str]) -> Outcome:
     """
     sign = -1 if series.rule.startswith("highest") else 1
     done = [each for each in study.trials if each.value is not None]
-    # Ties keep the order of trials.
-    done.sort(key=lambda each: sign * (each.value or 0))
+    # Ties are broken by the loss, as for epochs, and then keep the order of trials.
+    done.sort(key=lambda each: (sign * (each.value or 0), each.user_attrs["scores"].get("loss", 0)))
     failed = [each for each in study.trials if each.value is None]
     if not done:
         reason = failed[0].user_attrs["error"] if failed else "there is none"
