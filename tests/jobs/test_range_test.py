@@ -29,9 +29,9 @@ OPTIONS: dict[str, Any] = {**SMALL["classify"], "model": "lenet", "augment": "no
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(range_test, "_STEPS", 12)
-    monkeypatch.setattr(range_test, "_LEAST", 1e-5)
-    monkeypatch.setattr(range_test, "_GROWTH", 1e6 ** (1 / 11))
+    monkeypatch.setattr(range_test, "STEPS", 12)
+    monkeypatch.setattr(range_test, "LEAST", 1e-5)
+    monkeypatch.setattr(range_test, "GROWTH", 1e6 ** (1 / 11))
 
 
 @pytest.fixture

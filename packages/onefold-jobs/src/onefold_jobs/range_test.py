@@ -24,10 +24,11 @@ from onefold_jobs.finetune import freeze
 from onefold_jobs.options import TrainOptions
 from onefold_jobs.training import STOPPED_CODE, Task, loader_of, trainer_of
 
-__all__ = ["RangeTest", "find_rate", "with_rate"]
+__all__ = ["GROWTH", "LEAST", "STEPS", "RangeTest", "find_rate", "with_rate"]
 
-_LEAST, _MOST, _STEPS = 1e-7, 10.0, 100
-_GROWTH = (_MOST / _LEAST) ** (1 / (_STEPS - 1))
+LEAST, _MOST, STEPS = 1e-7, 10.0, 100
+"""First and last learning rate of a sweep, and its number of steps."""
+GROWTH = (_MOST / LEAST) ** (1 / (STEPS - 1))
 _KEPT = 0.9
 """Weight of the previous mean in the smoothed loss."""
 _DIVERGED = 4.0
@@ -83,18 +84,18 @@ def find_rate(options: TrainOptions, task: Task) -> RangeTest:
     """
     model = copy.deepcopy(task.model)
     freeze(model, options, task.head)
-    first = replace(options, lr=_LEAST, compile=False)
-    trainer, _ = trainer_of(first, task, model, lambda done: _GROWTH**done, on_nonfinite="skip")
+    first = replace(options, lr=LEAST, compile=False)
+    trainer, _ = trainer_of(first, task, model, lambda done: GROWTH**done, on_nonfinite="skip")
     if trainer.is_lead:
-        tell(f"--lr auto: trying learning rates in at most {_STEPS} steps")
+        tell(f"--lr auto: trying learning rates in at most {STEPS} steps")
     batches = loader_of(trainer, options, task)
     losses: list[float] = []
-    for batch in chain.from_iterable(batches for _ in trainer.epochs(_STEPS)):
+    for batch in chain.from_iterable(batches for _ in trainer.epochs(STEPS)):
         losses.append(float(trainer.step(batch).loss))
         if trainer.asked_to_stop:
             raise SystemExit(STOPPED_CODE)
         smoothed = smooth(losses)
-        if len(losses) == _STEPS or not smoothed[-1] < _DIVERGED * min(smoothed):
+        if len(losses) == STEPS or not smoothed[-1] < _DIVERGED * min(smoothed):
             break
     return choose(losses)
 
@@ -109,12 +110,12 @@ def choose(losses: Sequence[float]) -> RangeTest:
     >>> f"{choose([*falling, 2.0, 9.0]).rate:.2g}"
     '0.25'
     """
-    smoothed, rates = smooth(losses), [_LEAST * _GROWTH**step for step in range(len(losses))]
+    smoothed, rates = smooth(losses), [LEAST * GROWTH**step for step in range(len(losses))]
     finite = [each if math.isfinite(each) else math.inf for each in smoothed]
     lowest = finite.index(min(finite))
     if lowest == 0:
         raise ValueError(
-            f"--lr auto: no learning rate from {_LEAST:.0e} to {rates[-1]:.0e} lowered the loss "
+            f"--lr auto: no learning rate from {LEAST:.0e} to {rates[-1]:.0e} lowered the loss "
             f"from {losses[0]:.4g}: check the data and the labels, or give --lr a number"
         )
     return RangeTest(rates=rates, losses=losses, smoothed=smoothed, rate=rates[lowest] / _BEFORE)
