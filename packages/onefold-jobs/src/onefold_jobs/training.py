@@ -358,7 +358,7 @@ class Training:
             rule, baseline = self._rule, self.task.baseline
             name = rule.partition(" ")[2]
             lines.append(
-                f"baseline: {baseline} has test {name} "
+                f"baseline: predicting {baseline} has test {name} "
                 f"{spell(name, baseline.scores[name])}; the {rule} chooses the best epoch"
             )
         lines.extend(self.task.notes)
