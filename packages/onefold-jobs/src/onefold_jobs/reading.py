@@ -79,8 +79,8 @@ class Workers:
                 return ""
             self._loader.workers = 0
             return (
-                f"--workers auto: later epochs read in the device's process again, because a step "
-                f"takes {_ms(step_s)} with and {_ms(self._before_s)} without others"
+                f"--workers auto: later epochs read without extra processes, because a step takes "
+                f"{_ms(step_s)} with them and {_ms(self._before_s)} without"
             )
         limited = seconds.limit.startswith(BY_DATA)
         if not limited or data_s * self._steps_of_epoch < LEAST_S:
