@@ -34,7 +34,7 @@ def apart() -> Iterator[None]:
     def home(placement: Offloaded) -> TensorAllocator:
         return MmapAllocator.at(placement.devices.context.options.offload_dir, apart=True)
 
-    file_memory.LEAST_BYTES, Offloaded.allocator = 1, home  # type: ignore[method-assign]
+    file_memory.LEAST_BYTES, Offloaded.allocator = 1, home  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

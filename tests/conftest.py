@@ -1,6 +1,7 @@
 """Fixtures for all tests: real data, and a watch over what a test leaves behind."""
 
 import os
+from typing import Any
 
 # Before PyTorch is loaded, which reads them then. One of two test workers computes as a processor
 # without AVX-512 does, so that what is found here does not depend on the machine.
@@ -36,7 +37,7 @@ OWN_SEMAPHORES = f"mp{os.getpid()}"
 multiprocessing.current_process()._config["semprefix"] = f"/{OWN_SEMAPHORES}"  # type: ignore[attr-defined]
 
 ROOT = Path(__file__).resolve().parent.parent
-USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+USUAL: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
 
 subprocess.Popen = warm.Popen  # type: ignore[misc]
 
@@ -110,7 +111,8 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.default_generator.manual_seed(torch.Generator().initial_seed())
     before, open_before = _surroundings(), len(open_files())
     modules = {name: id(module) for name, module in sys.modules.items()}
-    products = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    mkldnn: Any = torch.backends.mkldnn
+    products = mkldnn.matmul, torch.backends.cuda.matmul
     precisions = [backend.fp32_precision for backend in products]
     settings = _settings()
     environment = _environment()

@@ -256,7 +256,7 @@ def main() -> int:
     assert len(set(names)) == len(names), "two problems have one name"
     chosen = [number for number, name in enumerate(names) if options.only in name]
     version, kind = torch.__version__.partition("+")[0], processor()
-    known = json.loads(FILE.read_text()) if FILE.exists() else {"torch": ""}
+    known: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {"torch": ""}
     if known["torch"] != version:
         known = {"torch": version, "bits": {}, "kinds": {}}
     bits: dict[str, Found] = known["bits"]

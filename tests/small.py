@@ -1,12 +1,13 @@
 """A model small enough to follow by hand, its data, and trainers for it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 import onefold
+from onefold.session.user_parts import GivenOptimizer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -39,18 +40,21 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_trainer(
-    model: nn.Module | None = None,
-    loss: Callable[..., object] = square,
+    model: nn.Module | Mapping[str, nn.Module] | None = None,
+    loss: Callable[..., object] | Mapping[str, Callable[..., object]] = square,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: GivenOptimizer = None,
     shards: int = 4,
     devices: int | None = 1,
     **settings: Any,
 ) -> onefold.Trainer:
     """A trainer whose devices this one process drives; with None it finds its own."""
     model = line() if model is None else model
+    if optimizer is None:
+        assert isinstance(model, nn.Module), "several models need optimizers of their own"
+        optimizer = sgd(model)
     settings = {"threads": 1, "devices": ["cpu"] * devices if devices else None, **settings}
-    return onefold.Trainer(model, optimizer or sgd(model), loss, shards=shards, **settings)
+    return onefold.Trainer(model, optimizer, loss, shards=shards, **settings)
 
 
 def bits(model: nn.Module) -> dict[str, bytes]:

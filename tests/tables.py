@@ -42,7 +42,7 @@ def for_each(
         @functools.wraps(test)
         def run(*args: Any, **kwargs: Any) -> None:
             failed: list[Exception] = []
-            skipped: list[pytest.skip.Exception] = []
+            skipped: list[BaseException] = []
             for number, values in enumerate(table):
                 given = dict(zip(chosen, values, strict=True))
                 try:

@@ -95,7 +95,8 @@ def unfrozen(devices: int, folder: Path, stop: int = STEPS) -> list[torch.Tensor
 def test_unfreezing_as_advised_is_unfreezing_in_a_plain_loop(tmp_path: Path) -> None:
     model = two_layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    batch = tuple(t.double() for t in points(8))
+    inputs, targets = points(8)
+    batch = inputs.double(), targets.double()
     for step in range(STEPS):
         model[0].requires_grad_(step >= UNFROZEN_FROM)
         optimizer.zero_grad()
@@ -168,7 +169,7 @@ def test_what_autocast_has_no_rule_for_is_named(precision: str) -> None:
     def step(by_hand: bool) -> None:
         def loss(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
             with torch.autocast("cpu", enabled=not by_hand):
-                return m[1](*[m[0](x).float() if by_hand else m[0](x)] * 2).float().mean(1)  # type: ignore[index,no-any-return]
+                return m[1](*[m[0](x).float() if by_hand else m[0](x)] * 2).float().mean(1)  # type: ignore[index]
 
         model = nn.ModuleList([nn.Linear(3, 4), nn.Bilinear(4, 4, 2)])
         make_trainer(model, loss, precision=precision).step(ROWS)

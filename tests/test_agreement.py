@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
+import onefold
 from onefold.launcher.environment import current_context
 from onefold.testing import simulate
 from tests.small import Batch, line, make_trainer, points, sgd, square
@@ -188,7 +190,7 @@ def library(n: int) -> None:
 class OfAllParameters(torch.optim.SGD):
     """As Prodigy: its groups hold sums over all parameters, and some that it makes only later."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         (group,) = self.param_groups
         seen = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
         group["d"] = group.get("d", 0.0) + seen
@@ -224,12 +226,21 @@ FROM_THE_START: dict[str, Callable[[int], object]] = {
         nn.ModuleDict({name: line() for name in "ab"[:: 1 - 2 * n]})
     ),
 }
+
+
+def after_a_step(act: Callable[[onefold.Trainer, int], object], number: int) -> None:
+    act(stepped(), number)
+
+
+def before_a_step(act: Callable[[onefold.Trainer, int], object], number: int) -> None:
+    trainer = stepped()
+    act(trainer, number)
+    trainer.step(points(8))
+
+
 CASES: dict[str, Callable[[int], object]] = {
-    **{words: lambda n, act=act: act(stepped(), n) for words, act in AFTER_A_STEP.items()},
-    **{
-        words: lambda n, act=act: (act(trainer := stepped(), n), trainer.step(points(8)))
-        for words, act in BEFORE_A_STEP.items()
-    },
+    **{words: partial(after_a_step, act) for words, act in AFTER_A_STEP.items()},
+    **{words: partial(before_a_step, act) for words, act in BEFORE_A_STEP.items()},
     **FROM_THE_START,
 }
 """By what each error says: called with the number of the device."""

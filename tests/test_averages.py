@@ -221,14 +221,14 @@ def test_statistics_are_recomputed_as_pytorch_does() -> None:
 def test_norms_that_are_not_used_or_evaluate_keep_their_statistics() -> None:
     model = nn.Sequential(nn.Linear(20, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Identity())
     frozen, last, unused = model[1].eval(), model[2], nn.BatchNorm1d(3)
-    frozen.running_mean.fill_(7.0)
+    frozen.get_buffer("running_mean").fill_(7.0)
     model[3].register_module("idle", unused)
     trainer = averaging(model=model, last=2)
     with trainer.averaged(update_bn=data(), batch_size=30):
-        assert unused.running_var.tolist() == [1.0] * 3
-        assert frozen.running_mean.tolist() == [7.0] * 4
+        assert unused.get_buffer("running_var").tolist() == [1.0] * 3
+        assert frozen.get_buffer("running_mean").tolist() == [7.0] * 4
         # The one behind it has seen what it lets through, and not what a batch would make of it.
-        assert float(last.running_mean.abs().max()) > 1.0
+        assert float(last.get_buffer("running_mean").abs().max()) > 1.0
     assert not frozen.training
     assert last.training
 
@@ -345,5 +345,6 @@ def test_what_is_no_average_is_refused() -> None:
         ({"decay": 0.9, "every": 0}, "every must be at least 1, but got 0"),
         ({"mean": 1}, "mean must be True or False, but got 1"),
     ):
+        given: dict[str, Any] = {"decay": None, "mean": False, "every": 1, **choice}
         with pytest.raises((TypeError, ValueError), match=words):
-            AverageRule.chosen(**{"decay": None, "mean": False, "every": 1, **choice})
+            AverageRule.chosen(**given)

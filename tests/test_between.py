@@ -63,6 +63,7 @@ def test_every_process_learns_every_value(exchange: Any) -> None:
 def test_what_cannot_be_sent_leaves_nobody_waiting(call: Any, fails: int, words: str) -> None:
     ends = outcomes(lambda: call(make_trainer(devices=None), current_context().rank), 2)
     for rank, ended in enumerate(ends):
+        assert ended.error is not None
         with pytest.raises(TypeError if rank == fails else PeerFailed, match=words):
             raise ended.error
 
@@ -127,7 +128,7 @@ class Small(nn.Module):
         self.line, self.factor = line(), 1.0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.line(self.drop(self.norm(inputs))) * self.factor  # type: ignore[no-any-return]
+        return self.line(self.drop(self.norm(inputs))) * self.factor
 
 
 def through_data(model: Any) -> None:

@@ -18,6 +18,8 @@ SIZE = ROWS // SHARDS
 class Recurrent(nn.Module):
     """Goes on where it was; a row that begins a text goes on from zeros."""
 
+    hidden: torch.Tensor
+
     def __init__(self, rows: int = SIZE, *, assigns: bool = False) -> None:
         torch.manual_seed(0)
         super().__init__()

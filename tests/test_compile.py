@@ -173,6 +173,7 @@ def test_hooks_and_frozen_layers_may_come_and_go_between_steps() -> None:
     """The compiler does not look for hooks by itself."""
 
     def doubled(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
         parameter.grad *= 2
 
     def go(*, compiled: bool, devices: int) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """The runner of ``make ecosystem``, without the libraries: verdicts, expectations and the page."""
 
 import tomllib
+from pathlib import Path
 
 import pytest
 from ecosystem import __main__ as runner
@@ -13,7 +14,7 @@ REFUSED = {"library": "a", "stage": "resume", "refused": "reads weights"}
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
-def test_each_folder_has_both_scripts_and_a_row_on_the_page(folder) -> None:
+def test_each_folder_has_both_scripts_and_a_row_on_the_page(folder: Path) -> None:
     about = tomllib.loads((folder / "about.toml").read_text())
     assert {"plain.py", "with_onefold.py"} <= {path.name for path in folder.iterdir()}
     assert about.keys() <= {"library", "title", "remark", "random", "stage", "refused"}
@@ -33,7 +34,9 @@ def test_each_folder_has_both_scripts_and_a_row_on_the_page(folder) -> None:
         (Verdict("fails", "plain loop", "E: reads weights"), REFUSED, False),
     ],
 )
-def test_a_verdict_is_the_one_that_the_folder_announces(verdict, about, expected) -> None:
+def test_a_verdict_is_the_one_that_the_folder_announces(
+    verdict: Verdict, about: dict[str, str], expected: bool
+) -> None:
     assert runner.as_expected(verdict, about) is expected
 
 

@@ -40,7 +40,7 @@ class Towers(nn.Module):
         return F.normalize(self.one(batch[0]), dim=1), F.normalize(self.other(batch[1]), dim=1)
 
 
-def of_the_batch(model: nn.Module, batch: Batch) -> torch.Tensor:
+def of_the_batch(model: Any, batch: Batch) -> torch.Tensor:
     """The same number in every shard."""
     one, other = map(onefold.gather, model(batch))
     logits = one @ other.T * model.sharpness.exp()
@@ -48,7 +48,7 @@ def of_the_batch(model: nn.Module, batch: Batch) -> torch.Tensor:
     return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
 
 
-def of_own_rows(model: nn.Module, batch: Batch) -> torch.Tensor:
+def of_own_rows(model: Any, batch: Batch) -> torch.Tensor:
     """One loss for each of the shard's samples."""
     one, other = model(batch)
     (ones, rows), others = onefold.gather(one, rows=True), onefold.gather(other)
@@ -58,7 +58,7 @@ def of_own_rows(model: nn.Module, batch: Batch) -> torch.Tensor:
     return (losses + F.cross_entropy(other @ ones.T * scale, targets, reduction="none")) / 2
 
 
-def in_a_chain(model: nn.Module, batch: Batch) -> torch.Tensor:
+def in_a_chain(model: Any, batch: Batch) -> torch.Tensor:
     """What is gathered second depends on what was gathered first, and what is third on nothing."""
     one, other = model(batch)
     ones, rows = onefold.gather(one, rows=True)
@@ -125,6 +125,8 @@ def test_the_gradient_is_that_of_one_big_batch(loss: LossOf, shares: tuple[int, 
 class Keeping(Towers):
     """Changes attributes, buffers, modes and random numbers before it gathers."""
 
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__(restless=True)
         self.register_buffer("seen", torch.zeros(()))
@@ -138,7 +140,7 @@ class Keeping(Towers):
 
 
 def test_a_shard_finds_what_it_left_before_it_gathered() -> None:
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
         losses = of_own_rows(model, batch)
         assert not model.one.training
         again = model.one(batch[0]).sum(dim=1) * (model.last + model.seen + torch.rand(()))
@@ -158,12 +160,13 @@ def test_parameters_are_as_they_were_and_hooks_run_once_a_shard() -> None:
     trainer = trainer_of(of_own_rows, model=model)
     model.sharpness.register_post_accumulate_grad_hook(lambda p: calls.append(1))
     model.one[0].requires_grad_(False)
-    before = model.one[0].weight.clone()
+    weight = model.one[0].get_parameter("weight")
+    before = weight.clone()
     trainer.step(batches(1)[0])
     assert len(calls) == 5
     assert model.sharpness.requires_grad
-    assert not model.one[0].weight.requires_grad
-    assert torch.equal(before, model.one[0].weight)
+    assert not weight.requires_grad
+    assert torch.equal(before, weight)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -258,9 +261,10 @@ def test_the_error_of_a_shard_ends_the_others(devices: int, late: bool) -> None:
     assert threading.active_count() == 1
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     spoil = False
-    before = model.one[1].running_mean.clone()
+    statistics: Any = model.one[1]
+    before = statistics.running_mean.clone()
     trainer.step(steps[0])
-    assert not torch.equal(before, model.one[1].running_mean)
+    assert not torch.equal(before, statistics.running_mean)
 
 
 def test_ctrl_c_ends_all_shards() -> None:
@@ -403,9 +407,10 @@ def test_evaluation_and_layers_that_are_not_in_training_are_those_of_batch_norm(
     assert model.training
     prints = set()
     for devices in (1, 2):
-        (model := synced()).first[1].eval()
-        prints.add(result(norming(model, devices=devices), image_batches(2)))
-        assert not model.first[1].running_mean.any()
+        net: Any = synced()
+        net.first[1].eval()
+        prints.add(result(norming(net, devices=devices), image_batches(2)))
+        assert not net.first[1].running_mean.any()
     assert len(prints) == 1
 
 
@@ -413,13 +418,15 @@ def test_convert_keeps_parameters_names_and_modes() -> None:
     shared = nn.BatchNorm2d(2, track_running_stats=False).eval()
     net = nn.Sequential(nn.BatchNorm1d(3, eps=0.1, momentum=0.2), shared, shared)
     before = dict(net.named_parameters())
-    first, second, third = onefold.SyncBatchNorm.convert(net.append(nn.SyncBatchNorm(2)))[:3]
+    converted: Any = onefold.SyncBatchNorm.convert(net.append(nn.SyncBatchNorm(2)))
+    first, second, third = converted[:3]
     assert before.items() <= dict(net.named_parameters()).items()
     assert (first.eps, first.momentum, second.running_mean) == (0.1, 0.2, None)
     assert second is third
     assert {type(part) for part in net} == {onefold.SyncBatchNorm}
     assert [part.training for part in net] == [True, False, False, True]
-    assert onefold.SyncBatchNorm.convert(net)[0] is first
+    again: Any = onefold.SyncBatchNorm.convert(net)
+    assert again[0] is first
 
 
 def test_what_cannot_be_normalized_is_refused() -> None:

@@ -74,13 +74,14 @@ def test_it_has_the_form_of_its_parameter_and_is_the_scripts_own(dtype: torch.dt
     model.to(dtype=dtype, memory_format=torch.channels_last)
     trainer = gradient_of(2, model=model, function=lambda m, x: m(x).square().mean(dim=1))
     trainer.gradient(torch.randn(8, 2, 4, 4, dtype=dtype))
-    kept, copies = [p.grad for p in model.parameters()], gradients_in(model)
+    kept: list[Any] = [p.grad for p in model.parameters()]
+    copies: list[Any] = gradients_in(model)
     trainer.evaluate(lambda m, x: {"x": m(x)[:, 0]}, torch.ones(8, 2, 4, 4).to(dtype), batch_size=8)
     for parameter, grad in zip(model.parameters(), kept, strict=True):
         assert (grad.stride(), grad.dtype) == (parameter.stride(), dtype)
     trainer.gradient(torch.randn(8, 2, 4, 4, dtype=dtype))
     assert all(map(torch.equal, kept, copies))
-    assert not any(map(torch.equal, kept, gradients_in(model)))
+    assert not any(map(torch.equal, kept, list[Any](gradients_in(model))))
     kept[1].fill_(7.0)
     assert torch.equal(kept[0], copies[0])
 
@@ -126,7 +127,7 @@ def plain(model: nn.Module) -> Any:
     def gradient(batch: Batch) -> Any:
         model.zero_grad()
         value = loss(model, batch).mean()
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         return SimpleNamespace(loss=value.detach())
 
     return SimpleNamespace(model=model, gradient=gradient, modifying=nullcontext)
@@ -315,5 +316,6 @@ def failing_in_a_search(trainer: Any, rank: int) -> None:
 )
 def test_devices_that_differ_or_fail_are_named(script: Any, words: str) -> None:
     for ended in outcomes(lambda: script(gradient_of(None), current_context().rank), 2):
+        assert ended.error is not None
         with pytest.raises(OnefoldError, match=words):
             raise ended.error

@@ -88,7 +88,7 @@ class Nested(Data):
     def __init__(self, own: Own) -> None:
         self.parts = {"a": [(0, own)]}
 
-    def extra(self) -> float:  # type: ignore[override]
+    def extra(self) -> float:
         return self.parts["a"][0][1]()
 
 
@@ -134,11 +134,14 @@ class Noisy(torch.optim.SGD):
 
 
 def data_of(place: str, own: Own) -> Any:
+    def drawn(draw: Own = own) -> Any:
+        return draw()
+
     made: dict[str, Callable[[], Any]] = {
         "attribute": lambda: Data(own),
         "closure": lambda: Data(lambda: own()),
         "partial": lambda: Data(partial(lambda draw: draw(), own)),
-        "default": lambda: Data(lambda draw=own: draw()),
+        "default": lambda: Data(drawn),
         "global": lambda: Data(lambda: GLOBAL[0]()),
         "slot": lambda: Slotted(own),
         "nested": lambda: Nested(own),

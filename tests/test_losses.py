@@ -114,7 +114,7 @@ def make_cases() -> Iterator[Case]:
         pair = {"input": real(*shape), "target": real(*shape)}
         likely = {"input": unit(*shape), "target": whole(2, *shape).double()}
         logits = likely | {"input": real(*shape)}
-        more = {"pos_weight": torch.full(shape[-1:], 2.5, dtype=torch.float64)}
+        more: dict[str, Any] = {"pos_weight": torch.full(shape[-1:], 2.5, dtype=torch.float64)}
         for each in ({}, {"weight": unit(*shape) * 3}):
             yield Case("binary_cross_entropy", likely | each)
             for fixed in ({}, more):

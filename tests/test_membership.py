@@ -171,8 +171,9 @@ def trained(read: Any, folder: Path, *, changes: bool) -> list[object]:
     torch.manual_seed(1)
     model, noted, steps = Normed(), list[object](), list[int]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    half: Any = 0.5
     trainer = make_trainer(
-        model, lambda m, x: square(m, (x, 0.5)), optimizer=optimizer, devices=3, precision="bf16"
+        model, lambda m, x: square(m, (x, half)), optimizer=optimizer, devices=3, precision="bf16"
     )
     trainer.on_step(lambda step: steps.append(step.number))
     trainer.average(decay=0.9)
@@ -185,8 +186,9 @@ def trained(read: Any, folder: Path, *, changes: bool) -> list[object]:
                     regroup(trainer, GROUPS[trainer.steps])
                     assert len(trainer.gather(1.0)) == len(trainer.devices)
                 with trainer.modifying(optimizer_state=True):
-                    model.layers[0].weight.data.mul_(0.9)
-                    optimizer.state[model.layers[2].bias]["exp_avg"].mul_(0.5)
+                    first, last = model.layers[0], model.layers[2]
+                    first.get_parameter("weight").data.mul_(0.9)
+                    optimizer.state[last.get_parameter("bias")]["exp_avg"].mul_(0.5)
                 with trainer.averaged():
                     noted.append(bits(model))
                     data = [sample(number) for number in range(9)]

@@ -150,7 +150,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
 
 
 def found_by(trainer: onefold.Trainer) -> int | None:
-    return engine_in(trainer).microbatches.samples  # type: ignore[no-any-return]
+    return engine_in(trainer).microbatches.samples
 
 
 def full(*_: object) -> Any:
@@ -188,7 +188,11 @@ def test_the_largest_microbatches_that_fit_are_found(
     fits: int, found: int | None, devices: int, where: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     restless = found != 1  # a single sample has no variance
-    choices = {"model": Words(restless=restless), "devices": devices, "microbatch": "auto"}
+    choices: dict[str, Any] = {
+        "model": Words(restless=restless),
+        "devices": devices,
+        "microbatch": "auto",
+    }
     trainer = trainer_of(Small(fits, **where), **choices)
     with caplog.at_level(logging.WARNING):
         given = result(trainer, batches(2))

@@ -205,7 +205,7 @@ class Lookahead(Optimizer):
         self.base, self.param_groups = base, base.param_groups
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.base.step()
         for p in self.param_groups[0]["params"]:
             slow = self.base.state[p].setdefault("slow", p.clone())
@@ -228,7 +228,9 @@ class Bare(Optimizer):
 
 
 @for_each("make", [lambda base: Bare(base), lambda base: Bare(Bare(base))])
-def test_an_optimizer_that_does_not_initialize_its_base_class_trains(make: Change) -> None:
+def test_an_optimizer_that_does_not_initialize_its_base_class_trains(
+    make: Callable[..., Optimizer],
+) -> None:
     plain = make(polyak(model := model_of()))
     for _ in range(2):
         model.zero_grad()

@@ -52,7 +52,7 @@ def trained(place: Callable[..., Any], kind: str, devices: Any = None) -> tuple[
     model = torch.nn.Linear(3, 1)
     loss = place(model, own)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    chosen = {} if devices is None else {"devices": ["cpu"] * devices}
+    chosen: dict[str, Any] = {} if devices is None else {"devices": ["cpu"] * devices}
     trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1, **chosen)
 
     def score(net: Any, batch: Any) -> dict[str, Any]:
@@ -113,7 +113,11 @@ def test_an_optimizer_that_draws_is_refused_wherever_it_holds_its_generator() ->
     noisy, hooked = Noisy(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
     own = np.random.default_rng(1)
     noisy.parts = {"a": [own]}  # type: ignore[attr-defined]
-    hooked.register_step_post_hook(lambda *given: own.random() and None)
+
+    def draw(*_: object) -> None:
+        own.random()
+
+    hooked.register_step_post_hook(draw)
     for optimizer in (noisy, hooked):
         trainer = onefold.Trainer(model, optimizer, square, shards=2, threads=1)
         with pytest.raises(

@@ -251,6 +251,7 @@ def test_all_text_of_commands_leaves_by_one_screen() -> None:
     """It takes nothing for markup and spells out control characters, as `tell` does."""
     others = re.compile(r"rich\.markup|from_markup|markup=True|outcome\.traceback, file")
     for module in (onefold, onefold_jobs):
+        assert module.__file__ is not None
         for path in Path(module.__file__).parent.rglob("*.py"):
             text, is_home = path.read_text(), path.parts[-3:] == ("onefold", "cli", "__init__.py")
             assert is_home or "rich.console" not in text, path

@@ -23,7 +23,7 @@ def model_of() -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Unflatten(1, (3, 1, 1)),
-        nn.Conv2d(3, 4, 1).to(memory_format=torch.channels_last),
+        nn.Conv2d(3, 4, 1).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
         nn.BatchNorm2d(4),
         nn.Flatten(),
         tied := nn.Linear(4, 4, bias=False),
@@ -85,7 +85,7 @@ def run(ways: Any, devices: int | None = None) -> list[Any]:
         way(model, devices, end)
         trained(model, devices).close()
         with torch.no_grad():
-            model[8].weight.mul_(3)
+            model[8].get_parameter("weight").mul_(3)
         found.append(bits(model))
     return found
 

@@ -118,7 +118,11 @@ def test_another_way_to_step_it_does_not_fit(tmp_path: Path) -> None:
 
 def halving(every: str) -> tuple[onefold.Trainer, lrs.ExponentialLR]:
     scheduler = lrs.ExponentialLR(optimizer := sgd(model := line()), 0.5)
-    choices = {"optimizer": optimizer, "scheduler": scheduler, "scheduler_every": every}
+    choices: dict[str, Any] = {
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "scheduler_every": every,
+    }
     return make_trainer(model, **choices), scheduler
 
 

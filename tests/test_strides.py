@@ -92,7 +92,7 @@ class Cell(nn.Module):
 
 
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean(dim=1)  # type: ignore[no-any-return]
+    return model(x).square().mean(dim=1)
 
 
 def outputs(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -111,7 +111,7 @@ def trainer_of(laid_out: Layout) -> onefold.Trainer:
     model = nn.Sequential(*(Cell(name, laid_out) for name in FORMS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     buffers = {f"{list(FORMS).index(name)}.*": "per_shard" for name in OF_EACH_SHARD}
-    choices = {"optimizer": optimizer, "stages": list(model), "buffers": buffers}
+    choices: dict[str, Any] = {"optimizer": optimizer, "stages": list(model), "buffers": buffers}
     trainer = make_trainer(model, loss, devices=None, **choices)
     trainer.average(decay=0.5)
     return trainer
@@ -135,7 +135,7 @@ def story(laid_out: Layout, folder: Path, loads: bool) -> list[object]:
     """Train, save and go on; or load, and go on from there."""
     trainer = trainer_of(laid_out)
     begin(trainer, folder, loads)
-    found = [seen(trainer)]
+    found: list[object] = [seen(trainer)]
     trainer.step(SAMPLES)
     found.append(seen(trainer))
     trainer.close()
@@ -157,7 +157,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     folder = tmp_path_factory.mktemp("plain")
     found = simulate(story, 1, args=(plain, folder, False))[0]
     assert simulate(story, 1, args=(plain, folder, True))[0] == found
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def rotated(folder: Path, loads: bool) -> list[object]:
         strides = [(key, value.stride()) for each in states for key, value in each.items()]
     for _ in range(3):
         trainer.step(SAMPLES)
-    found = [sorted(strides), trainer.fingerprint()]
+    found: list[object] = [sorted(strides), trainer.fingerprint()]
     trainer.close()
     return found
 

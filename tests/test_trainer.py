@@ -177,7 +177,7 @@ def test_gradients_in_the_same_memory_are_added_once(width: int, shards: int, de
     """Of parameters that are added up through views: backward gives both the same memory."""
     model = nn.ParameterList([torch.zeros(width), torch.zeros(width)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    choices = {"optimizer": optimizer, "shards": shards, "devices": devices}
+    choices: dict[str, Any] = {"optimizer": optimizer, "shards": shards, "devices": devices}
     loss = lambda model, x: (x * (model[0].view(1, -1) + model[1].view(1, -1))).sum(1)  # noqa: E731
     trainer = make_trainer(model, loss, **choices)
     trainer.step(torch.arange(1.0, 5.0).view(4, 1).expand(4, width))
@@ -195,7 +195,8 @@ def test_batches_of_a_loader_and_whole_batches_give_the_same_bits(devices: int) 
     loaded, whole = make_trainer(devices=devices), make_trainer(devices=devices)
     wholes = [data[start : start + 6] for start in range(0, 20, 6)]
     assert result(loaded, batches) == result(whole, wholes)
-    for other in ({"devices": devices, "shards": 3}, {"devices": 2}):
+    others: tuple[dict[str, Any], ...] = ({"devices": devices, "shards": 3}, {"devices": 2})
+    for other in others:
         with pytest.raises(ValueError, match=r"was cut for .* but this run has"):
             make_trainer(**other).step(batches[0])
 
@@ -209,7 +210,7 @@ def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
         make_trainer(shards=shards, threads=number)
         assert torch.get_num_threads() == threads
     caplog.clear()
-    chosen = {"seed": 0, "clip_norm": None, "deterministic": True, "timeout_s": 5.0}
+    chosen: dict[str, Any] = {"seed": 0, "clip_norm": None, "deterministic": True, "timeout_s": 5.0}
     for trainer in (0, 1):
         devices = Devices(
             all=(torch.device("cpu"),), own=(0,), context=LaunchContext(), trainer=trainer
@@ -292,7 +293,7 @@ OF_SQUARES: list[tuple[Any, type[Exception], str]] = [
     (lambda x: x[:, None].expand(-1, 3), LossError, SCALAR + r"got shape \(2, 3\)"),
     (lambda x: onefold.Mean(x, 2), LossError, SCALAR + r"total .* a scalar tensor, got \(2,\)"),
     (lambda x: onefold.Mean(x.sum(), -1), LossError, SCALAR + "finite and >= 0, got -1"),
-    (lambda x: {}["a label"], KeyError, "a label"),
+    (lambda x: dict[str, Any]()["a label"], KeyError, "a label"),
 ]
 
 

@@ -39,7 +39,7 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(6, 16), norm, nn.Tanh(), drop, nn.Linear(16, 4))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layers(inputs)  # type: ignore[no-any-return]
+        return self.layers(inputs)
 
 
 def of_samples(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_values_and_rows_are_those_of_the_whole_batch() -> None:
         "both": losses[labels == 0].mean() + 0.5 * losses.sum(),
     }
     for shards, devices, microbatch in ((1, 1, None), (2, 2, 2), (5, 3, None), (16, 2, None)):
-        choices = {"shards": shards, "devices": devices, "microbatch": microbatch}
+        choices: dict[str, Any] = {"shards": shards, "devices": devices, "microbatch": microbatch}
         step = trainer_of(model=copy.deepcopy(model), **choices).step(batch)
         torch.testing.assert_close(step.values, expected, rtol=1e-12, atol=0)
         torch.testing.assert_close(step.outputs, rows, rtol=1e-12, atol=0)

@@ -264,9 +264,11 @@ def _descriptors() -> dict[int, str]:
 
 def _restore_python() -> None:
     """What pytest and the tests have changed of Python."""
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = _writing(1)
-    sys.stderr = sys.__stderr__ = _writing(2, errors="backslashreplace")
+    stdin = open(0, closefd=False)  # noqa: SIM115
+    stdout, stderr = _writing(1), _writing(2, errors="backslashreplace")
+    sys.stdin, sys.stdout, sys.stderr = stdin, stdout, stderr
+    for name, stream in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
+        setattr(sys, f"__{name}__", stream)
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__
     sys.path[:] = _fresh_path()
@@ -280,7 +282,7 @@ def _restore_python() -> None:
     warnings._showwarnmsg_impl = _Kept.show_warning  # type: ignore[attr-defined]
     warnings.showwarning = warnings._showwarning_orig  # type: ignore[attr-defined]
     warnings.resetwarnings()
-    warnings.filters.extend(_Kept.filters)
+    warnings.filters.extend(_Kept.filters)  # type: ignore[attr-defined]
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)
     _leave_handlers_of_pytest()
@@ -321,7 +323,7 @@ def _restore_libraries() -> None:
     """What the tests have changed of libraries."""
     multiprocessing.process._children.clear()  # type: ignore[attr-defined]
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
-    atexit.register(multiprocessing.util._exit_function)
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     tracker = multiprocessing.resource_tracker._resource_tracker
     tracker._fd = tracker._pid = None  # type: ignore[attr-defined]
     np.random.seed()
@@ -343,9 +345,11 @@ def _filters_of_libraries() -> list[Any]:
     """Those that libraries have set as they were loaded, and Python's own at the end."""
     ours = ("error", "always")  # what pytest and our settings say of all warnings of these
     kinds = (Warning, DeprecationWarning, PendingDeprecationWarning)
-    theirs = [each for each in warnings.filters if (each[0] not in ours or each[2] not in kinds)]
+    filters: list[Any] = [*warnings.filters]
+    theirs = [each for each in filters if (each[0] not in ours or each[2] not in kinds)]
     if not any(issubclass(each[2], np.exceptions.RankWarning) for each in theirs):
         theirs += _filters_of_numpy()
+    own: list[tuple[str, type[Warning], str | None]]
     own = [("default", DeprecationWarning, "__main__")]
     own += [
         ("ignore", kind, None)
@@ -386,7 +390,7 @@ def _ended(program: Callable[[], None]) -> int:
     except SystemExit as end:
         code = _exit_code(end)
     except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException:

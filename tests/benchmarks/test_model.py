@@ -1,5 +1,7 @@
 """The model of the exchange (docs/studies/scaling.md) beside the exchange's own code."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,10 +27,8 @@ def run(devices: int, *, shards: int = 8, devices_per_host: int = 8, **fields: i
 @for_each("devices", [2, 4, 8])
 def test_a_row_has_the_bytes_that_the_board_sends(devices: int) -> None:
     buffers = lay_out({"mean": torch.zeros(5), "count": torch.zeros((), dtype=torch.int64)})
-    parameters, sizes = (
-        lay_out({n: torch.ones(1) for n in "abcdefg"}),
-        {"shards": 8, "devices": devices},
-    )
+    parameters = lay_out({n: torch.ones(1) for n in "abcdefg"})
+    sizes: dict[str, Any] = {"shards": 8, "devices": devices}
     storage = Storage(
         parameters=parameters, other=lay_out({}), buffers=buffers, segments=(), **sizes
     )

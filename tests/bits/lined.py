@@ -184,8 +184,9 @@ class Listening(nn.Module):
         for layer in self.layers:
             x = layer(x, beside, x, x)
             self.total = self.total * 0.5 + x.detach().mean(dim=0)
-        rows = sum(layer.rows for layer in self.layers)
-        return x * rows + self.layers[0].mean + self.total + torch.stack(beside).sum()
+        shouting: Any = self.layers
+        rows = sum(layer.rows for layer in shouting)
+        return x * rows + shouting[0].mean + self.total + torch.stack(beside).sum()
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -257,7 +258,7 @@ def run(case: Case, devices: Sequence[str] | None = None, stop: int = STEPS) -> 
         with set_checkpoint_early_stop(True):
             step = trainer.step(batch)
         values = {name: float(value) for name, value in step.values.items()}
-    buffers = [buffer.double().sum().item().hex() for buffer in model.buffers()]
+    buffers = [float(buffer.double().sum()).hex() for buffer in model.buffers()]
     found = trainer.fingerprint(), float(step.loss).hex(), repr(values), *buffers
     trainer.close()
     return found

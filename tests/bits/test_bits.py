@@ -52,9 +52,9 @@ def test_devices_of_one_process() -> None:
     for number, kind in enumerate(loaders.KINDS):
         devices, workers = 2 + number % 2, 0 if kind == "rule" else 2
         given = (several[devices], ["cpu"] * devices)
-        found = loaders.run_part(kind, workers, Path("nowhere"), None, *given)
+        read = loaders.run_part(kind, workers, Path("nowhere"), None, *given)
         alone = loaders.run_part(kind, 0, Path("nowhere"), None, None, ["cpu"])
-        assert found == alone, kind
+        assert read == alone, kind
 
 
 def test_the_reference_is_no_special_case() -> None:

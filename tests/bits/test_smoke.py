@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -36,13 +37,13 @@ def computed(names: Sequence[str]) -> list[list[str]]:
 def reference(names: tuple[str, ...]) -> list[list[str]]:
     """On one simulated device, which keeps everything."""
     (found,) = simulate(computed, 1, args=(names,))
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def check(exchange: str, placement: str, devices: int, names: tuple[str, ...]) -> None:
-    way = {"placement": placement, "exchange": exchange, "devices": f"cpu:{devices}"}
-    way["timeout_s"] = 300
-    found = onefold.launch(computed, args=(names,), **way)  # type: ignore[arg-type]
+    way: dict[str, Any] = {"placement": placement, "exchange": exchange}
+    way |= {"devices": f"cpu:{devices}", "timeout_s": 300}
+    found = onefold.launch(computed, args=(names,), **way)
     pairs = zip(names, found, reference(names), strict=True)
     assert [name for name, one, other in pairs if one != other] == []
 

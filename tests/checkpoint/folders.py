@@ -17,6 +17,8 @@ from onefold.record import FILE
 class Tied(nn.Module):
     """Two names for one parameter, empty, turned and scalar tensors, buffers of several kinds."""
 
+    passing: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, 3)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.optim.lr_scheduler import LRScheduler
 
 import onefold
 from onefold.core.settings import ALLOWED_AS
@@ -135,6 +136,12 @@ TOP = (
     *("average", "place", "position"),
 )
 """What every record has, apart from ``extra``, which may be anything."""
+
+
+def damaged_value(kind: object, more: Any) -> dict[str, object]:
+    return {KIND: kind, **more}
+
+
 BAD: list[tuple[Path_, object, str]] = [
     *(((name,), OUT, f"{name} is missing") for name in {*TOP, *ALLOWED_AS, "extra"}),
     *(((name,), True, name) for name in TOP),
@@ -210,7 +217,7 @@ BAD: list[tuple[Path_, object, str]] = [
     (("average", "decay"), 1.0, "average.decay"),
     (("average", "every"), 0, "average.every"),
     *(
-        (("extra",), {KIND: kind, **more}, "a value in the checkpoint is damaged")
+        (("extra",), damaged_value(kind, more), "a value in the checkpoint is damaged")
         for kind, more in [
             *(("code", {"items": []}), ("float", {"items": "x"}), ("set", {"items": [[1]]})),
             *(("tensor", {"dtype": kind, "items": [1]}) for kind in ("load", "int7")),
@@ -396,7 +403,7 @@ def test_what_fails_while_it_is_loaded_leaves_everything_as_it_was(
     def made() -> onefold.Trainer:
         model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), line())
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        parts = [torch.optim.lr_scheduler.StepLR(optimizer, n) for n in (2, 3)]
+        parts: list[LRScheduler] = [torch.optim.lr_scheduler.StepLR(optimizer, n) for n in (2, 3)]
         scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
         trainer = make_trainer(model, optimizer=optimizer, scheduler=scheduler)
         trainer.average(decay=0.9)

@@ -26,6 +26,8 @@ State = dict[str, bytes]
 
 
 class Passing(nn.Module):
+    passing: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(3, 4)
@@ -48,7 +50,8 @@ def trainer_of(seed: int) -> onefold.Trainer:
 def step(trainer: onefold.Trainer) -> None:
     """The same from the same state; changes every tensor."""
     trainer.step(points(8 + trainer.steps))
-    trainer.model.passing.fill_(trainer.steps)
+    model: Any = trainer.model
+    model.passing.fill_(trainer.steps)
 
 
 def state(trainer: onefold.Trainer, folder: Path) -> State:
@@ -84,7 +87,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Saved:
         saved.states[number] = state(one, saved.root)
         if number in (2, 4):
             one.save(saved.directory)
-    other.model.passing.fill_(-1)
+    model: Any = other.model
+    model.passing.fill_(-1)
     other.save(saved.other.parent)
     return saved
 
@@ -99,14 +103,19 @@ def cut(path: Path, length: int) -> None:
     path.write_bytes(path.read_bytes()[:length])
 
 
+def replaced(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
 DAMAGES: dict[str, Callable[[Path, Saved], object]] = {
     "cut to nothing": lambda path, saved: cut(path, 0),
     "one byte more": lambda path, saved: path.write_bytes(path.read_bytes() + b"\0"),
     "the last byte another": lambda path, saved: path.write_bytes(path.read_bytes()[:-1] + b"\1"),
     "missing": lambda path, saved: path.unlink(),
-    "a folder": lambda path, saved: (path.unlink(), path.mkdir()),
-    "a FIFO": lambda path, saved: (path.unlink(), os.mkfifo(path)),
-    "a device": lambda path, saved: (path.unlink(), path.symlink_to("/dev/zero")),
+    "a folder": lambda path, saved: replaced(path, Path.mkdir),
+    "a FIFO": lambda path, saved: replaced(path, os.mkfifo),
+    "a device": lambda path, saved: replaced(path, lambda link: link.symlink_to("/dev/zero")),
     "of the older": lambda path, saved: shutil.copy(saved.older / path.name, path),
     "of another run": lambda path, saved: shutil.copy(saved.other / path.name, path),
 }

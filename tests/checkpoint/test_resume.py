@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import onefold
 from onefold.checkpoint import resume, saving
+from onefold.checkpoint.folder import write_checkpoint
 from onefold.core.options import RunOptions
 from onefold.errors import CheckpointError, PeerFailed
 from onefold.testing import outcomes
@@ -42,6 +43,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 class Odd(nn.Module):
     """Several segments, other strides, one number, a layer that is seldom used, several dtypes."""
+
+    seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +194,7 @@ def test_settings_are_the_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureF
     """But for how a device computes, which is the script's choice."""
 
     def make(rate: float, fused: bool) -> tuple[onefold.Trainer, torch.optim.Optimizer]:
-        settings = {"lr": rate, "betas": (0.9, 1 - rate / 100), "fused": fused}
+        settings: dict[str, Any] = {"lr": rate, "betas": (0.9, 1 - rate / 100), "fused": fused}
         optimizer = torch.optim.AdamW((model := line()).parameters(), **settings)
         return make_trainer(model, optimizer=optimizer), optimizer
 
@@ -335,7 +338,7 @@ COMPLEX = torch.zeros(1, dtype=torch.complex128)
         (Keeping(3, 1), {}, "contains _extra_state, which is neither a parameter nor a buffer"),
         *(
             (with_buffer(COMPLEX, kept), {}, r"count is torch\.complex128, which")
-            for kept in (0, 1)
+            for kept in (False, True)
         ),
     ],
 )
@@ -352,7 +355,7 @@ def test_a_save_is_the_run_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyP
     trainer = odd_trainer(OPTIMIZERS["adam"], 2)
     trainer.step(points(9))
     whole = trainer.save(tmp_path / "whole")
-    write = saving.write_checkpoint
+    write = write_checkpoint
     gated: Any = lambda *given: (gate.wait(60), write(*given))[1]  # noqa: E731
     monkeypatch.setattr(saving, "write_checkpoint", gated)
     folder = trainer.save(tmp_path / "beside", wait=False)
@@ -403,5 +406,6 @@ def test_what_fails_in_the_leads_work_ends_all(tmp_path: Path, exchange: Any) ->
         lead, other = outcomes(load, 2, args=(tmp_path,), options=RunOptions(exchange=exchange))
     assert fail.call_count == 1
     assert lead.error is fail.side_effect
+    assert other.error is not None
     with pytest.raises(PeerFailed, match="ArithmeticError: the fault that was asked for"):
         raise other.error

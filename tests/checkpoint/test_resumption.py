@@ -634,7 +634,7 @@ class Relative(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": None})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             state["n"] = state.get("n", 0) + 1

@@ -195,8 +195,8 @@ def test_scripts_may_set_the_precision_of_products_for_one_kind_of_device() -> N
 
 def test_options_that_differ_name_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for host, options in (("one", {}), ("two", {"checkpoint": "/tmp/run"})):
-        given = RunOptions(record="/tmp/record", **options)
+    for host, checkpoint in (("one", ""), ("two", "/tmp/run")):
+        given = RunOptions(record="/tmp/record", checkpoint=checkpoint)
         context = LaunchContext(launcher="torch", options=given)
         monkeypatch.setattr("platform.node", lambda host=host: host)
         monkeypatch.setattr("tests.step.assembled.LaunchContext", lambda context=context: context)

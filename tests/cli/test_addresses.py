@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,8 @@ def test_a_trainer_refuses_an_address(call: Callable[..., object], in_a_folder: 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_launch_refuses_an_address(option: str, in_a_folder: Path) -> None:
     name = option.replace("-", "_")
-    options = RunOptions(**{name: ADDRESS})
+    given: dict[str, Any] = {name: ADDRESS}
+    options = RunOptions(**given)
     with pytest.raises(LaunchError, match=f"{name} must be a local folder or file"):
         onefold.supervise(["train.py"], onefold.Selection(("cpu",)), options)
     assert list(in_a_folder.iterdir()) == []

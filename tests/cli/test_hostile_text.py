@@ -237,4 +237,5 @@ def test_configurations(trained: tuple[Path, Path], tmp_path: Path, say: Say) ->
 
 def test_every_command_is_looked_at() -> None:
     looked_at = {"record", "replay", "why", "compare", *USES_OF_A_RUN}
-    assert looked_at | READ_NOTHING == set(get_command(app).list_commands(None))
+    command: Any = get_command(app)
+    assert looked_at | READ_NOTHING == set(command.list_commands(None))

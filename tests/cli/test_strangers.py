@@ -5,6 +5,7 @@ import os
 import shutil
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -195,7 +196,18 @@ def test_bundles_that_are_none(
     assert "is not a bundle" in typed(monkeypatch, capfd, "replay", str(path), "--yes")
 
 
-ODD = (-1, 1 << 63, None, "x", b"x", [], ["step-00000001/../.."], {}, {"x": b"x"}, math.nan)
+ODD: tuple[Any, ...] = (
+    -1,
+    1 << 63,
+    None,
+    "x",
+    b"x",
+    [],
+    ["step-00000001/../.."],
+    {},
+    {"x": b"x"},
+    math.nan,
+)
 
 
 @pytest.mark.full

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ def test_containers_of_any_kind_keep_their_type() -> None:
         Pair(NUMBERS, NUMBERS.numpy()),
         Fields(NUMBERS, NUMBERS),
         OrderedDict(b=NUMBERS, a=NUMBERS),
-        defaultdict(list, a=NUMBERS, b=NUMBERS),
+        defaultdict[str, Any](list, a=NUMBERS, b=NUMBERS),
         Encoding({"a": NUMBERS, "b": NUMBERS}, kept="more"),
         MappingProxyType({"a": NUMBERS, "b": NUMBERS}),
     ):
@@ -84,7 +84,8 @@ def test_containers_of_any_kind_keep_their_type() -> None:
 def test_only_the_shards_asked_for_are_kept_and_nothing_is_copied() -> None:
     batch = torch.arange(7)
     cut = cut_batch(batch, Shares((1, 2)), [1, 2], epoch=4)
-    assert {shard: list(part) for shard, part in cut.shards.items()} == {1: [3, 4], 2: [5, 6]}
+    shards: Mapping[int, Any] = cut.shards
+    assert {shard: list(part) for shard, part in shards.items()} == {1: [3, 4], 2: [5, 6]}
     assert (cut.samples, cut.epoch, cut.loader, cut.digest) == (7, 4, -1, 0)
     assert cut.shards[1].data_ptr() == batch[3:].data_ptr()  # type: ignore[attr-defined]
 

@@ -71,9 +71,9 @@ def test_anything_else_is_refused_and_named() -> None:
         (RIGHT + Mean(SIX, -1), r", term 2: .* finite and >= 0, got -1\.0"),
         (RIGHT + Sum(torch.ones(2)), r", term 2: the total of onefold\.Sum must be"),
         (
-            LossTerms((torch.ones(()),)),
+            LossTerms((torch.ones(()),)),  # type: ignore[arg-type]
             r".*requires a tuple of onefold\.Mean or onefold\.Sum, but got \(tensor",
-        ),  # type: ignore[arg-type]
+        ),
         (LossTerms(()), r".*onefold\.LossTerms requires a tuple of onefold\.Mean or"),
         (LossTerms([RIGHT]), r".*onefold\.LossTerms requires a tuple of onefold\.Mean or"),  # type: ignore[arg-type]
     ):

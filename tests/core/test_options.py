@@ -4,6 +4,7 @@ import dataclasses
 import math
 import select
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,8 @@ def test_how_many_devices_compute_a_shard() -> None:
 def test_limits_of_time_are_positive_and_what_the_system_can_wait() -> None:
     for value in (1e300, math.inf, MOST_S + 1, 0, -1, math.nan):
         words = "finite and at most" if value > 0 else "greater than 0"
-        for take in (RunOptions, partial(onefold.launch, len, devices="cpu:1")):
+        takes: tuple[Any, ...] = (RunOptions, partial(onefold.launch, len, devices="cpu:1"))
+        for take in takes:
             for name in ("timeout_s", "grace_period_s"):
                 with pytest.raises(ValueError, match=words):
                     take(**{name: value})
@@ -95,4 +97,4 @@ def test_settings_out_of_bounds_are_named() -> None:
         ("clip_norm", "1", "must be a number"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^{name} {words}"):
-            dataclasses.replace(CHOSEN, **{name: value})
+            dataclasses.replace(CHOSEN, **dict[str, Any]({name: value}))

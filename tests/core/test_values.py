@@ -58,7 +58,8 @@ def test_values_are_read_as_losses_are_and_nothing_is_kept_of_the_graph() -> Non
 
 
 def test_what_is_no_value_is_named() -> None:
-    for values, words in (
+    of_none: Any
+    for of_none, words in (
         ({"": LOSS}, "metric names must be single lines, but got ''"),
         ({"a\nb": LOSS}, r"metric names must be single lines, but got 'a\\nb'"),
         ({3: LOSS}, "metric names must be single lines, but got 3"),
@@ -67,7 +68,7 @@ def test_what_is_no_value_is_named() -> None:
         ({str(n): LOSS for n in range(MOST + 1)}, "can have at most 32 numbers, but got 33 .0,"),
     ):
         with pytest.raises(LossError, match=words):
-            read_values(values, {}, 2, HERE)
+            read_values(of_none, {}, 2, HERE)
 
 
 def test_microbatches_add_up_and_their_names_must_agree() -> None:
@@ -88,7 +89,8 @@ def test_microbatches_add_up_and_their_names_must_agree() -> None:
 def test_compiled_code_leaves_values_out_of_its_graph() -> None:
     value = torch.ones(2, requires_grad=True) * 2
     given = {"a": value, "b": Mean(value.sum(), 2), "c": 3, "d": Sum(value.sum()) + Sum(value[0])}
-    loss, values = with_values_detached((value, given))  # type: ignore[misc]
+    both: Any = with_values_detached((value, given))
+    loss, values = both
     assert loss is value is with_values_detached(value)
     totals = [values["a"], values["b"].total, *(term.total for term in values["d"].terms)]
     assert not any(total.requires_grad for total in totals)

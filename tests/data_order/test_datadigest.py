@@ -93,7 +93,7 @@ def test_pictures_count_by_their_pixels() -> None:
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
         (SimpleNamespace(a=object()), SimpleNamespace(a=object())),
         (iter([1]), iter([2])),
-        (np.ma.masked_equal([1, 2], 1), np.ma.array([5, 2], mask=[1, 0])),
+        (np.ma.masked_equal([1, 2], 1), np.ma.array([5, 2], mask=[True, False])),
         (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
         (torch.zeros(2, device="meta"), torch.zeros(2, device="meta")),
         ([np, SimpleNamespace().__init__], [np, SimpleNamespace(other=1).__init__]),  # type: ignore[misc]

@@ -19,7 +19,7 @@ from tests.data_order.test_loader import Augmented, noisy_collate, processes, sa
 from tests.small import line, make_trainer, points, square
 from tests.tables import for_each
 
-DATA = list(range(20))
+DATA: Any = list(range(20))
 
 
 def read(loader: onefold.Loader, passes: int = 2) -> list[Any]:
@@ -62,6 +62,8 @@ def test_workers_are_started_as_it_says() -> None:
         info.dataset.number = 7 + worker  # type: ignore[attr-defined]
 
     class Noted(Augmented):
+        number: int
+
         def __getitem__(self, index: int) -> Any:
             return self.number
 
@@ -137,7 +139,7 @@ def test_the_loader_of_webdataset_is_refused(choices: dict[str, Any]) -> None:
     [
         (Own(DATA), "Own reads its data in its own way"),
         (
-            DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1)),  # type: ignore[arg-type]
+            DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1)),
             "sampler contains a DistributedSampler, which splits samples across devices",
         ),
         (DataLoader(Stream(), batch_size=None), "a stream of whole batches"),
@@ -190,7 +192,8 @@ def test_wrong_arguments_are_refused(data: Any, choices: dict[str, Any], words: 
 @for_each("shuffle", [False, True])
 def test_evaluation_takes_loaders_in_the_order_of_their_data(shuffle: bool) -> None:
     data = TensorDataset(*points(20))
-    loader, streamed = DataLoader(data, 6, shuffle=shuffle), DataLoader(Stream([*data]), 6)
+    items = [data[number] for number in range(len(data))]
+    loader, streamed = DataLoader(data, 6, shuffle=shuffle), DataLoader(Stream(items), 6)
     trainer = make_trainer(line())
     score: Any = lambda m, b: {"loss": square(m, b)}  # noqa: E731
     expected = trainer.evaluate(score, data, batch_size=6)

@@ -54,7 +54,7 @@ class Listed(list[Any]):
     def __iter__(self) -> Any:
         raise AssertionError
 
-    __getitem__ = __len__ = __iter__
+    __getitem__ = __len__ = __iter__  # type: ignore[assignment]
 
 
 def decorated(own: Any) -> Callable[[], object]:
@@ -133,7 +133,7 @@ def test_global_generators_and_those_without_a_state_are_left_alone() -> None:
     def function() -> object:
         return random.random(), np.random.rand(), torch.rand(()), random.SystemRandom
 
-    held = (random.random, random._inst, np.random.rand, torch.default_generator, random)  # type: ignore[attr-defined]
+    held = (random.random, random._inst, np.random.rand, torch.default_generator, random)
     assert generators_in(function, *held, random.SystemRandom(), logging.getLogger("onefold")) == []
 
 
@@ -232,7 +232,7 @@ class Streamed(IterableDataset[torch.Tensor]):
 def read(data: Any, own: tuple[int, ...] = (0, 1), **choices: Any) -> list[Any]:
     """The payloads of two passes on one device of two, or on both."""
     loader = make_loader(data, Shares((1, 1)), own, collate=None, **choices)
-    found = [dict(batch.shards) for _ in range(2) for batch in loader]
+    found: list[dict[int, Any]] = [dict(batch.shards) for _ in range(2) for batch in loader]
     return [{number: each.tolist() for number, each in shards.items()} for shards in found]
 
 

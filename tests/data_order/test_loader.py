@@ -316,7 +316,7 @@ def test_shares_hold_from_the_next_batch(workers: int, shares: list[tuple[int, .
 def test_a_sample_that_another_device_now_reads_is_no_error_here(workers: int) -> None:
     """Although this one may have tried to read it already."""
     now = [Shares((1, 0))]
-    choices = {"shuffle": False, "batch_size": 5, "workers": workers}
+    choices: dict[str, Any] = {"shuffle": False, "batch_size": 5, "workers": workers}
     loader = make_loader(Items(broken), lambda: now[0], **choices)
     read = []
     for batch in loader:
@@ -441,7 +441,8 @@ def test_reading_and_collating_have_one_thread(workers: int) -> None:
     for batch in make_loader(data, Shares((2,)), workers=workers, collate=collate):
         assert {n for payload in batch.shards.values() for n in payload} == {1}  # type: ignore[attr-defined]
         assert torch.get_num_threads() == 2
-    for choices in ({}, {"collate": lambda samples: 1 / 0}):
+    failing: dict[str, Any] = {"collate": lambda samples: 1 / 0}
+    for choices in ({}, failing):
         with pytest.raises((SampleError, ZeroDivisionError)):
             list(make_loader(Items(broken), Shares((1,)), workers=workers, **choices))
         assert torch.get_num_threads() == 2
@@ -549,7 +550,7 @@ def test_workers_outlive_the_thread_that_began_the_pass_and_a_forked_child() -> 
 
 
 def test_a_pass_without_a_batch_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    choices = {"drop_last": True, "shuffle": False}
+    choices: dict[str, Any] = {"drop_last": True, "shuffle": False}
     loader = make_loader(CountedStream(), Shares((2,)), **choices)
     assert list(loader) == []
     list(loader)

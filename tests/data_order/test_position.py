@@ -211,6 +211,7 @@ def test_a_run_may_go_back_within_its_epochs() -> None:
             if script.position.step == 6 and saved is None:
                 saved = script.position.to_json()
             if script.position.step == 10 and len(seen) == 3:
+                assert saved is not None
                 script.position.go_to(saved, ())
                 with pytest.raises(ValueError, match=r"a pass that started before trainer.load"):
                     script.step(batch)

@@ -203,13 +203,15 @@ def test_a_run_goes_on_in_a_sampler_that_is_drawn_in_parts(in_small_parts: None)
 def test_the_first_batch_of_any_number_of_samples_comes_at_once(in_small_parts: None) -> None:
     data: Any = range(10**12)
     sampler = RandomSampler(data, replacement=True, num_samples=10**10)
-    for choices in ({"sampler": sampler}, {}):
+    for chosen in (sampler, None):
+        choices: Any = {"sampler": chosen} if chosen else {}
         loader = make_loader(data, Shares((2,)), shuffle=False, batch_size=64, **choices)
         assert len(loader) >= 10**10 // 64
         assert next(iter(loader)).samples == 64
-    for choices, words in (
+    for given, words in (
         ({"shuffle": True}, "1,000,000,000,000 shuffled samples would take 8000 GB"),
         ({"batch_size": None, "batch_sampler": range(10**10)}, "10,000,000,000 batches in a pass"),
     ):
+        choices = {"shuffle": False, **given}
         with pytest.raises(ValueError, match=words):
-            next(iter(make_loader(data, Shares((2,)), **{"shuffle": False, **choices})))
+            next(iter(make_loader(data, Shares((2,)), **choices)))

@@ -20,6 +20,11 @@ from onefold_jobs.models.resnet import resnet18
 from tests.tables import for_each, some
 
 
+def in_channels_last(layer: nn.Conv2d) -> nn.Conv2d:
+    layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return layer
+
+
 class Drawn(nn.Module):
     """Layers as they are, drawn anew, in parts, by generators of their own, and from each other."""
 
@@ -29,7 +34,7 @@ class Drawn(nn.Module):
         layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         self.recurrent = nn.LSTM(32, 32, 2)
-        self.pictures = nn.Conv2d(3, 40, 5).to(memory_format=torch.channels_last)
+        self.pictures = in_channels_last(nn.Conv2d(3, 40, 5))
         self.drawn = nn.Parameter(torch.randn(64, 33))
         self.truncated = nn.Parameter(torch.zeros(64, 33))
         nn.init.trunc_normal_(self.truncated, std=0.02)
@@ -42,8 +47,9 @@ class Drawn(nn.Module):
         with torch.no_grad():
             own = torch.Generator().manual_seed(3)
             self.words.weight[2:].copy_(torch.empty(48, 32).normal_(generator=own))
-            self.recurrent.weight_ih_l0[:32] *= 2
-            self.recurrent.weight_ih_l0[32:64] = torch.tensor(1.5)
+            weight = self.recurrent.get_parameter("weight_ih_l0")
+            weight[:32] *= 2
+            weight[32:64] = torch.tensor(1.5)
         self.twin = copy.deepcopy(self.pictures)
         nn.init.xavier_uniform_(self.pictures.weight)
         self.head = nn.Linear(32, 50, bias=False)
@@ -205,8 +211,9 @@ def steps_by_a_tensor() -> nn.Module:
 
 def by_a_number_without_values() -> nn.Module:
     t, w = torch.arange(2000), torch.empty(60, 30).normal_()
-    part = torch.narrow(w, 0, t[5], 20) + w.select(0, t[7])
-    return Row(part * torch.arange(t[30].float(), 60.0))
+    start, row, first = t[5], t[7], t[30].float()
+    part = torch.narrow(w, 0, start, 20) + w.select(0, row)  # type: ignore[arg-type]
+    return Row(part * torch.arange(first, 60.0))  # type: ignore[call-overload]
 
 
 def changed_later() -> nn.Module:

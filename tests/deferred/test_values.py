@@ -88,7 +88,7 @@ def test_who_asks_about_it_draws_nothing(parameter: nn.Parameter) -> None:
     assert (parameter.shape, parameter.stride(), parameter.dtype) == (SHAPE, (50, 1), torch.float32)
     assert parameter.is_contiguous()
     assert parameter.nbytes == 8000
-    parameter.requires_grad_(requires_grad=False)
+    parameter.requires_grad_(requires_grad=False)  # type: ignore[call-arg]
     torch.optim.AdamW([parameter])
     assert deferred_of(parameter) is not None
 

@@ -14,6 +14,7 @@ import torch
 from onefold.core.assignment import Assignment
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.fold import Block, blocks_of, fold, fold_shards
+from onefold.core.results import Gradients
 from onefold.core.settings import added_up_in
 from onefold.core.shard import Shares
 from onefold.core.stages import Stages
@@ -81,7 +82,7 @@ def start(rank: int, sizes: Storage) -> Start:
     return Start(trained, [torch.full((4,), rank + 5.0)], buffers)
 
 
-def gradients(step: int, shard: int) -> list[torch.Tensor | None]:
+def gradients(step: int, shard: int) -> Gradients:
     """Of one shard; one tensor gets none from some shards."""
     generator = torch.Generator().manual_seed(100 * step + shard)
     result: list[torch.Tensor | None] = []
@@ -95,9 +96,7 @@ def gradients(step: int, shard: int) -> list[torch.Tensor | None]:
     return result
 
 
-def add(
-    left: list[torch.Tensor | None], right: list[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
+def add(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]) -> Gradients:
     return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
 
 
@@ -131,7 +130,7 @@ def check_step(
         exchange.table.clear_rows(device, run)
         for slot, block in enumerate(blocks_of(run, SHARDS) if not staged else ()):
 
-            def leaf(node: Block) -> list[torch.Tensor | None] | None:
+            def leaf(node: Block) -> Gradients | None:
                 return gradients(step, node.start) if node.stop - node.start == 1 else None
 
             exchange.memory.publish(device, slot, fold(leaf, block, add))
@@ -153,7 +152,7 @@ def check_step(
             assert view.view(torch.uint8).equal(row_of(shard, view.dtype).view(torch.uint8))
     expected = FlatTensors(sizes.gradients)
     missing = SHARDS - 1 if staged and step == 2 else SHARDS
-    leaves = [
+    leaves: list[Gradients] = [
         [None] * len(tensors()) if shard == missing else gradients(step, shard)
         for shard in range(SHARDS)
     ]
@@ -212,7 +211,9 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
         assert exchange.memory.other[device].views[0].tolist() == [5.0] * 4
     for view in begun.buffers.views:
         assert view.tolist() == [0] * 3, "the lead's buffers become everybody's"
-    assert bool((begun.trained[0] == own[0] + 1).all()), "those of the script are left alone"
+    first = begun.trained[0]
+    assert isinstance(first, torch.Tensor)
+    assert bool((first == own[0] + 1).all()), "those of the script are left alone"
     now = assignment(sizes)
     for step, shares in enumerate(uneven_shares(devices), start=1):
         if isinstance(exchange.reduction, StageReduction):
@@ -351,12 +352,16 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 """What one device does in place of a call."""
 SHARES = Shares((4, 3))
+
+
+def collected(exchange: Exchange) -> None:
+    exchange.memory.start_step(SHARES)
+    exchange.collect(SHARES)
+
+
 CALLS: dict[str, Callable[[Exchange, Start], object]] = {
     "agree": lambda exchange, begun: exchange.agree(2, b"x"),
-    "collect": lambda exchange, begun: (
-        exchange.memory.start_step(SHARES),
-        exchange.collect(SHARES),
-    ),
+    "collect": lambda exchange, begun: collected(exchange),
     "share": lambda exchange, begun: exchange.transport.all_gather_rows(
         {current_context().rank: torch.zeros(2, dtype=torch.float64)}
     ),

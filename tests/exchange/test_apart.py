@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -51,21 +51,21 @@ class Apart:
 
 
 @pytest.fixture
-def apart() -> Iterator[type[Apart]]:
+def apart() -> Iterator[Callable[..., Apart]]:
     started: list[Apart] = []
 
     def start(kind: str, *environments: Mapping[str, str]) -> Apart:
         started.append(Apart(kind, list(environments)))
         return started[-1]
 
-    yield start  # type: ignore[misc]
+    yield start
     for each in started:
         each.kill()
 
 
 @pytest.mark.parametrize("secret", [{"ONEFOLD_SECRET": SECRET}, {}])
 def test_a_run_trains_and_says_that_it_has_no_secret(
-    apart: type[Apart], secret: Mapping[str, str]
+    apart: Callable[..., Apart], secret: Mapping[str, str]
 ) -> None:
     run = apart("train", secret, secret)
     (code, said), (other, others) = (run.finish(rank) for rank in (0, 1))
@@ -79,7 +79,9 @@ def test_a_run_trains_and_says_that_it_has_no_secret(
     "theirs",
     [{}, pytest.param({"ONEFOLD_SECRET": "another text, as long"}, marks=pytest.mark.full)],
 )
-def test_who_lacks_the_secret_is_refused(apart: type[Apart], theirs: Mapping[str, str]) -> None:
+def test_who_lacks_the_secret_is_refused(
+    apart: Callable[..., Apart], theirs: Mapping[str, str]
+) -> None:
     run = apart("train", {"ONEFOLD_SECRET": SECRET}, theirs)
     code, said = run.finish(0)
     assert code != 0

@@ -23,9 +23,11 @@ def test_each_attempt_has_a_name_of_its_own() -> None:
     store = HashStore()
     names = []
     for size in (3, 3, 2, 4):
-        found = together(
-            size, lambda rank, n=size: agree_on_attempt(store, context(rank, n), n, 20)
-        )
+
+        def agreed(rank: int, size: int = size) -> str:
+            return agree_on_attempt(store, context(rank, size), size, 20)
+
+        found = together(size, agreed)
         assert len({*found}) == 1
         names.append(found[0])
     assert len({*names}) == 4

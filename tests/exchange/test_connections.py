@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Barrier
 
@@ -14,7 +15,6 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from onefold.errors import DisagreementError
-from onefold.exchange import connections
 from onefold.exchange.connections import (
     Connections,
     SealedStore,
@@ -66,7 +66,7 @@ def test_a_number_of_somebody_else_is_let_be(pair: Pair, monkeypatch: pytest.Mon
 
         for meanwhile in (take_its_place, close_first):
             held.sockets = dict(noted)
-            monkeypatch.setattr(connections.os, "dup", meanwhile)
+            monkeypatch.setattr(os, "dup", meanwhile)
             held.cut()
             assert held.sockets == {}
             stranger.sendall(b"still open")
@@ -150,6 +150,10 @@ def test_who_does_not_know_it_is_named(theirs: bytes) -> None:
         assert "ONEFOLD_SECRET" in said[rank]
 
 
+def answered(answers: Iterator[bytes], word: bytes) -> list[bytes]:
+    return [word, next(answers)]
+
+
 def refused(trade: Trade) -> None:
     with pytest.raises(DisagreementError, match=r"^device 1 did not authenticate"):
         prove(SECRET, 0, trade)
@@ -168,8 +172,7 @@ def test_the_secret_is_not_sent_and_what_was_heard_is_of_no_use() -> None:
     refused(lambda word: [word, next(heard)])
     refused(lambda word: [word, word])
     for answer in (b"", b"\0" * 32, b"x" * 64):
-        answers = iter([b"\0" * 32, answer])
-        refused(lambda word, answers=answers: [word, next(answers)])
+        refused(partial(answered, iter([b"\0" * 32, answer])))
 
 
 HERE = [("10.0.0.1:7", "10.0.0.2:7")]

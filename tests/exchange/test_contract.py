@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,7 @@ def expected(kind: str, device: int, fault: str) -> tuple[str, int | None]:
 
 @for_each("kind", EXCHANGES)
 def test_a_fault_ends_the_other_device_alike_at_every_call(kind: str) -> None:
+    faults: list[Fault]
     for call in CALLS:
         for device in {"gather_to_lead": [1], "hand out": [0]}.get(call, [0, 1]):
             ways = (kind, call, device)
@@ -79,7 +81,8 @@ def test_a_fault_ends_the_other_device_alike_at_every_call(kind: str) -> None:
             for seed, fault in enumerate(ENDS):
                 happens, faults = fault, []
                 if fault in ("kill", "stop", "cut"):
-                    happens, faults = "nothing", [Fault(device=device, call=calls + 1, kind=fault)]
+                    kill: Any = fault
+                    happens, faults = "nothing", [Fault(device=device, call=calls + 1, kind=kill)]
                 found = outcomes(fail_at, 2, seed=seed, args=(*ways, happens), faults=faults)
                 other = found[1 - device].error
                 assert met(other) == expected(kind, device, fault), (call, device, fault, other)

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch.distributed import TCPStore
 import onefold
 from onefold.core.options import LaunchContext
 from onefold.errors import DisagreementError, LaunchError, PeerLost, PeerTimeout
-from onefold.exchange import group, progress
+from onefold.exchange import progress
 from onefold.exchange.group import (
     Rendezvous,
     agree_on_devices,
@@ -74,11 +75,10 @@ def test_two_processes_on_one_card_are_named_to_all(three: list[LaunchContext]) 
 
 
 def test_a_name_is_drawn_by_the_lead_for_each_trainer(three: list[LaunchContext]) -> None:
-    drawn = {
-        name
-        for trainer in range(2)
-        for name in together(3, lambda rank, t=trainer: agree_on_name(meeting(three[rank]), t))
-    }
+    def named(trainer: int, rank: int) -> str:
+        return agree_on_name(meeting(three[rank]), trainer)
+
+    drawn = {name for trainer in range(2) for name in together(3, partial(named, trainer))}
     assert sorted(len(bytes.fromhex(name)) for name in drawn) == [16, 16]
     other_run = replace(three[1], run_id="another one with the same store")
     with pytest.raises(PeerTimeout, match=r"^device 0 did not join within 0\.1 s: every") as caught:
@@ -219,7 +219,7 @@ def test_who_cannot_be_reached_is_named_with_the_reason(
         raise TimeoutError("timed out")
 
     if host == "silence":
-        monkeypatch.setattr(group.socket, "create_connection", silent)
+        monkeypatch.setattr(socket, "create_connection", silent)
     monkeypatch.setattr(progress, "FIRST_S", 0.0)
     port = listening if host == "a stranger" else free_port()
     address = f"{host if '.' in host else '127.0.0.1'}:{port}"
@@ -252,7 +252,8 @@ def test_the_lead_need_not_know_the_name_by_which_others_reach_it(host: str) -> 
     found = reach_store(context, 60)
     served.set("key", "value")
     assert found.get("key") == b"value"
-    assert found.timeout == timedelta(seconds=60)
+    store: Any = found
+    assert store.timeout == timedelta(seconds=60)
 
 
 NAME = "GLOO_SOCKET_IFNAME"

@@ -13,6 +13,7 @@ from onefold.core.options import LaunchContext, RunOptions
 from onefold.errors import DisagreementError, PeerFailed
 from onefold.exchange import others
 from onefold.exchange.exchange import Exchange, join
+from onefold.exchange.mailbox import connected
 from onefold.exchange.shared import SharedMemory, SharedTransport
 from onefold.system import accelerator
 from tests.exchange.contract import assignment, start, storage
@@ -43,7 +44,7 @@ def joined(
 @for_each(("asked", "launcher"), [("auto", "onefold"), ("shared", "onefold"), ("auto", "torch")])
 def test_one_host_shares_memory(asked: Any, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses: list[str] = []
-    connect = others.connected
+    connect = connected
 
     def noted(address: str, *options: Any) -> object:
         addresses.append(address)

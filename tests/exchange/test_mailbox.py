@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from onefold.errors import DisagreementError, OnefoldError, PeerFailed, PeerLost
 from onefold.exchange import mailbox, progress
 from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.transport import Transport
+from onefold.system.process import StoppedProcess
 from tests.exchange.together import LIMIT_S, endings, mailboxes, together
 from tests.tables import for_each
 
@@ -53,16 +55,18 @@ def content_of(descriptor: int) -> bytes:
     return content
 
 
+def gathered(boxes: list[Mailbox], words: list[bytes], rank: int) -> list[bytes]:
+    return boxes[rank].all_gather_bytes(words[rank])
+
+
 @for_each("size", [1, 2, 4])
 def test_all_get_the_words_of_all_in_their_order(size: int) -> None:
     with mailboxes(size) as boxes:
         for turn in range(50):
             length = (0, 1, Transport.frame_bytes)[turn % 3]
             words = [(bytes([rank, turn]) * length)[:length] for rank in range(size)]
-            assert (
-                together(size, lambda rank, w=words: boxes[rank].all_gather_bytes(w[rank]))
-                == [words] * size
-            )
+            gather = partial(gathered, boxes, words)
+            assert together(size, gather) == [words] * size
 
 
 def test_files_and_messages_keep_their_order() -> None:
@@ -202,7 +206,7 @@ def test_calls_in_another_order_are_a_disagreement(wait: str, theirs: Wait) -> N
 def test_who_does_not_come_is_named(wait: str, stopped: bool, monkeypatch: Any) -> None:
     with mailboxes(2, timeouts_s=(LIMIT_S if stopped else SHORT_S, LIMIT_S)) as boxes:
         boxes[0].step = 4
-        monkeypatch.setattr(mailbox.StoppedProcess, "sample_state", lambda self: stopped)
+        monkeypatch.setattr(StoppedProcess, "sample_state", lambda self: stopped)
         words = "is suspended" if stopped else "did not arrive within 0.2 s in step 4, .*0 w"
         kind = PeerLost if stopped else PeerTimeout
         with pytest.raises(kind, match=rf"^device 1 \(process {os.getpid()}\) {words}") as caught:

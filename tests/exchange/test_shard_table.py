@@ -1,5 +1,7 @@
 """What devices report to each other in a step, beside their partial sums."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ BUFFERS = {"mean": torch.zeros(3), "count": torch.zeros((), dtype=torch.int64)}
 
 def table() -> ShardTable:
     parameters, buffers = lay_out({n: torch.ones(1) for n in "abc"}), lay_out(BUFFERS)
-    sizes = {"segments": (), "shards": SHARDS, "devices": 2}
+    sizes: dict[str, Any] = {"segments": (), "shards": SHARDS, "devices": 2}
     storage = Storage(parameters=parameters, other=lay_out({}), buffers=buffers, **sizes)
     return ShardTable.private(storage, CPU)
 

@@ -1,13 +1,13 @@
 """Memory that processes of a host share, in a file without a name; here they are threads."""
 
 import errno
+import mmap
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from onefold.exchange import shared
 from onefold.exchange.shared import make_own, new_file
 from onefold.system.compat import FakeTensorMode
 from tests.tables import for_each
@@ -38,7 +38,7 @@ def test_refused_memory_is_named(refused: str, monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(shared.os if refused == "ftruncate" else shared.mmap, refused, refuse)
+    monkeypatch.setattr(os if refused == "ftruncate" else mmap, refused, refuse)
     words = r"cannot get 12,345 bytes of memory that all devices of this host share: Cannot all"
     with pytest.raises(OSError, match=words) as caught:
         new_file(12_345)

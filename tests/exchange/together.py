@@ -90,7 +90,8 @@ def joined(size: int, *, timeout_s: float = LIMIT_S) -> Iterator[list[JoinedGrou
 
 
 def _joined(store: HashStore, rank: int, size: int, timeout_s: float) -> JoinedGroup:
-    options = dist.ProcessGroupGloo._Options()
+    kinds: Any = dist.ProcessGroupGloo
+    options = kinds._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)

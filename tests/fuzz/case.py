@@ -123,7 +123,7 @@ def draw_plain(seed: int) -> Case:
         stem=rng.choice(chosen["stem"]),
         blocks=tuple(rng.choice(chosen["blocks"]) for _ in case.blocks),
     )
-    changes = CHANGES
+    changes: tuple[str, ...] = CHANGES
     if case.shards > 1:
         changes = tuple(name for name in CHANGES if name != "dropout")
         case = case.but(

@@ -54,7 +54,8 @@ def wrapped(fields: Fields, container: str) -> object:
 def read_fields(batch: Any) -> Fields:
     """The fields again, from whatever a loss or a score was given."""
     if isinstance(batch, dict) and "in" in batch:
-        return Fields(*batch["in"], batch["out"][0], batch["out"][1]["w"])
+        (x, tokens), (y, weights) = batch["in"], batch["out"]
+        return Fields(x, tokens, y, weights["w"])
     return Fields(**batch) if isinstance(batch, dict) else Fields(*batch)
 
 

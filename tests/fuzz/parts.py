@@ -156,7 +156,7 @@ class ConvStem(nn.Module):
         self.conv = nn.Conv2d(2, 4, (2, 3), padding=1)
         self.line = nn.Linear(4 * 3 * 3, WIDTH)
         self.order = torch.channels_last if last else torch.contiguous_format
-        self.conv.to(memory_format=self.order)
+        self.conv.to(memory_format=self.order)  # type: ignore[call-overload]
 
     def forward(self, fields: Fields) -> Any:
         picture = fields.x.view(-1, 2, 2, 3).contiguous(memory_format=self.order)

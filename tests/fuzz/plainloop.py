@@ -38,7 +38,7 @@ class PlainLoop:
             if value is None or bool(value.isnan()):
                 return None
             if value.requires_grad:
-                value.backward()  # type: ignore[no-untyped-call]
+                value.backward()
         for p in self.model.parameters():
             if p.grad is not None:  # two that share memory would be changed twice
                 p.grad = p.grad.clone()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ class Script:
         self.lines.append(_digest_of(self.trainer.save(self.folder / "end")))
         self.trainer.close()
 
-    def _batches(self, until: int) -> Iterator[object]:
+    def _batches(self, until: int) -> Generator[object, None, None]:
         case = self.case
         if case.source == "own":
             while self.trainer.steps < until:

@@ -12,6 +12,7 @@ from onefold import Record
 from onefold.errors import AuditError
 from onefold.record.entries import AuditEntry
 from onefold.shard import replica
+from onefold.shard.gradients import take_gradients
 from tests.gpu.device import ON_GPU, each, raises
 from tests.gpu.net import batches, keeping, result, trained, trainer_of
 
@@ -40,7 +41,7 @@ def test_an_audit_changes_no_bit_and_finds_nothing(
 @contextmanager
 def one_wrong_gradient(number: int) -> Iterator[None]:
     """Swap two elements of the gradient that is taken as the nth from here on."""
-    real, taken = replica.take_gradients, [0]
+    real, taken = take_gradients, [0]
 
     def take(*arguments: Any) -> Any:
         gradients = real(*arguments)

@@ -54,7 +54,10 @@ def test_every_precision(options: dict[str, Any]) -> None:
 
 
 ON_HOST: list[dict[str, Any]] = [
-    *({"optimizer": partial(adamw, **{name: ON_GPU})} for name in ("fused", "capturable")),
+    *(
+        {"optimizer": partial(adamw, **dict[str, Any]({name: ON_GPU}))}
+        for name in ("fused", "capturable")
+    ),
     *({"optimizer": kind} for kind in (sgd, adafactor)),
     *({}, {"clip_norm": 0.1}, {"clip_value": 1e-3}, {"shards": 1, "clip_norm": 0.1}),
     *({"precision": "bf16", "clip_norm": 0.1}, {"precision": "fp16"}, {"microbatch": 2}),

@@ -1,6 +1,7 @@
 """Where things lie, and what stays the script's own: model, losses, batches, random numbers."""
 
 import copy
+from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
@@ -52,7 +53,8 @@ def test_workers_read_into_pinned_memory() -> None:
     data = TensorDataset(*batches(1, 90)[0])
     for workers in (0, 1):
         for batch in trainer.loader(data, batch_size=45, workers=workers):
-            leaves = [leaf for shard in batch.shards.values() for leaf in shard]
+            shards: list[Any] = [*batch.shards.values()]
+            leaves = [leaf for shard in shards for leaf in shard]
             assert all(leaf.is_pinned() == (ON_GPU and workers > 0) for leaf in leaves)
             assert all(leaf.device.type == "cpu" for leaf in leaves)
     trainer.close()

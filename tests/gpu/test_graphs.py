@@ -72,7 +72,7 @@ def warnings() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-Numbers = list[tuple[str, str]]
+Numbers = list[tuple[str, ...]]
 
 
 def run(
@@ -85,7 +85,7 @@ def run(
         before: called with the number of each step.
     """
     trainer = trainer_of(**options)
-    numbers = []
+    numbers: Numbers = []
     for number, batch in enumerate(steps, 1):
         before(number)
         step = trainer.step(batch)

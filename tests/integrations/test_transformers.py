@@ -14,8 +14,9 @@ pytest.importorskip("accelerate", reason="the loop of transformers needs acceler
 
 from tqdm import tqdm
 
+from onefold.integrations.transformers import Trainer
 from tests.integrations import looped
-from tests.integrations.looped import Result, Trainer, arguments, model_of, run, run_launched
+from tests.integrations.looped import Result, arguments, model_of, run, run_launched
 from tests.tables import some
 
 pytestmark = pytest.mark.filterwarnings("default")

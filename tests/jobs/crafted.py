@@ -23,6 +23,7 @@ import time
 import traceback
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -652,7 +653,7 @@ def _png(width: int, height: int) -> bytes:
     """The beginning of a PNG file of any size."""
     header = struct.pack(">II5B", width, height, 8, 2, 0, 0, 0)
     chunk = b"IHDR" + header
-    crc = struct.pack(">I", zipfile.crc32(chunk))
+    crc = struct.pack(">I", zlib.crc32(chunk))
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", len(header)) + chunk + crc
 
 
@@ -764,7 +765,7 @@ def _become(box: Box, command: Sequence[str], output: Path, seen: Path, program:
         tempfile.tempdir = None
         torch.set_num_threads(1)
         os.chdir(box.root / box.cwd)
-        onefold.launch = direct
+        onefold.launch = direct  # type: ignore[assignment]
         sys.argv = ["onefold", *command]
         sys.addaudithook(_watch(box, found))
         program()
@@ -779,9 +780,9 @@ def _become(box: Box, command: Sequence[str], output: Path, seen: Path, program:
             sys.stderr.flush()
         inside = str(box.root)
         found |= {
-            f"imported {file}"
+            f"imported {path}"
             for module in [*sys.modules.values()]
-            if (file := getattr(module, "__file__", None) or "").startswith(inside)
+            if (path := getattr(module, "__file__", None) or "").startswith(inside)
         }
         found_now = "\n".join(ascii(each)[1:-1] for each in sorted(found))
         seen.write_text(found_now)

@@ -101,21 +101,21 @@ def test_a_file_of_weights_brings_its_stem_and_normalization(data: Path, tmp_pat
 
 def test_the_last_layer_is_new_or_reused_by_name(data: Path, run: Path, tmp_path: Path) -> None:
     weights, names = best_checkpoint(run) / "model.safetensors", tmp_path / "names"
-    old = PictureModel.of_run(run).build()
+    old: Any = PictureModel.of_run(run).build()
     onefold.load_weights(old, weights)
-    model = task_of(data, pretrained=str(run)).model
+    model: Any = task_of(data, pretrained=str(run)).model
     assert torch.equal(model.layer4[1].conv2.weight, old.layer4[1].conv2.weight)
     bound = (6 / (512 + 3)) ** 0.5  # Xavier, without a bias
     assert not torch.equal(model.fc.weight, old.fc.weight)
     assert 0.5 * bound < float(model.fc.weight.detach().abs().max()) <= bound
     assert not model.fc.bias.any()
-    reused = task_of(data, pretrained=str(run), reuse_classes=True).model
+    reused: Any = task_of(data, pretrained=str(run), reuse_classes=True).model
     assert torch.equal(reused.fc.weight, old.fc.weight)
     assert torch.equal(reused.fc.bias, old.fc.bias)
     with pytest.raises(LaunchError, match="a weights file does not contain its class names"):
         task_of(data, pretrained=str(weights), reuse_classes=True, stem="small")
     names.write_text("plum\nnothing\napple\n")
-    how = {"reuse_classes": True, "pretrained_classes": str(names)}
+    how: dict[str, Any] = {"reuse_classes": True, "pretrained_classes": str(names)}
     model = task_of(data, pretrained=str(weights), **how).model
     assert torch.equal(model.fc.weight[CLASSES.index("plum")], old.fc.weight[0])
     assert torch.equal(model.fc.weight[CLASSES.index("apple")], old.fc.weight[2])
@@ -177,7 +177,7 @@ def weighed(**chosen: Any) -> Task:
     def answer(model: torch.nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return model(LOGITS[batch]), torch.tensor(LABELS)[batch]
 
-    parts = dict.fromkeys(("model", "head", "train_set", "test_set", "show"))
+    parts: dict[str, Any] = dict.fromkeys(("model", "head", "train_set", "test_set", "show"))
     kind: Any = SimpleNamespace(target=Target(), classes=tuple("abc"))
     asked, labels = ClassifyOptions(data="x", **chosen), (LABELS, LABELS)
     return label_task("Image", kind, answer, asked, labels=labels, facts={}, **parts)
@@ -200,6 +200,7 @@ def test_class_weights_are_those_of_the_whole_batch(smoothing: float, shards: in
 
 def test_balanced_samples_are_drawn_from_all_classes_alike() -> None:
     drawn = weighed(balanced=True).sample_weights
+    assert drawn is not None
     shares = [
         sum(w for w, label in zip(drawn, LABELS, strict=True) if label == n) for n in range(3)
     ]
@@ -239,7 +240,7 @@ def test_frequent_classes_are_made_up_for_alike_on_several_devices(
     for devices in ("cpu:1", "cpu:3"):
         given = {"data": str(data), "runs": str(tmp_path / "runs"), "batch_size": 8, **SMALL, **way}
         asked = read_options(job, given, None)
-        prepared = job.prepare(asked)
+        prepared = job.prepare(asked, None)
         settled = job.settle(asked, prepared)
         result = simulated.launch(train, devices=devices, args=(settled, prepared))
         scores = [epoch.scores for epoch in read_reported(settled.folder).epochs]

@@ -95,6 +95,7 @@ def test_every_sample_has_its_label(job: str, runs: Any, data: Any, tmp_path: Pa
     ]
     # Over predictions of before, and over nothing else.
     assert evaluated(runs[job], data[job], output=options.output).scores == found.scores
+    assert options.output is not None
     options.output.write_text("mine")
     with pytest.raises(ValueError, match="expected a new file, or earlier predictions"):
         evaluated(runs[job], data[job], output=options.output)

@@ -102,7 +102,7 @@ def test_the_best_found_is_what_stays(tmp_path: Path, order: str, scores: Any, b
     trainer, folder = train(small(), steps=0), tmp_path / "checkpoints"
     for value in scores:
         trainer.step(pictures())
-        rule = {"scores": {"score": value}, "best": f"{order} score"}
+        rule: dict[str, Any] = {"scores": {"score": value}, "best": f"{order} score"}
         trainer.save(folder, **rule, keep=4, wait=True)
     gone = {"checkpoint": "checkpoints/step-00000099", "score": "score"}
     (tmp_path / "run.json").write_text(json.dumps({"best": gone, "score": f"{order} score"}))
@@ -223,5 +223,5 @@ def test_a_frozen_batch_norm_normalizes_with_its_kept_statistics(training: bool 
             each.train(training)
         features = each.conv1(images)
         assert torch.equal(each.bn1(features), kept(features))
-        assert each.layer2.training is (training is not False)
+        assert each.get_submodule("layer2").training is (training is not False)
         assert isinstance(each.bn1, Activated)

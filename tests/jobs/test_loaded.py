@@ -17,6 +17,7 @@ import torch
 from docs import execute
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import onefold_jobs
 from onefold.errors import DataError, LaunchError
@@ -63,7 +64,8 @@ def test_a_loaded_run_says_what_predict_says(job: str, runs: Any, data: Any) -> 
 def test_what_is_no_list_of_inputs_is_refused(job: str, runs: Any) -> None:
     run = onefold_jobs.load_run(runs[job])
     pixels = np.zeros((9, 7, 3), np.uint8)
-    for single in ("a.png", Path("a.png"), pixels, Image.fromarray(pixels), 3):
+    singles: tuple[Any, ...] = ("a.png", Path("a.png"), pixels, Image.fromarray(pixels), 3)
+    for single in singles:
         with pytest.raises(TypeError, match="expected a list of inputs, got "):
             run.preprocess(single)
     with pytest.raises(ValueError, match="the list of inputs is empty"):
@@ -220,7 +222,7 @@ def test_what_differs_is_not_written(
 ) -> None:
     folder = runs["classify"]
     before = sorted(folder.rglob("*"))
-    save: Any = export.save_file
+    save: Any = save_file
 
     def save_other(state: Any, file: Path, **how: Any) -> None:
         save({name: value * 2 for name, value in state.items()}, file, **how)
@@ -256,6 +258,10 @@ def test_numbers_are_made_of_logits_as_the_description_says(tmp_path: Path) -> N
     assert found.flatten().tolist() == pytest.approx(expected, rel=1e-5)
 
 
+def in_float32(values: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.asarray(values, np.float32)
+
+
 def test_masks_are_padded_as_the_description_says(runs: Any) -> None:
     run = onefold_jobs.load_run(runs["segment"])
     how = run.description["preprocessing"]
@@ -266,7 +272,7 @@ def test_masks_are_padded_as_the_description_says(runs: Any) -> None:
         max(2, -(-side // how["side_multiple"])) * how["side_multiple"] for side in (9, 70)
     )
     expected = np.zeros((3, height, width), np.float32)
-    numbers = (np.float32(picture) / 255 - np.float32(how["mean"])) / np.float32(how["std"])
+    numbers = (in_float32(picture) / 255 - in_float32(how["mean"])) / in_float32(how["std"])
     expected[:, :9, :70] = numbers.transpose(2, 0, 1)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
@@ -291,12 +297,12 @@ def test_the_script_of_the_page_gives_the_same_predictions(
         noise(size, seed=number).save(path, exif=turned if number == 4 else None)
     script = tmp_path / "predict_onnx.py"
     script.write_text(execute.files(execute.ROOT / "docs/do/jobs.md")[script.name])
-    command = [sys.executable, script, made.file, *paths]
+    command: list[str | Path] = [sys.executable, script, made.file, *paths]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for row, line in zip(predicted(folder, paths), printed.splitlines(), strict=True):
-        path, name, confidence = line.split()
+        file, name, confidence = line.split()
         best = row["classes"][0]
-        assert (Path(path).name, name) == (row["file"], best["class"])
+        assert (Path(file).name, name) == (row["file"], best["class"])
         assert float(confidence) == pytest.approx(best["confidence"], abs=1e-4)
 
 

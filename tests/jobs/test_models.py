@@ -1,6 +1,6 @@
 """What all models have in common: shapes, gradients for every parameter, examples that run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ from torch import nn
 from onefold_jobs import models
 from onefold_jobs.models import (
     MODELS,
-    ResNet,
     UNet,
     build_model,
     head_name,
@@ -42,10 +41,16 @@ BUILT: dict[str, tuple[Callable[..., nn.Module], dict[str, Any], Shape, Shape]] 
 
 
 @pytest.fixture
-def _deterministic() -> object:
+def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def gradients_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        yield parameter.grad
 
 
 @pytest.mark.usefixtures("_deterministic")
@@ -62,7 +67,7 @@ def test_every_parameter_takes_part_and_a_seed_gives_the_same_gradients(name: st
         output.square().sum().backward()
         without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
         assert without == []
-        gradients.append(nn.utils.parameters_to_vector(p.grad for p in model.parameters()))
+        gradients.append(nn.utils.parameters_to_vector(gradients_of(model)))
     assert torch.equal(*gradients)
 
 
@@ -140,7 +145,7 @@ def torchvision_names(blocks: tuple[int, ...], convolutions: int) -> list[str]:
 
 
 @for_each("build", DEPTHS)
-def test_parameters_and_buffers_are_those_of_torchvision(build: type[ResNet]) -> None:
+def test_parameters_and_buffers_are_those_of_torchvision(build: Any) -> None:
     blocks, convolutions, numbers = DEPTHS[build]
     with torch.device("meta"):
         model = build(num_classes=1000, small_images=False)
@@ -176,7 +181,8 @@ def test_an_encoder_takes_published_weights_and_says_its_stride(encoder: str) ->
         with pytest.raises(ValueError, match=f"multiples of {model.stride}, got {height}x{width}"):
             model(torch.zeros(1, 3, height, width))
     with torch.device("meta"):
-        widths = [step.conv2.out_channels for step in UNet(encoder).decoder]
+        decoder: Any = UNet(encoder).decoder
+        widths = [step.conv2.out_channels for step in decoder]
     assert widths == [256, 256, 128, 64, 32][-len(widths) :]
     assert 2 ** len(widths) == model.stride
 

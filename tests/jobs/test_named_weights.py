@@ -148,7 +148,10 @@ def test_a_model_of_the_hub_comes_from_its_server_and_then_from_the_cache(
     file = Path(ask_hub(home, "hf:org/name", HF_ENDPOINT=server.address.rstrip("/")))
     assert file == Path(folder) / "model.safetensors"
     assert len(server.asked) == count
-    options = {"data": str(write_texts(tmp_path / "data")), "runs": str(tmp_path / "runs")}
+    options: dict[str, Any] = {
+        "data": str(write_texts(tmp_path / "data")),
+        "runs": str(tmp_path / "runs"),
+    }
     options |= {"pretrained": folder, "epochs": 1, "devices": "cpu:1"}
     said = run_job(job_of("text"), read_options(job_of("text"), options, None))
     assert (said["model"], said["parameters"]) == (

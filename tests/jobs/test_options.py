@@ -38,7 +38,8 @@ SEGMENT, TEXT, CLASSIFY = (job_of(name).options for name in ("segment", "text", 
 def declared() -> Iterator[tuple[type[Any], dataclasses.Field[Any], Any]]:
     """Every option with its type, once for all jobs that have the same."""
     seen = set()
-    for kind in (TrainOptions, *(job.options for job in JOBS)):
+    kinds: list[type[Any]] = [TrainOptions, *(job.options for job in JOBS)]
+    for kind in kinds:
         hints = typing.get_type_hints(kind)
         for field in dataclasses.fields(kind):
             same = (field.name, str(field.default), str(field.metadata), hints[field.name])

@@ -325,6 +325,7 @@ def test_damaged_weights_are_refused_by_name(
 
 KEPT = r"run\.json: expected the description of the run's model"
 ANY = r"run\.json: expected the JSON of a run"
+NO_FIELDS: dict[str, object] = {}
 OF_ONE = r"model_config\.json and run\.json describe different models"
 
 
@@ -332,7 +333,7 @@ OF_ONE = r"model_config\.json and run\.json describe different models"
 @for_each(
     ("kind", "changes", "words"),
     [
-        *(("classify", {"picture_model": each}, KEPT) for each in (3, {})),
+        *(("classify", {"picture_model": each}, KEPT) for each in (3, NO_FIELDS)),
         *(("classify", {"shards": each}, ANY) for each in ("two", -1, 1e300)),
         *(("classify", {"std": [each]}, KEPT) for each in (0.0, -1.0, math.nan, math.inf)),
         ("classify", {"mean": [math.nan]}, KEPT),
@@ -341,7 +342,7 @@ OF_ONE = r"model_config\.json and run\.json describe different models"
         *(("text", {"target": {"std": each}}, KEPT) for each in (0.0, math.nan)),
         *(("classify", {"name": each}, KEPT) for each in (["lenet"], "resnet7")),
         *(("classify", each, KEPT) for each in ({"classes": ""}, {"mean": ["a"]}, {"later": 3})),
-        *(("segment", {"encoder": each}, KEPT) for each in ({}, "resnet7")),
+        *(("segment", {"encoder": each}, KEPT) for each in (NO_FIELDS, "resnet7")),
         *(("segment", {"width": each}, KEPT) for each in ([4], 10**9)),
         *(("segment", each, KEPT) for each in ({"threshold": [0.5]}, {"white": "x"})),
         *(("text", {"max_length": each}, KEPT) for each in (-1, "long")),

@@ -200,7 +200,8 @@ def test_a_run_that_ended_early_is_replayed(
     (tmp_path / "wandb.py").write_text(LOGGER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    data, still = write_texts(tmp_path / "data"), {"lr": 1e-12, "patience": 1, "epochs": 4}
+    data = write_texts(tmp_path / "data")
+    still: dict[str, Any] = {"lr": 1e-12, "patience": 1, "epochs": 4}
     still |= {"log": "wandb", "max_time": "9m"}
     options = options_of("text", data, tmp_path / "runs", name="it", **still)
     said = run_job(job_of("text"), options)
@@ -300,7 +301,7 @@ def test_a_signal_saves_and_says_how_to_go_on(number: signal.Signals, tmp_path: 
 def test_a_stop_changes_no_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an epoch or at its end, after a signal; or after an error, from a checkpoint of before."""
     data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"
-    options = {"epochs": 2, "batch_size": 4}
+    options: dict[str, Any] = {"epochs": 2, "batch_size": 4}
     whole, said = run_here("text", data, runs, name="whole", **options)
     for step, fails in some(((4, False), (10, False), (5, True)), 2):
 

@@ -65,8 +65,8 @@ def test_the_baseline_is_that_of_scikit_learn(train: list[int], test: list[int])
     train += [0, 1, 2]
     model = dummy.DummyClassifier(strategy="prior").fit(np.zeros((len(train), 1)), train)
     inputs = np.zeros((len(test), 1))
-    counts = [np.bincount(labels, minlength=3).tolist() for labels in (train, test)]
-    baseline = class_baseline(*counts, ["a", "b", "c"])
+    drawn, asked = (np.bincount(labels, minlength=3).tolist() for labels in (train, test))
+    baseline = class_baseline(drawn, asked, ["a", "b", "c"])
     assert baseline.answer == "abc"[int(model.predict(inputs)[0])]
     assert baseline.scores["accuracy"] == pytest.approx(model.score(inputs, test))
     loss = metrics.log_loss(test, model.predict_proba(inputs), labels=[0, 1, 2])

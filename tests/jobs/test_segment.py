@@ -85,7 +85,7 @@ def pixelwise() -> nn.Module:
     model = nn.Conv2d(3, 1, 1)
     with torch.no_grad():
         model.weight.fill_(1.0)
-        model.bias.fill_(-1.5)
+        nn.init.constant_(model.get_parameter("bias"), -1.5)
     return model
 
 
@@ -148,6 +148,7 @@ def test_padding_counts_neither_in_the_loss_nor_in_scores(folder: Path, part: st
     garish["images"].masked_fill_(~counted.unsqueeze(1), 50.0).requires_grad_()
     losses = [task.loss(model, batch) for batch in (tight, wide, garish)]
     losses[2].total.backward()
+    assert garish["images"].grad is not None
     assert bool((garish["images"].grad.abs().sum(dim=1) > 0).eq(counted).all())
     how: dict[str, Any] = {"pos_weight": torch.tensor(3.0), "reduction": "sum"}
     with torch.no_grad():
@@ -225,6 +226,8 @@ def test_classes_are_weighed_as_pytorch_weighs_them(tmp_path: Path) -> None:
     data = write_class_masks(tmp_path / "data")
     named = {"classes": ("ground=0", "bird=3", "person=15"), "void": ("255",)}
     weighed, plain = (task_of(data, class_weights=each, **named) for each in ("auto", "none"))
+    assert weighed.class_counts is not None
+    assert weighed.collate is not None
     counts = np.array(weighed.class_counts[0])
     assert weighed.class_weights == pytest.approx(counts.sum() / (3 * counts))
     batch = weighed.collate([weighed.train_set[number] for number in range(4)])
@@ -236,12 +239,15 @@ def test_classes_are_weighed_as_pytorch_weighs_them(tmp_path: Path) -> None:
         loss = task.loss(weighed.model, batch)
         torch.testing.assert_close(loss.total / loss.weight, expected)
     assert weighed.baseline == plain.baseline
+    assert weighed.baseline is not None
     assert weighed.baseline.answer == "ground"
 
 
 def test_answering_alike_for_every_pixel_is_the_baseline(folder: Path) -> None:
     """For one foreground its IoU is that of a mask that is everywhere."""
     task = task_of(folder)
+    assert task.class_counts is not None
+    assert task.baseline is not None
     (_, train), (background, foreground) = task.class_counts
     assert train > 0
     scores = task.baseline.scores
@@ -271,8 +277,9 @@ class OtherUnet(nn.Module):
         super().__init__()
         if encoder_name != "resnet18":
             raise KeyError(f"Wrong encoder name {encoder_name}")
-        self.encoder: Any = nn.Conv2d(in_channels, 4, 3, padding=1)
-        self.encoder.output_stride = 16
+        encoder: Any = nn.Conv2d(in_channels, 4, 3, padding=1)
+        encoder.output_stride = 16
+        self.encoder = encoder
         self.segmentation_head = nn.Conv2d(4, classes, 1)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -39,11 +39,11 @@ def test_scores_are_those_of_scikit_learn() -> None:
             ),
         }
         assert found == pytest.approx(expected)
-    truth, said = draw.normal(size=50), draw.normal(size=50)
-    assert number_scores(truth, said) == pytest.approx({
-        "rmse": metrics.mean_squared_error(truth, said) ** 0.5,
-        "mae": metrics.mean_absolute_error(truth, said),
-        "r2": metrics.r2_score(truth, said),
+    values, guesses = draw.normal(size=50), draw.normal(size=50)
+    assert number_scores(values, guesses) == pytest.approx({
+        "rmse": metrics.mean_squared_error(values, guesses) ** 0.5,
+        "mae": metrics.mean_absolute_error(values, guesses),
+        "r2": metrics.r2_score(values, guesses),
     })  # fmt: skip
     # A class that no sample has says nothing.
     assert label_scores(np.array([[1, 0]]), np.array([[0.9, 0.1]]))["macro-f1"] == 1.0
@@ -148,7 +148,7 @@ def test_several_classes_of_pictures_are_predicted(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_several_classes_of_texts_are_predicted(tmp_path: Path) -> None:
     needs_text()
-    rows = [["text", "good", "long"]]
+    rows: list[list[object]] = [["text", "good", "long"]]
     for number in range(40):
         words = "a fine film" if number % 2 else "a dull film"
         rows.append(
@@ -196,16 +196,20 @@ def test_masks_of_several_classes_are_learned_drawn_and_scored(tmp_path: Path) -
     assert [each["class"] for each in examples["ious"]] == ["ground", "bird", "person"]
     assert said["best"]["score"] == "iou"
     output = tmp_path / "masks"
-    own = {"devices": "cpu:1"}
-    rows = predict_run(run, [data / "test/images"], PredictOptions(output=output, **own)).rows
+    rows = predict_run(
+        run, [data / "test/images"], PredictOptions(output=output, devices="cpu:1")
+    ).rows
     assert [*rows[0]] == ["file", "mask", "share ground", "share bird", "share person"]
     with Image.open(output / "0.png") as mask:
         assert mask.mode == "P"
         assert set(np.unique(np.asarray(mask)).tolist()) <= {0, 3, 15}
-        assert mask.getpalette()[45:48] == [192, 128, 128]
-    found = evaluate_run(run, data, EvaluateOptions(**own))
+        palette = mask.getpalette()
+        assert palette is not None
+        assert palette[45:48] == [192, 128, 128]
+    found = evaluate_run(run, data, EvaluateOptions(devices="cpu:1"))
     assert found.scores["iou"] == said["best"]["value"]
     assert [each["class"] for each in found.by_class] == said["classes"]
+    assert found.baseline is not None
     assert asdict(found.baseline) == said["baseline"]
     assert sum(said["class_weights"]) > 3  # of classes as frequent as each other
     page = build_report(run).read_text()

@@ -67,4 +67,4 @@ def test_a_folder_with_a_pretrained_model_is_used(data: Path, tmp_path: Path) ->
     assert all(torch.equal(old[name], new[name]) for name in body)
     folder, said = run_here("text", data, tmp_path / "runs", model=str(before))
     assert said["model"] == str(before)
-    assert TextModel.of_run(folder).build(folder).num_labels == 2  # type: ignore[comparison-overlap]
+    assert TextModel.of_run(folder).build(folder).num_labels == 2

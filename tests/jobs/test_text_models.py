@@ -156,7 +156,7 @@ def weights_of(**changed: Any) -> Change:
 
 
 def not_finite(folder: Path) -> None:
-    spoilt = small(num_classes=4)
+    spoilt: Any = small(num_classes=4)
     with torch.no_grad():
         spoilt.base_model.get_input_embeddings().weight[3, 1] = float("nan")
     save(spoilt, folder)
@@ -248,11 +248,12 @@ def test_a_description_that_cannot_be_built_is_one_error(config: str, words: str
 
 def test_code_of_a_description_is_never_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(
-        transformers.AutoModelForSequenceClassification,
-        "from_config",
-        lambda config, **how: asked.append(how["trust_remote_code"]) or small(),
-    )
+
+    def built(config: object, **how: object) -> Any:
+        asked.append(how["trust_remote_code"])
+        return small()
+
+    monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_config", built)
     build_from_config(
         '{"model_type": "roberta", "num_labels": 3, "auto_map": {"AutoModel": "x--y.Z"}}'
     )

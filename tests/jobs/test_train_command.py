@@ -52,7 +52,12 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Train:
     """The options that a command line comes to, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     taken: list[Any] = []
-    monkeypatch.setattr(train, "run_job", lambda job, options: taken.append(options) or RESULT)
+
+    def run(job: object, options: object) -> Any:
+        taken.append(options)
+        return RESULT
+
+    monkeypatch.setattr(train, "run_job", run)
 
     def ask(job: str, *arguments: str) -> Any:
         result = invoke(job, *arguments)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,6 @@ from onefold.core.options import RunOptions
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.testing import simulate
 from onefold.watch.timing import PhaseTime
-from onefold_jobs import progress as meter
 from onefold_jobs.catalog import JOBS
 from onefold_jobs.finetune import best_checkpoint
 from onefold_jobs.progress import TimeLimit
@@ -142,8 +142,10 @@ def test_epochs_count_from_one_everywhere(
 def test_every_job_has_the_same_bits_on_any_number_of_devices(job: str, tmp_path: Path) -> None:
     data = WRITERS[job](tmp_path / "data")
     BAD[job](data)
+    changes: dict[str, dict[str, Any]]
+    changes = {"segment": {"turns": "yes"}, "classify": {"mixup": 0.4, "cutmix": 1}}
     options = {"data": data, "runs": tmp_path / "runs", "workers": 1, "epochs": 2, **SMALL[job]}
-    options |= {"segment": {"turns": "yes"}, "classify": {"mixup": 0.4, "cutmix": 1}}.get(job, {})
+    options |= changes.get(job, {})
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = ["-m", "onefold", "train", job, "--skip-bad", *words]
     assert (
@@ -396,7 +398,7 @@ def test_the_lead_is_asked_about_once_a_second(
         return value
 
     lead: Any = SimpleNamespace(steps=7, broadcast=broadcast)
-    monkeypatch.setattr(meter.time, "perf_counter", lambda: step_s * lead.steps)
+    monkeypatch.setattr(time, "perf_counter", lambda: step_s * lead.steps)
     limit = TimeLimit(lead, limit_s)
     assert not limit.is_over()
     while not limit.is_over():

@@ -100,7 +100,11 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """Options that make a run of a job short."""
 
-WRITERS = {"classify": write_pictures, "segment": write_masks, "text": write_texts}
+WRITERS: dict[str, Callable[..., Path]] = {
+    "classify": write_pictures,
+    "segment": write_masks,
+    "text": write_texts,
+}
 
 
 def direct(main: Callable[..., Any], *, args: Sequence[Any], **_: Any) -> Any:
@@ -115,7 +119,7 @@ def run_here(job: str, data: Path | str, runs: Path, **options: Any) -> tuple[Pa
     if given.get("resume"):
         given = {"runs": str(runs), **options}
     asked = read_options(kind, given, None)
-    prepared = kind.prepare(asked)
+    prepared = kind.prepare(asked, None)
     settled = kind.settle(asked, prepared)
     task = kind.make_task(settled, prepared)
     return settled.folder, begin_training(settled, kind.name, task, prepared).run()

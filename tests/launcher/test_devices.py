@@ -12,7 +12,8 @@ import pytest
 
 from onefold.errors import LaunchError
 from onefold.launcher import devices as run_devices
-from onefold.launcher.devices import Selection, cores, emptiest_gpu, list_devices, select_devices
+from onefold.launcher.devices import Selection, emptiest_gpu, list_devices, select_devices
+from onefold.system.process import cores
 from tests.tables import for_each
 
 # bus, UUID, name, memory and free memory in MiB; not in the order of the bus

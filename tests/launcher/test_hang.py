@@ -12,7 +12,6 @@ import pytest
 import onefold
 from onefold.core.call_digest import Call
 from onefold.exchange.progress import DevicePlace
-from onefold.launcher import hang
 from onefold.launcher.hang import DeviceReport, HangWatch, HostDevice, late_of, report_of
 from onefold.launcher.workers import RunStatus
 from onefold.record import FILE
@@ -50,7 +49,7 @@ def status() -> Iterator[RunStatus]:
 def later(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds by which the clock of the launcher is ahead."""
     ahead, real = [0.0], time.monotonic
-    monkeypatch.setattr(hang.time, "monotonic", lambda: real() + ahead[0])
+    monkeypatch.setattr(time, "monotonic", lambda: real() + ahead[0])
     return ahead
 
 

@@ -105,8 +105,8 @@ def test_a_run_on_two_hosts_has_the_bits_of_one_device(
     assert code == 0, said
     told = re.search(r"127\.0\.0\.2: device 1 \(cpu, process \d+\) was killed by SIGKILL", said)
     assert bool(told) == ("restarting (1 of 1)" in said) == killed
-    *out, outcome = out.splitlines()
-    assert out == [expected]
+    *lines, outcome = out.splitlines()
+    assert lines == [expected]
     assert json.loads(outcome)["devices"] == ["cpu", "cpu"]
 
 

@@ -78,7 +78,7 @@ def test_the_scripts_own_arguments_and_the_record(tmp_path: Path) -> None:
     ],
 )
 def test_the_command_decides_what_is_kept(
-    asked: str | None, said: str, launcher: str, monkeypatch: pytest.MonkeyPatch
+    asked: str | None, said: str, launcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = LaunchContext(size=2, launcher=launcher, options=RunOptions(placement=said))
     monkeypatch.setattr("onefold.launcher.launch.current_context", lambda: context)

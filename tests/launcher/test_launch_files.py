@@ -106,7 +106,10 @@ def whole() -> str:
 
 
 def ended(
-    commands: Sequence[Sequence[str]], at: Path, environments: Sequence[Mapping[str, str]], fate=""
+    commands: Sequence[Sequence[str]],
+    at: Path,
+    environments: Sequence[Mapping[str, str]],
+    fate: str = "",
 ) -> tuple[list[int], str]:
     """Run the commands side by side; return their exit codes, and what all of them printed."""
     if fate:
@@ -116,7 +119,11 @@ def ended(
         for number, (command, environment) in enumerate(zip(commands, environments, strict=True)):
             output = stack.enter_context((at / f"output-{number}").open("w"))
             numbered = ["sh", "-c", f'echo $$ > {at}/pid-{number}; exec "$@"', "sh", *command]
-            how = {"stdout": output, "stderr": output, "env": variables(**environment)}
+            how: dict[str, Any] = {
+                "stdout": output,
+                "stderr": output,
+                "env": variables(**environment),
+            }
             processes.append(subprocess.Popen(numbered, cwd=at, **how))
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)

@@ -158,7 +158,7 @@ class Broken(TensorDataset):
 @for_each(
     ("score", "samples", "words"),
     [
-        (lambda model, batch: {}["a label"], data(), "a label"),
+        (lambda model, batch: dict[str, Any]()["a label"], data(), "a label"),
         (loss_of, Broken(*points(8)), "reading sample 0 in epoch 0 failed: KeyError: 'an item'"),
     ],
 )

@@ -80,13 +80,14 @@ def test_forward_passes_bring_a_stage_at_a_time(devices: int, batch_size: int) -
 def looking(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
     """Reads parameters where no layer that holds them runs, and keeps what it has read."""
     assert isinstance(model, Layered)
-    weight = model.layers[4].weight
+    layers: Any = model.layers
+    weight = layers[4].weight
     state = model.state_dict()
     direct = nn.functional.linear(batch, weight)
-    total = sum(p.abs().sum() for p in model.parameters())
+    total: Any = sum(p.abs().sum() for p in model.parameters())
     return {
         "direct": (model(direct) @ state["layers.2.weight"]).square().mean(dim=1),
-        "bias": onefold.Mean(model.layers[3].bias.sum() * len(batch), len(batch)),
+        "bias": onefold.Mean(layers[3].bias.sum() * len(batch), len(batch)),
         "total": onefold.Mean(total * len(batch), len(batch)),
     }
 
@@ -103,7 +104,7 @@ class Attending(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.view(len(x), 8, 8)
         padding = torch.arange(8) > 2 + 5 * (tokens[:, :1, 0] > 0)
-        return self.head(self.encoder(tokens, src_key_padding_mask=padding)).flatten(1)  # type: ignore[no-any-return]
+        return self.head(self.encoder(tokens, src_key_padding_mask=padding)).flatten(1)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

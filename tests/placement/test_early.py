@@ -66,7 +66,8 @@ class Sharing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = self.first(x)
-        weight = self.parts[0].weight.t() + self.parts[1].weight.t()
+        parts: Any = self.parts
+        weight = parts[0].weight.t() + parts[1].weight.t()
         return (found @ weight).relu() + self.parts[2](found)
 
 
@@ -79,7 +80,8 @@ class Narrow(nn.Module):
         self.layers = nn.ModuleList(copy.deepcopy(layer) for layer in layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, norm, narrow, *others = self.layers
+        layers: Any = self.layers
+        first, norm, narrow, *others = layers
         found = norm(first(x)) @ narrow.weight.t() @ others[2].weight
         return others[1](others[0](found).relu())
 
@@ -94,7 +96,7 @@ def scripted() -> nn.Module:
 
 def without_hooks(module: nn.Module) -> nn.Module:
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        made: nn.Module = torch.jit.script(module)  # type: ignore[no-untyped-call]
+        made: nn.Module = torch.jit.script(module)
     return made
 
 
@@ -108,7 +110,7 @@ def plain(model: nn.Module, x: torch.Tensor) -> Any:
     return model(x).square().mean(1)
 
 
-def now_and_then(model: nn.Module, x: torch.Tensor) -> Any:
+def now_and_then(model: Any, x: torch.Tensor) -> Any:
     """Some shards use only some of the blocks."""
     few = bool(x[0, 0] > 0)
     found = x if few else model.first(x)
@@ -117,7 +119,7 @@ def now_and_then(model: nn.Module, x: torch.Tensor) -> Any:
     return found.square().mean(1)
 
 
-def gathering_later(model: nn.Module, x: torch.Tensor) -> Any:
+def gathering_later(model: Any, x: torch.Tensor) -> Any:
     """Asks for the others' rows from the fourth step on, when nobody expects it any more."""
     found = model(x)
     center = onefold.gather(found).mean(0) if model.steps > 3 else 0.0
@@ -130,7 +132,7 @@ def two_terms(model: nn.Module, x: torch.Tensor) -> Any:
     return onefold.Mean((found * kept).sum(), kept.sum()) + 0.1 * onefold.Mean(found.sum(), len(x))
 
 
-def earlier_use(model: nn.Module, x: torch.Tensor) -> Any:
+def earlier_use(model: Any, x: torch.Tensor) -> Any:
     """The loss uses a block's weight before the block runs, so its gradient comes late."""
     penalty = model.blocks[3][0].weight.square().mean()
     return model(x).square().mean(1) + penalty
@@ -146,7 +148,7 @@ def script(
 ) -> Callable[[], str]:
     def run() -> str:
         torch.manual_seed(0)
-        model = make()
+        model: Any = make()
         made = optimizer(model.parameters(), lr=0.01)
         trainer = onefold.Trainer(model, made, loss, shards=shards, **options)
         data = torch.randn(60, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -344,7 +346,7 @@ def test_updates_of_the_script(tmp_path: Path) -> None:
             with trainer.modifying(), torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.grad is not None:
-                        parameter -= 0.1 * parameter.grad
+                        parameter.sub_(0.1 * parameter.grad)
             trainer.step(torch.ones(6, WIDTH))
         return trainer.fingerprint()
 

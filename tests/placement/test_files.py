@@ -180,6 +180,7 @@ def test_a_failure_ends_the_wait_of_all_and_leaves_no_file(kinds: Any, tmp_path:
     with mock.patch("os.fsync", full if is_full else os.fsync):
         found = outcomes(failing, 2, args=(str(tmp_path), not is_full), options=PARTITIONED)
     for each, kind in zip(found, kinds, strict=True):
+        assert each.error is not None
         with pytest.raises(kind, match="no space left on this" if is_full else "of device 1"):
             raise each.error
     assert not list(tmp_path.iterdir())

@@ -52,7 +52,7 @@ def test_formulas_tell_what_was_measured(devices: int, replicating: int, partiti
 
 def test_a_file_is_large_enough() -> None:
     """1,682 MiB were measured for a model of 280."""
-    stages = {"stage_gradients": [12], "stage_values": [12]}
+    stages: dict[str, Any] = {"stage_gradients": [12], "stage_values": [12]}
     sizes = Footprint(parameters=280, other=0, gradients=280, state=560, shards=8, **stages)
     assert 1682 <= estimated("offload:file", 2, sizes=sizes) <= 1.2 * 1682
     assert estimated("offload", 2, sizes=sizes) == 48

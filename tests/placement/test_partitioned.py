@@ -33,19 +33,20 @@ class Skipping(nn.Module):
         self.beside = torch.zeros(())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = nn.functional.linear(x, self.layers[3].weight)
-        for layer in self.layers:
+        layers: Any = self.layers
+        x = nn.functional.linear(x, layers[3].weight)
+        for layer in layers:
             x = x + torch.tanh(layer(x)) * self.scale
-        self.beside = torch.stack([p.square().sum() for p in self.layers[0].parameters()]).sum()
-        biases = torch.stack([layer.bias for layer in self.layers]).sum(dim=0)
-        return x * torch.cat([self.layers[1].bias[:6], self.layers[2].bias[6:]]) + biases
+        self.beside = torch.stack([p.square().sum() for p in layers[0].parameters()]).sum()
+        biases = torch.stack([layer.bias for layer in layers]).sum(dim=0)
+        return x * torch.cat([layers[1].bias[:6], layers[2].bias[6:]]) + biases
 
 
 def penalized(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     outputs = model(batch).square().mean(dim=1)
     penalty = sum(p.abs().sum() for p in model.parameters())
     assert isinstance(model, Skipping)
-    return outputs + 0.01 * penalty + 0.001 * model.beside  # type: ignore[no-any-return]
+    return outputs + 0.01 * penalty + 0.001 * model.beside
 
 
 skipping = partial(trainer_of, Skipping, penalized)
@@ -109,9 +110,9 @@ def test_a_step_brings_one_stage_after_the_other() -> None:
 def looked_at_between_steps() -> dict[str, str]:
     trainer = skipping()
     trained(trainer, 1)
-    model = trainer.model
+    model: Any = trainer.model
     found: dict[str, str] = {}
-    for name, look in {
+    looks: dict[str, Callable[[], object]] = {
         "sum": lambda: model.scale.sum(),
         "state": model.state_dict,
         "copy": lambda: copy.deepcopy(model),
@@ -119,7 +120,8 @@ def looked_at_between_steps() -> dict[str, str]:
         "item": lambda: model.layers[0].weight[0, 0].item(),
         "call": lambda: model(batches(1)[0]),
         "numpy": lambda: model.scale.detach().numpy(),
-    }.items():
+    }
+    for name, look in looks.items():
         try:
             look()
         except RuntimeError as error:
@@ -138,13 +140,14 @@ def test_a_script_cannot_read_what_is_not_there() -> None:
 
 def read_in_the_block() -> tuple[bool, list[float], list[float], str]:
     trainer = skipping()
+    model: Any = trainer.model
     before = trained(trainer, 2)
     with trainer.gathered():
-        array = trainer.model.scale.detach().numpy()
+        array = model.scale.detach().numpy()
         values = trainer.model.state_dict()["scale"]
         same = trainer.fingerprint() == before and values.tolist() == array.tolist()
         with trainer.gathered():
-            copied = copy.deepcopy(trainer.model.layers)
+            copied = copy.deepcopy(model.layers)
         trainer.step(batches(1)[0])
     return same, array.tolist(), copied[0].bias.tolist(), trainer.fingerprint()
 
@@ -161,7 +164,7 @@ class Masked(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
         self.layers[1].register_forward_pre_hook(self.mask)
 
-    def mask(self, layer: nn.Module, _: Any) -> None:
+    def mask(self, layer: Any, _: Any) -> None:
         layer.weight.data[:, 5].zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -173,7 +176,7 @@ class Masked(nn.Module):
 class Scaling(Masked):
     """Halves a weight when it is evaluated first, as models for mixed precision do."""
 
-    def mask(self, layer: nn.Module, _: Any) -> None:
+    def mask(self, layer: Any, _: Any) -> None:
         if not self.training and not hasattr(self, "is_scaled"):
             self.is_scaled = True
             layer.weight.data.mul_(0.5)
@@ -228,16 +231,17 @@ class Following(nn.Module):
         self.layers[1].requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[1](self.layers[0](x).tanh())  # type: ignore[no-any-return]
+        return self.layers[1](self.layers[0](x).tanh())
 
 
 def changed_between_steps(way: str = "block") -> str:
     trainer = trainer_of(Following)
-    weight: Any = trainer.model.layers[1].weight
+    layers: Any = trainer.model.layers
+    weight = layers[1].weight
     trained(trainer, 1)
     if way == "block":
         with trainer.modifying(), torch.no_grad():
-            weight.mul_(0.9).add_(trainer.model.layers[0].weight, alpha=0.1)
+            weight.mul_(0.9).add_(layers[0].weight, alpha=0.1)
     elif way == "in place":
         with torch.no_grad():
             weight.mul_(0.5)
@@ -274,7 +278,7 @@ def with_values_of_their_own() -> str:
     """Begin with other frozen values on each device: the lead's are everybody's."""
 
     def make() -> nn.Module:
-        model = Following()
+        model: Any = Following()
         with torch.no_grad():
             model.layers[1].weight.add_(current_context().rank)
         return model

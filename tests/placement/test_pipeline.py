@@ -21,6 +21,7 @@ import onefold
 from onefold.core.options import ExchangeName, LaunchContext, RunOptions
 from onefold.errors import PeerFailed, PipelineError
 from onefold.placement.pipeline import shape_stages
+from onefold.system.compat import FakeTensorMode
 from onefold.testing import outcomes
 from tests import simulated
 from tests.tables import for_each
@@ -313,8 +314,8 @@ class Noted(nn.Module):
 def test_a_step_computes_each_stage_once_and_leaves_nothing_to_the_collector() -> None:
     """What a device was sent would wait there, and each file with it."""
     torch.manual_seed(1)
-    model = nn.Sequential(*[nn.Sequential(Noted()) for _ in range(6)])
-    stages = [part[0] for part in model]
+    stages = [Noted() for _ in range(6)]
+    model = nn.Sequential(*[nn.Sequential(each) for each in stages])
     trainer = trainer_of(model, lambda m, b: m(b).square().mean(dim=1), DEVICES, stages=stages)
     trainer.step(torch.ones(12, 5))
     computed.clear()
@@ -337,7 +338,7 @@ def test_a_step_computes_each_stage_once_and_leaves_nothing_to_the_collector() -
 
 
 TAKEN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "by name": lambda places, other: places.to(tensor=other),
+    "by name": lambda places, other: places.to(tensor=other),  # type: ignore[call-overload]
     "by place": lambda places, other: places.to(other, False),
     "asked for": lambda places, other: places.to(other.dtype),
     "of a copy": lambda places, other: places.to(copy.copy(other)),
@@ -354,7 +355,7 @@ def given_a_dtype(way: str, devices: int = 0) -> str:
     def loss(model: nn.Sequential, batch: torch.Tensor) -> torch.Tensor:
         first = model[0](batch)  # in bfloat16, by autocast
         x = first + TAKEN[way](places, first)
-        for layer in model[1:]:
+        for layer in list(model)[1:]:
             x = layer(x)
         return x.square().mean(dim=1)
 
@@ -377,4 +378,4 @@ def test_forms_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
         progress = shape_stages.LossProgress("here", torch.device("cpu"))
         made = shape_stages.ShapeTensor.apart(torch.empty(size), progress) + 1.0
         assert made.shape == (size,)
-    assert shape_stages.FakeTensorMode.cache_info().size <= 4
+    assert FakeTensorMode.cache_info().size <= 4

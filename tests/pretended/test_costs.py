@@ -1,6 +1,6 @@
 """What a step of onefold's own costs on an accelerator: waits, launches and allocations."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.gpu.device import DEVICE
-from tests.gpu.net import Batch, batches, trainer_of
+from tests.gpu.net import batches, trainer_of
 from tests.gpu.test_waiting import masked, terms
 from tests.pretended import device
 
@@ -32,7 +32,7 @@ def counted() -> Iterator[dict[str, Any]]:
         device.reset_counts(counting=False)
 
 
-def counts_of_step(steps: list[Batch], **options: Any) -> dict[str, float]:
+def counts_of_step(steps: Sequence[tuple[torch.Tensor, ...]], **options: Any) -> dict[str, float]:
     """Launches, waits and allocations of a step, after the first ones."""
     trainer = trainer_of(**options)
     for batch in steps[:WARM_UP]:
@@ -76,7 +76,7 @@ class Deep(nn.Sequential):
 
 
 def squares(model: nn.Module, batch: Any) -> torch.Tensor:
-    return model(batch[0]).square().mean(1)  # type: ignore[no-any-return]
+    return model(batch[0]).square().mean(1)
 
 
 class Normed(Deep):

@@ -132,7 +132,7 @@ def test_tensors_of_all_sorts() -> None:
     assert x[torch.tensor([True, False] * 3)].tolist() == [0, 2, 4]
     assert torch.add(x, 1, out=torch.empty(0, device=HERE, dtype=torch.int64)).tolist()[0] == 1
     assert x.view(2, 3).t().contiguous().resize_(2).tolist() == [0, 3]
-    assert torch.empty(0, device=HERE, dtype=torch.int64).set_(x[2:]).tolist() == [2, 3, 4, 5]
+    assert torch.empty(0, device=HERE, dtype=torch.int64).set_(x[2:]).tolist() == [2, 3, 4, 5]  # type: ignore[call-overload]
     storage = x.untyped_storage()
     assert storage.resize_(0).device == torch.device(HERE)
     assert storage.resize_(8).device == torch.device(HERE)

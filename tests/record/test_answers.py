@@ -33,7 +33,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     return Runs(tmp_path / "run", monkeypatch)
 
 
-def model() -> torch.nn.Module:
+def model() -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
 
@@ -104,7 +104,7 @@ def plateau(life: Life) -> str:
             life.tick()
             last = trainer.step(batch).loss
         with trainer.modifying(), torch.no_grad():
-            net[2].bias.mul_(0.5)
+            net[2].get_parameter("bias").mul_(0.5)
         scheduler.step(trainer.state("last", float(last)))
         life.tick()
         rates.append(optimizer.param_groups[0]["lr"])
@@ -178,7 +178,7 @@ def averaged(life: Life) -> str:
     """Scores of averages, and steps that raise an error."""
     trainer = life.trainer(model(), loss, shards=2)
     trainer.average(decay=0.5)
-    kept = []
+    kept: list[float] = []
     for _ in trainer.epochs(EPOCHS):
         for number, batch in enumerate(trainer.loader(data(), batch_size=6)):
             life.tick()
@@ -197,14 +197,14 @@ def statistics(life: Life) -> str:
     net = torch.nn.Sequential(torch.nn.BatchNorm1d(3), *model())
     trainer = life.trainer(net, loss, shards=2)
     trainer.average(mean=True)
-    kept = []
+    kept: list[object] = []
     for epoch in trainer.epochs(EPOCHS):
         for batch in trainer.loader(data(), batch_size=6):
             life.tick()
             trainer.step(batch)
         with trainer.averaged(update_bn=data(), batch_size=8):
             kept.append(trainer.evaluate(score, data(), batch_size=8)["loss"])
-        state = trainer.state("state", OrderedDict(epoch=torch.ones(2, 3).t(), kept=kept))
+        state = trainer.state("state", OrderedDict[str, Any](epoch=torch.ones(2, 3).t(), kept=kept))
         state["kept"].append(float(epoch))
         kept.append(f"{type(state).__name__} {state['epoch'].stride()} {len(kept)}")
         life.tick()
@@ -306,7 +306,7 @@ def test_new_calls_are_made_as_the_error_says(runs: Runs) -> None:
 def loaded(life: Life, *, samples: int = 24, first: int = 0, **options: Any) -> str:
     trainer = life.trainer(model(), loss, shards=2)
     inner = Subset(data(samples + 1), range(first, samples + first))
-    whole = ConcatDataset([Subset(inner, range(samples))])
+    whole: ConcatDataset[Any] = ConcatDataset([Subset(inner, range(samples))])
     loader = trainer.loader(whole, **{"batch_size": 6, **options})
     for _ in trainer.epochs(2):
         for batch in loader:
@@ -347,7 +347,7 @@ def best(file: Path, life: Life, *, in_memory: bool = False) -> str:
             life.tick()
             trainer.step(batch)
         with trainer.modifying(), torch.no_grad():  # worse with every epoch
-            net[2].bias.add_(2.0**trainer.steps)
+            net[2].get_parameter("bias").add_(2.0**trainer.steps)
         now = trainer.evaluate(score, data(), batch_size=8)["loss"]
         if now < least:
             least, kept = now, copy.deepcopy(net.state_dict())

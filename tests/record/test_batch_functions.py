@@ -105,7 +105,12 @@ def test_a_function_is_called_again_unless_it_depends_on_its_arguments_alone(run
 @pytest.mark.parametrize("dies", [3, 4, 6, 8])
 def test_state_that_nothing_restores_is_refused(runs: Runs, dies: int) -> None:
     """Without a record, in the middle of an epoch or between two of them."""
-    for name, make in {"drawing": drawing, "cursor": Cursor, "pure": lambda: pure}.items():
+    makes: dict[str, Callable[[], Any]] = {
+        "drawing": drawing,
+        "cursor": Cursor,
+        "pure": lambda: pure,
+    }
+    for name, make in makes.items():
         own, script = runs.below(name), partial(by_rule, make=make, skips=-1)
         assert own.start(script, dies=dies) is None
         (own.folder / FILE).unlink()

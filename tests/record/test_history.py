@@ -101,7 +101,8 @@ def test_what_leaves_its_history_stands_out(
         changed[0][number - 1, shard] = value
     for number, value in norms.items():
         changed[1][number - 1] = value
-    departure = found(tmp_path, *changed)
+    losses_of, norms_of = changed
+    departure = found(tmp_path, losses_of, norms_of)
     assert departure is not None
     assert departure.step == step
     assert departure.what in {what, what.partition(" of ")[0]}

@@ -8,6 +8,7 @@ from torch import nn
 
 import onefold
 from onefold.core.options import ExchangeName, LaunchContext, RunOptions
+from onefold.core.settings import PrecisionName
 from onefold.testing import simulate
 from tests.tables import for_each
 
@@ -38,7 +39,7 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
-        nn.init.trunc_normal_(self.layers[1].weight, std=0.02)
+        nn.init.trunc_normal_(self.layers[1].get_parameter("weight"), std=0.02)
         self.layers[2].requires_grad_(requires_grad=False)
         self.norm = nn.BatchNorm1d(64)
 
@@ -60,7 +61,7 @@ def test_the_values_are_those_of_the_plain_way_and_lie_where_they_are_kept(
     expected, found = plain.state_dict(), built.state_dict()
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    weights = [layer.weight for layer in built.layers]
+    weights = [layer.get_parameter("weight") for layer in built.layers]
     assert [each.requires_grad for each in weights] == [True, True, False, True, True]
     assert {lies_in_a_file(each) for each in weights} == {placement != "replicate"}
 
@@ -72,7 +73,7 @@ def test_the_values_are_those_of_the_plain_way_and_lie_where_they_are_kept(
     assert not lies_in_a_file(nn.Linear(30, 50).weight), "models made afterwards are ordinary"
 
 
-def trained(precision: str | None = None) -> tuple[str, float]:
+def trained(precision: PrecisionName | None = None) -> tuple[str, float]:
     """The fingerprint of a run, and a number that is drawn after the model."""
     torch.manual_seed(5)
     model = onefold.build(Layers)

@@ -23,6 +23,11 @@ both = for_each("devices", [1, 2])
 
 
 class Noting(nn.Module):
+    value: torch.Tensor
+    most: torch.Tensor
+    changes: torch.Tensor
+    mean: torch.Tensor
+
     def __init__(
         self, note: Callable[[Noting, torch.Tensor], None], **buffers: torch.Tensor
     ) -> None:
@@ -176,7 +181,7 @@ def test_buffers_that_nobody_changes_are_left_alone(devices: int) -> None:
 def test_a_buffer_that_changes_its_form_or_is_new_is_refused_by_name(
     devices: int, before: torch.Tensor | None, value: torch.Tensor | None, words: str
 ) -> None:
-    def note(module: Noting, inputs: torch.Tensor) -> None:
+    def note(module: Any, inputs: torch.Tensor) -> None:
         module.value = value
 
     inner = Noting(note)
@@ -213,6 +218,9 @@ def test_evaluations_and_steps_that_are_refused_change_nothing(devices: int) -> 
 
 class Queue(nn.Module):
     """Keeps the keys of batches before, as momentum contrast does."""
+
+    queue: torch.Tensor
+    place: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,6 +42,7 @@ def fgsm(model: nn.Module, batch: Batch) -> torch.Tensor:
     inputs, targets = batch
     inputs = inputs.clone().requires_grad_(True)
     square(model, (inputs, targets)).mean().backward()
+    assert inputs.grad is not None
     attacked = (inputs + 0.1 * inputs.grad.sign()).detach()
     model.zero_grad()
     return square(model, (attacked, targets))
@@ -81,9 +82,12 @@ def test_the_optimizer_is_given_the_fold_over_the_gradients_of_shards(
     )
     given: list[bytes] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(
-        lambda *_: given.extend(p.grad.numpy().tobytes() for p in model.parameters())
-    )
+
+    def note(*_: object) -> None:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        given.extend(grad.numpy().tobytes() for grad in grads)
+
+    optimizer.register_step_pre_hook(note)
     make_trainer(model, loss, optimizer=optimizer, shards=shards, devices=devices).step(batch)
     assert given == [gradient.numpy().tobytes() for gradient in expected]
 
@@ -123,7 +127,7 @@ def test_other_strides_have_the_same_bits(hook: Callable[[nn.Parameter], None]) 
         middle = [nn.Linear(64, 64) for _ in range(9)]
         model = nn.Sequential(nn.Linear(3, 37), nn.Linear(37, 64), *middle, nn.Linear(64, 1))
         for part in (model[0], model[1]):
-            part.weight.register_post_accumulate_grad_hook(hook)
+            part.get_parameter("weight").register_post_accumulate_grad_hook(hook)
         return model
 
     found = [trained(build, devices=n, steps=6, clip_norm=1e-3) for n in (1, 3, 8)]
@@ -135,7 +139,8 @@ def test_a_tensor_that_is_given_for_two_shards_behind_the_hooks_is_refused() -> 
     model = line()
     kept = torch.zeros(1, 3)
     trainer = make_trainer(model)
-    node = model.weight.view_as(model.weight).grad_fn.next_functions[0][0]
+    node: Any = model.weight.view_as(model.weight).grad_fn
+    node = node.next_functions[0][0]
 
     node.register_hook(lambda *_: setattr(model.weight, "grad", kept))
     with pytest.raises(GradientError, match=r"the same tensor into \.grad for two shards"):
@@ -197,9 +202,9 @@ def test_written_parameters_are_refused(how: str, name: str, call: str, devices:
     where = "step 1" if call == "step" else "an evaluation"
     data: Any = TensorDataset(*points(8))
     given = (points(8),) if call == "step" else (summed, data)
-    how = {} if call == "step" else {"batch_size": 8}
+    choices = {} if call == "step" else {"batch_size": 8}
     with pytest.raises(StateError, match=f"{where}: {name} was written to while "):
-        getattr(trainer, call)(*given, **how)
+        getattr(trainer, call)(*given, **choices)
 
 
 def test_with_one_shard_they_may_be_written_to_as_in_a_plain_loop() -> None:
@@ -232,6 +237,7 @@ def test_lines_of_a_plain_loop_that_do_nothing_any_more_are_refused(foreach: boo
     assert float(clip_grad_norm_(other.parameters(), 1.0)) == 0.0
     square(other, points(8)).mean().backward()
     before = copy.deepcopy(other.weight.grad)
+    assert before is not None
     norm = clip_grad_norm_((p for p in other.parameters()), 1e-3, foreach=foreach)
     torch.testing.assert_close(other.weight.grad, before * (1e-3 / (norm + 1e-6)))
     held = weakref.ref(model.weight)

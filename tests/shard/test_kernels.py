@@ -54,7 +54,8 @@ def called_by_the_loss() -> Made:
 
 
 def by_function() -> Made:
-    return torch.compile(line(), backend=recorded), square
+    compiled: Any = torch.compile(line(), backend=recorded)
+    return compiled, square
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -85,7 +86,7 @@ def test_settings_of_compiler_and_kernels_are_put_back() -> None:
         seen.append((inductor.deterministic, torch.are_deterministic_algorithms_enabled()))
         return square(model, batch)
 
-    model = torch.compile(line(), backend=recorded)
+    model: Any = torch.compile(line(), backend=recorded)
     make_trainer(model, loss).step(points(8))
     assert set(seen) == {(True, True)}
     assert settings() == before

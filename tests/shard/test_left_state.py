@@ -103,7 +103,7 @@ def of_parameter(net: Net, x: torch.Tensor, out: torch.Tensor) -> None:
     def keep(gradient: torch.Tensor) -> None:
         net.layer.weight.grad_sample = gradient.detach()  # type: ignore[attr-defined]
 
-    out.register_hook(keep)  # type: ignore[no-untyped-call]
+    out.register_hook(keep)
 
 
 def in_list_of_parameter(net: Net, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ def test_what_adds_up_shards_is_refused_by_name(leave: Leave, place: str) -> Non
 def test_metrics_outside_of_the_model_are_found() -> None:
     def of_global(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         METER.update(float(len(x)))
-        return model(x).square().mean(dim=1)  # type: ignore[no-any-return]
+        return model(x).square().mean(dim=1)
 
     def in_dict(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
         OUTSIDE["metric"].update(x)
@@ -171,10 +171,11 @@ def run_alone(leave: Leave, folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
 
     def script(life: Life) -> str:
         trainer = life.trainer(Net(), loss, shards=1)
+        model: Any = trainer.model
         for _ in range(4):
             trainer.step(X)
             with trainer.modifying():
-                trainer.model.kept.sum()
+                model.kept.sum()
         return trainer.fingerprint()
 
     return Runs(folder, monkeypatch).start(script)
@@ -215,11 +216,12 @@ def test_what_each_shard_overwrites_stays_allowed(
 ) -> None:
     caplog.set_level(logging.WARNING)
     trainer = trainer_of(leave)
-    trainer.model.many = torch.full((3,), float("nan"))
+    model: Any = trainer.model
+    model.many = torch.full((3,), float("nan"))
     for _ in range(4):
         trainer.step(X)
         METER.update(1.0)  # between steps it is the script's
-        trainer.model.metric(X)
+        model.metric(X)
     assert "the shards changed" not in caplog.text
 
 
@@ -273,7 +275,7 @@ def test_an_optimizer_that_keeps_what_shards_see_is_refused() -> None:
         return made[0]
 
     trainer = trainer_of(lambda *_: None, optimizer=hooked)
-    made[0].watch(trainer.model.layer)
+    made[0].watch(trainer.model.get_submodule("layer"))
     with pytest.raises(StateError, match=r"inputs of the Hooked\. Each device would have values"):
         trainer.step(X)
 
@@ -282,8 +284,9 @@ def modified(read: Callable[[Net], object]) -> None:
     trainer = trainer_of(sized, optimizer=None)
     trainer.gradient(X)
     with trainer.modifying():
-        read(trainer.model)  # type: ignore[arg-type]
-        trainer.model.layer.bias.data.add_(1.0)
+        model: Any = trainer.model
+        read(model)
+        model.layer.bias.data.add_(1.0)
     trainer.gradient(X)
 
 
@@ -307,7 +310,8 @@ class Tabled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.table = nn.Linear(4, 2), None
+        self.layer = nn.Linear(4, 2)
+        self.table: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.table is None:
@@ -318,7 +322,7 @@ class Tabled(nn.Module):
 
 def test_a_module_may_read_its_own_table_in_an_update() -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean(dim=1)  # type: ignore[no-any-return]
+        return model(x).square().mean(dim=1)
 
     model = Tabled()
     trainer = onefold.Trainer(model, None, loss, shards=4, threads=1)

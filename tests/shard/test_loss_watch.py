@@ -114,7 +114,7 @@ FOUND: dict[str, dict[str, Loss]] = {
     "tokens": {
         "chosen": lambda v: F.cross_entropy(v.seq.transpose(1, 2)[v.mask], v.tokens[v.mask]),
         "sum over count": lambda v: (token_losses(v) * v.mask).sum() / v.mask.sum(),
-        "mse by weights": lambda v: F.mse_loss(v.x, v.soft, weight=v.each),
+        "mse by weights": lambda v: F.mse_loss(v.x, v.soft, weight=v.each),  # type: ignore[call-arg]
     },
     "weights-none": {
         "values": lambda v: F.cross_entropy(v.x, v.y, v.w, reduction="none"),
@@ -157,7 +157,7 @@ NOT_FOUND: dict[str, Loss] = {
 }
 
 
-def kind_of(loss: object, samples: int = SAMPLES) -> str | None:
+def kind_of(loss: object, samples: int = SAMPLES) -> object:
     finding = inspect_loss(loss, samples, WHOLE)
     return finding and finding.kind
 
@@ -247,7 +247,8 @@ def test_a_step_is_that_of_the_plain_loop_or_the_loss_is_refused_or_mentioned(
         return total / len(y) if "divided" in kind else total
 
     model = line().double()
-    batch = tuple(tensor.double() for tensor in points(4))
+    inputs, targets = points(4)
+    batch = inputs.double(), targets.double()
     expected = loss(model, batch).item()
     trainer = make_trainer(model, loss, shards=shards, microbatch=microbatch)
     alone = shards == 1 and microbatch is None
@@ -328,7 +329,11 @@ def test_a_total_that_is_a_mean_is_refused(total: Loss, weight: Any, found: bool
     mean = onefold.Mean(total(values), weight(values.x))  # type: ignore[arg-type]
     for loss in (mean, mean + onefold.Sum(values.x.sum())):
         watch = LossWatch()
-        given = {"samples": SAMPLES, "batch_samples": WHOLE, "where": "step 1, shard 0"}
+        given: dict[str, Any] = {
+            "samples": SAMPLES,
+            "batch_samples": WHOLE,
+            "where": "step 1, shard 0",
+        }
         watch.inspect(loss, run_checks=False, **given)
         words = r"shard 0 is onefold.Mean\(total, weight\) whose total is already a mean"
         with pytest.raises(LossError, match=words) if found else nullcontext():

@@ -22,7 +22,7 @@ from tests.tables import for_each
 both = for_each("devices", [1, 2])
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     return nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), line())
 
 
@@ -49,12 +49,12 @@ def test_what_a_loss_changes_of_modes_and_frozen_parameters_is_its_shards_alone(
         module.eval()
         return value
 
-    def freezing(module: nn.Module, batch: Batch) -> torch.Tensor:
+    def freezing(module: nn.Sequential, batch: Batch) -> torch.Tensor:
         value = switching(module, batch)
-        module[2].bias.requires_grad_(False)
+        module[2].get_parameter("bias").requires_grad_(False)
         return value
 
-    def failing(module: nn.Module, batch: Batch) -> torch.Tensor:
+    def failing(module: nn.Sequential, batch: Batch) -> torch.Tensor:
         freezing(module, batch)
         raise ArithmeticError
 
@@ -66,7 +66,7 @@ def test_what_a_loss_changes_of_modes_and_frozen_parameters_is_its_shards_alone(
             with pytest.raises(ArithmeticError):
                 trainer.step(points(8), loss="fails")
         assert all(part.training for part in module.modules())
-        assert module[2].bias.requires_grad
+        assert module[2].get_parameter("bias").requires_grad
         return bits(module)
 
     assert trained(switching, 1) == trained(switching, 2) == trained(square, 2)
@@ -114,7 +114,7 @@ def test_statistics_and_teachers_that_the_loss_changes_are_refused(devices: int)
 
     def follows(model: nn.Module) -> None:
         with torch.no_grad():
-            teacher.weight.lerp_(model.weight, 0.1)
+            teacher.weight.lerp_(model.get_parameter("weight"), 0.1)
 
     def before(model: nn.Module, batch: Batch) -> torch.Tensor:
         follows(model)
@@ -173,7 +173,7 @@ class Skips(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         if self.early:  # before its layer runs
-            x = x @ self.up[1].weight
+            x = x @ self.up[1].get_parameter("weight")
         seen = []
         for layer in self.down:
             if self.reentrant is None:
@@ -196,7 +196,7 @@ class Skips(nn.Module):
 def penalized(model: Any, batch: torch.Tensor) -> torch.Tensor:
     outputs = model(batch)
     (slope,) = torch.autograd.grad(outputs.sum(), [model.down[0].weight], create_graph=True)
-    return outputs.square().mean(dim=1) + slope.square().sum()  # type: ignore[no-any-return]
+    return outputs.square().mean(dim=1) + slope.square().sum()
 
 
 def trained(change: Callable[[Skips], object], loss: Any, settings: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,7 +100,10 @@ class _Run:
         self._restarts = int(again[0].partition("=")[2]) if again else 0
         at = f"{self.rng.randrange(24)} {self.rng.randrange(course.devices)}"
         clean = {key: value for key, value in os.environ.items() if key != "SOAK_FAULT"}
-        limit = fault and fault.limit
+        limited = None
+        if fault and fault.limit:
+            kind, most = fault.limit
+            limited = partial(resource.setrlimit, kind, (most, most))
         self._output, self._errors = place.root / "output", place.root / "errors"
         self._begun = place.root / "begun"
         self._begun.write_bytes(b"")
@@ -126,7 +130,7 @@ class _Run:
                     "SOAK_BEGUN": str(self._begun),
                     **({"SOAK_FAULT": f"{fault.script} {at}"} if fault and fault.script else {}),
                 },
-                preexec_fn=lambda: limit and resource.setrlimit(limit[0], (limit[1], limit[1])),
+                preexec_fn=limited,
                 start_new_session=True,
             )
         self.pid = self._process.pid

@@ -54,7 +54,10 @@ def test_changed_values_are_refused(change: Change, steps: int, exchange: Any, w
 
 def adam(rate: float | torch.Tensor = 0.1) -> torch.optim.Adam:
     model = line()
-    groups = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.5}]
+    groups: list[dict[str, Any]] = [
+        {"params": [model.weight]},
+        {"params": [model.bias], "weight_decay": 0.5},
+    ]
     return torch.optim.Adam(groups, lr=rate, betas=(0.9, 0.99))
 
 

@@ -46,8 +46,8 @@ def test_a_step_without_weight_is_skipped_by_all() -> None:
         prints = []
         for number, on in enumerate((True, False, True, False), start=1):
             loss.on = on
-            before, rate = dict(model.named_parameters()), optimizer.param_groups[0]["lr"]
-            before = {name: value.detach().clone() for name, value in before.items()}
+            rate = optimizer.param_groups[0]["lr"]
+            before = {name: value.detach().clone() for name, value in model.named_parameters()}
             with trainer.averaged():
                 average = {name: bits(model)[name] for name in before}
             step = trainer.step(points(10))
@@ -95,13 +95,14 @@ def test_the_scale_of_losses_is_taken_off_their_gradients(precision: str) -> Non
         assert trainer.steps < 20
     square(plain, points(8)).mean().backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is not None
         torch.testing.assert_close(ours.float(), theirs - 0.1 * theirs.grad, rtol=0, atol=0.01)
 
 
 class Breaking(torch.optim.SGD):
     fails = True
 
-    def step(self, closure: object = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         if self.fails:
             raise ArithmeticError("in the update")
         super().step()
@@ -230,7 +231,8 @@ def test_a_gradient_that_is_not_finite_is_not_used(value: float, devices: int) -
     trainer = make_trainer(devices=devices)
     trainer.step(points(8))
     before = trainer.fingerprint()
-    hook = trainer.model.weight.register_hook(lambda gradient: torch.full_like(gradient, value))
+    weight = trainer.model.get_parameter("weight")
+    hook = weight.register_hook(lambda gradient: torch.full_like(gradient, value))
     with pytest.raises(GradientError, match=r"step 2, shard 0 .*: the gradient of weight is not"):
         trainer.step(points(8))
     hook.remove()

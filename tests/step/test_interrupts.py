@@ -22,13 +22,14 @@ from torch import nn
 
 import onefold
 from onefold.core.options import LaunchContext, RunOptions
+from onefold.core.settings import PrecisionName
 from onefold.errors import StateError
 from onefold.update.optimizer import PartitionedOptimizer
 from tests.tables import some
 
 SOURCE = str(Path(onefold.__file__).parent)
 SAMPLE = 15
-PLACES = {
+PLACES: dict[str, tuple[str, list[str], PrecisionName | None]] = {
     "one device": ("replicate", ["cpu"], None),
     "two devices": ("replicate", ["cpu", "cpu"], None),
     "partition": ("partition", ["cpu", "cpu"], None),

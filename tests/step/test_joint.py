@@ -18,7 +18,7 @@ TINY = 2.0**-53
 
 def of_numbers(loss: Any, *steps: list[float], shares: tuple[int, ...] | None = None) -> float:
     """The loss of the last step, of a model whose samples have these numbers."""
-    settings = {} if shares is None else {"devices": len(shares), "shares": shares}
+    settings: dict[str, Any] = {} if shares is None else {"devices": len(shares), "shares": shares}
     trainer = make_trainer(line().double(), loss, **{"devices": None, **settings})
     for numbers in steps:
         inputs = torch.zeros(len(numbers), 3, dtype=torch.float64)

@@ -3,6 +3,8 @@
 Where one of these fails with a newer PyTorch, its message says what would break.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -40,14 +42,15 @@ def test_kernels_that_repeat_their_bits_can_be_chosen_and_put_back() -> None:
     """Or bits would depend on which algorithm was the fastest at the moment."""
     before = internals.KernelSettings()
     assert not torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    module: Any = torch.utils.deterministic
+    fill = module.fill_uninitialized_memory
     internals.KernelSettings.repeat_bits()
     assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not module.fill_uninitialized_memory
     assert not torch.backends.cudnn.benchmark
     before.put_back()
     assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.utils.deterministic.fill_uninitialized_memory == fill
+    assert module.fill_uninitialized_memory == fill
 
 
 def test_tables_of_a_module_are_its_own() -> None:
@@ -56,7 +59,7 @@ def test_tables_of_a_module_are_its_own() -> None:
     assert internals.parameters_of(layer)["weight"] is layer.weight
     assert internals.children_of(nn.Sequential(layer))["0"] is layer
     internals.buffers_of(layer)["running_mean"] = torch.ones(2)
-    assert layer.running_mean.tolist() == [1, 1]
+    assert layer.get_buffer("running_mean").tolist() == [1, 1]
 
 
 def test_fake_tensors_have_the_form_of_a_result_and_no_values() -> None:

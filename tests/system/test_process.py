@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def test_ctrl_c_comes_when_the_block_is_left() -> None:
 
 @pytest.mark.usefixtures("_ctrl_c")
 def test_handlers_of_the_program_stay_its_own() -> None:
-    called: list[int] = []
+    called: list[Any] = []
     signal.signal(signal.SIGINT, handler := lambda number, _: called.append(number))
     with ctrl_c_later():
         signal.raise_signal(signal.SIGINT)
@@ -142,7 +143,7 @@ def test_handlers_of_the_program_stay_its_own() -> None:
 
     def look() -> None:
         with ctrl_c_later():  # in another thread it puts nothing off
-            called.append(signal.getsignal(signal.SIGINT))  # type: ignore[arg-type]
+            called.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)
     thread.start()

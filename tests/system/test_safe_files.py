@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -108,9 +109,12 @@ def test_a_file_is_written_whole_and_on_the_disk_before_it_takes_its_place(
     path, calls = tmp_path / "file", list[str]()
     for name in ("fsync", "replace"):
         own = getattr(os, name)
-        monkeypatch.setattr(
-            os, name, lambda *a, own=own, name=name, **k: calls.append(name) or own(*a, **k)
-        )
+
+        def noted(*given: Any, own: Any = own, name: str = name, **named: Any) -> Any:
+            calls.append(name)
+            return own(*given, **named)
+
+        monkeypatch.setattr(os, name, noted)
     for content in (b"older, and longer than what comes now", b"new"):
         write_whole(path, content, sync=sync)
         assert path.read_bytes() == content
@@ -290,7 +294,10 @@ def test_what_is_not_surely_ours_and_dead_stays(tmp_path: Path) -> None:
 def test_lines_are_added_one_by_one(tmp_path: Path) -> None:
     assert read_record(tmp_path, "run") == []
     numbers = [0.1, 1e-320, 1 / 3, -0.0, math.inf]
-    lines = [{"step": 1, "loss": numbers}, {"step": 2, "loss": None, "text": "zwei\nZeilen é"}]
+    lines: list[dict[str, object]] = [
+        {"step": 1, "loss": numbers},
+        {"step": 2, "loss": None, "text": "zwei\nZeilen é"},
+    ]
     for line in lines:
         append_line(tmp_path / "run.jsonl", line)
     first, second = (tmp_path / "run.jsonl").read_text().splitlines()

@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def trained(steps: int = STEPS) -> tuple[str, str]:
 @functools.cache
 def reference() -> tuple[str, str]:
     (found,) = simulate(trained, devices=1)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 @for_each("exchange", EXCHANGES)
@@ -178,8 +179,13 @@ def test_many_trainers_are_no_more_than_a_process_may_open() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = (len(os.listdir("/proc/self/fd")) + 50, before[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, few)
+
+    def make_several() -> None:
+        for _ in range(5):
+            trainer_of_none()
+
     try:
-        simulate(lambda: [trainer_of_none() for _ in range(5)], 4)
+        simulate(make_several, 4)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == few
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -200,7 +206,7 @@ def test_the_same_seed_has_the_same_order() -> None:
     assert len({order(seed) for seed in range(8)}) > 1
 
 
-def trainer_of_none(**settings: bool) -> None:
+def trainer_of_none(**settings: Any) -> None:
     model = nn.Linear(2, 1)
     onefold.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, shards=4, **settings)
 

@@ -21,6 +21,7 @@ from onefold.core.results import Gradients
 from onefold.errors import AuditError
 from onefold.record.entries import AuditEntry, SameProcessEntry
 from onefold.shard import replica
+from onefold.shard.gradients import take_gradients
 from onefold.shard.replica import Replica
 from onefold.testing import simulate
 from onefold.tools.audit import Auditor, packed, unpacked
@@ -116,7 +117,7 @@ Plant = Callable[[Planted | None], None]
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     planted: list[Planted | None] = [None]
-    real = replica.take_gradients
+    real = take_gradients
 
     original = Replica.taken
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore
 
 from onefold.core.options import LaunchContext
 from onefold.exchange.progress import TABLE_LABEL, WAITING, Progress
-from onefold.launcher import hang
 from onefold.launcher.hang import STACKS_LABEL, HostDevice
 from onefold.system.safe_files import memory_file
 from onefold.tools import host_watch
@@ -41,7 +40,7 @@ class Hosts:
         self._descriptors: list[int] = []
         self._watches: list[HostWatch] = []
         monkeypatch.setattr(host_watch, "LOOK_S", 0.1)
-        monkeypatch.setattr(hang.time, "monotonic", lambda: self._real() + self.ahead_s)
+        monkeypatch.setattr(time, "monotonic", lambda: self._real() + self.ahead_s)
 
     def start(self, *names: str) -> None:
         for rank, name in enumerate(names):

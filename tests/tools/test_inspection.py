@@ -78,7 +78,7 @@ def squares(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return (model(batch[0]) - batch[1]).square().mean(1)
 
 
-def network() -> torch.nn.Module:
+def network() -> torch.nn.Sequential:
     return torch.nn.Sequential(
         torch.nn.Linear(3, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(0.2), torch.nn.Linear(6, 1)
     )
@@ -140,7 +140,7 @@ def sample_of(found: Findings, number: int) -> tuple[float, str, str | None] | N
     for shard in found.shards:
         for sample in shard.samples:
             if sample.number == number:
-                return sample.loss or 0.0, sample.words, shard.first and str(shard.first)
+                return sample.loss or 0.0, sample.words, str(shard.first) if shard.first else None
     return None
 
 
@@ -214,9 +214,9 @@ def look(model, shards, step):
 
 
 def test_digests_differ_from_the_first_other_parameter_on(tmp_path: Path) -> None:
-    def scaled() -> torch.nn.Module:
+    def scaled() -> torch.nn.Sequential:
         model = network()
-        model[3].weight.data *= 1.5
+        model[3].get_parameter("weight").data *= 1.5
         return model
 
     one, two = (

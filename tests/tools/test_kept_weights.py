@@ -37,7 +37,7 @@ def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
 
 
 def words_of(*tensors: torch.Tensor) -> list[str]:
-    return [tensor.double().sum().item().hex() for tensor in tensors]
+    return [float(tensor.double().sum()).hex() for tensor in tensors]
 
 
 class Kept:
@@ -68,7 +68,7 @@ def script_of(kind: Callable[[nn.Module], Kept]) -> Script:
                 kept.after_step()
                 life.tick()
             with trainer.modifying(), torch.no_grad():
-                model[3].bias.add_(0.1 * trainer.steps)  # type: ignore[index, union-attr]
+                model[3].bias.add_(0.1 * trainer.steps)  # type: ignore[index]
             kept.after_epoch(trainer.evaluate(score, data, batch_size=8)["loss"])
             life.tick()
         return f"{kept.at_end(trainer)} {trainer.fingerprint()}"
@@ -115,7 +115,7 @@ class Mean(Kept):
     def after_epoch(self, score: float) -> None:
         self.all.append(copy.deepcopy(self.model.state_dict()))
         each = {name: [one[name] for one in self.all] for name in self.all[0]}
-        self.mean.load_state_dict({name: sum(v) / len(v) for name, v in each.items()})  # type: ignore[arg-type]
+        self.mean.load_state_dict({name: sum(v) / len(v) for name, v in each.items()})
 
     def at_end(self, trainer: onefold.Trainer) -> object:
         return words_of(*self.mean.parameters())

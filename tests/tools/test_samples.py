@@ -1,6 +1,7 @@
 """Data sets that differ between hosts, and those that are the same and look different."""
 
 import re
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +16,6 @@ import onefold
 from onefold.core.options import LaunchContext
 from onefold.launcher.environment import current_context
 from onefold.testing import outcomes, simulate
-from onefold.tools import samples
 from tests.small import Batch, make_trainer, points
 from tests.tables import for_each
 
@@ -24,7 +24,7 @@ from tests.tables import for_each
 def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each simulated device is on a host of its own."""
     monkeypatch.setattr("onefold.testing.LaunchContext", partial(LaunchContext, one_host=False))
-    monkeypatch.setattr(samples.socket, "gethostname", lambda: f"node{current_context().rank}")
+    monkeypatch.setattr(socket, "gethostname", lambda: f"node{current_context().rank}")
 
 
 class Numbers(Dataset[Batch]):

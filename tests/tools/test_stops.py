@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.utils.data import TensorDataset
@@ -116,7 +117,10 @@ def test_devices_save_themselves_stop_and_resume(
     monkeypatch.setattr(stops, "PAUSE_S", 0.01)
     stops.requests_by_signals.cache_clear()
     (expected,) = {*simulate(script, 2, args=[None])}
-    given = {"stop_notice": str(tmp_path / "stop"), "checkpoint": str(tmp_path / "run")}
+    given: dict[str, Any] = {
+        "stop_notice": str(tmp_path / "stop"),
+        "checkpoint": str(tmp_path / "run"),
+    }
     options = onefold.RunOptions(**given, save_every=100)
     ended = outcomes(script, 2, args=[tmp_path / "stop"], options=options)
     assert [getattr(each.error, "code", None) for each in ended] == [75, 75], ended
@@ -138,8 +142,9 @@ def test_a_folder_that_is_missing_is_refused(made: Make, tmp_path: Path) -> None
 
 def test_one_process_of_a_host_looks(made: Make, tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
-    second = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}
-    made(str(tmp_path / "stop"), **second, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    second = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    second |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}
+    made(str(tmp_path / "stop"), **second)
     assert "notices" not in {thread.name for thread in threading.enumerate()}
 
 

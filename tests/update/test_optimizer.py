@@ -124,8 +124,8 @@ def test_what_is_unused_or_frozen_for_a_step_is_skipped_as_in_plain_pytorch(devi
     ours, theirs = Branches().double(), Branches().double()
     trainer = make_trainer(ours, optimizer=decaying(ours), devices=devices)
     other = decaying(theirs)
-    usual = tuple(tensor.double() for tensor in points(8))
-    rarely = tuple(tensor.clone() for tensor in usual)
+    inputs, targets = (tensor.double() for tensor in points(8))
+    usual, rarely = (inputs, targets), (inputs.clone(), targets.clone())
     rarely[0][6, 0] = 99.0  # one sample, in the last of four shards
     for batch, used, rests in ((usual, (), False), (rarely, ("rare",), True), (usual, (), False)):
         for model in (ours, theirs):
@@ -145,7 +145,8 @@ def test_what_is_unused_or_frozen_for_a_step_is_skipped_as_in_plain_pytorch(devi
 
 class Counting(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
-        self.state["steps"] = self.state.get("steps", 0) + 1
+        state: dict[Any, Any] = self.state
+        state["steps"] = state.get("steps", 0) + 1
         return super().step(closure)
 
 
@@ -153,11 +154,12 @@ class Counting(torch.optim.SGD):
 def test_state_under_a_key_that_is_no_parameter_is_kept(devices: int, tmp_path: Path) -> None:
     model = line()
     optimizer = Counting(model.parameters(), lr=0.1)
-    optimizer.state["steps"] = 5
+    state: dict[Any, Any] = optimizer.state
+    state["steps"] = 5
     trainer = make_trainer(model, optimizer=optimizer, devices=devices)
     for _ in range(2):
         trainer.step(points(8))
-    assert optimizer.state["steps"] == 7
+    assert state["steps"] == 7
     with pytest.raises(TypeError, match="keeps 'steps' in its state, under no parameter"):
         trainer.save(tmp_path)
 

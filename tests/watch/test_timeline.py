@@ -162,7 +162,7 @@ def write_part(parts: Path, row: int, label: str = "step 1") -> None:
 
 def read(path: Path | None) -> list[dict[str, Any]]:
     assert path is not None
-    return json.loads(path.read_text())["traceEvents"]  # type: ignore[no-any-return]
+    return json.loads(path.read_text())["traceEvents"]
 
 
 def test_parts_become_one_file(tmp_path: Path, parts: Path) -> None:

@@ -58,7 +58,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # it is exported
+from torch.distributed import Store
 
 from onefold.errors import DisagreementError
 from onefold.system.process import LOOK_S, StoppedProcess

@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they are exported
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from onefold.core.late import load
 from onefold.core.options import LaunchContext

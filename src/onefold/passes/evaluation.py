@@ -57,7 +57,7 @@ _SAME |= {"add", "neg", "sub"}
 """Functions that change the dtype, device or sign of a scalar, or add others, without dividing
 it."""
 
-ScoreFunction = Callable[[torch.nn.Module, Any], object]
+ScoreFunction = Callable[[Any, Any], object]
 """Maps the model and one shard to a dict of values, which are read as in `onefold.core.mean`."""
 
 

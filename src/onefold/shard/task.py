@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-LossFunction = Callable[[torch.nn.Module, Any], object]
+LossFunction = Callable[[Any, Any], object]
 """Takes the model and one shard. `onefold.core.mean.weigh` lists the valid return values."""
 
 

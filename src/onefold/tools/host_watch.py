@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch.distributed import Store  # type: ignore[attr-defined]  # it is exported
+from torch.distributed import Store
 
 from onefold.core.options import RECORD_FILE, LaunchContext
 from onefold.exchange.connections import host_identity

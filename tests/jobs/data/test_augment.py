@@ -1,6 +1,7 @@
 import pickle
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,9 +56,10 @@ def test_every_picture_becomes_a_square_of_numbers(
     width: int, height: int, size: int, mode: Mode, name: str, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    changes = [TO_A_SQUARE[name](size), RandomFlip()]
+    changes: list[Any] = [TO_A_SQUARE[name](size), RandomFlip()]
     picture = Image.new(mode, (width, height), "white")
-    tensor, _ = LabeledPictures([picture], [0], mode, changes, normalize(mode))[0]
+    pictures: Any = [picture]
+    tensor, _ = LabeledPictures(pictures, [0], mode, changes, normalize(mode))[0]
     assert tensor.shape == (3 if mode == "RGB" else 1, size, size)
     assert tensor.dtype == torch.float32
     assert tensor.isfinite().all()
@@ -116,7 +118,7 @@ def test_the_normalized_pixels_are_those_computed_by_hand() -> None:
 @for_each(("mode", "channels"), [("L", 1), ("RGB", 3)])
 def test_samples_reach_other_processes_with_their_changes(mode: Mode, channels: int) -> None:
     pixels = torch.arange(5 * 12, dtype=torch.uint8).view(5, 3, 4)
-    changes = [RandomResizedCrop(6, 0.3), RandomShift(6), RandomFlip()]
+    changes: list[Any] = [RandomResizedCrop(6, 0.3), RandomShift(6), RandomFlip()]
     labels = [3, 1, 4, 1, 5]
     data = LabeledPictures(ArrayPictures(pixels, "digit"), labels, mode, changes, normalize(mode))
 

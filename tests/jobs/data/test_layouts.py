@@ -222,7 +222,7 @@ def test_whether_data_have_a_test_set_is_known(job: str, write: Any, tmp_path: P
         (tmp_path / ("train.tsv" if job == "text" else "train"), False),
     ):
         options = read_options(job_of(job), {"data": str(data), "holdout": 0.4}, None)
-        assert job_of(job).prepare(options).own_test == own
+        assert job_of(job).prepare(options, None).own_test == own
 
 
 def test_a_table_to_test_with_is_used_unless_it_has_no_labels(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def test_a_damaged_memory_is_none(tmp_path: Path) -> None:
 
     for kind, look, other in (("picture", picture, mask), ("mask:", mask, picture)):
         assert remembered(kind, look) == 1
-        damaged = [[*look[:at], odd, *look[at + 1 :]] for at in range(7) for odd in ("x", {})]
+        odds: tuple[object, ...] = ("x", {})
+        damaged = [[*look[:at], odd, *look[at + 1 :]] for at in range(7) for odd in odds]
         assert [remembered(kind, each) for each in (*damaged, look[:3], [], other)] == [0] * 17
     for content in (b"", b"{", b"[]", b'{"format": 0, "files": {}}', b"\xff"):
         path.write_bytes(content)

@@ -122,9 +122,11 @@ def write_record(
         whole = {name: line[name] for name in line.keys() - {"devices", "scores", "kind", "step"}}
         devices = [_told({**whole, **device}) for device in line["devices"]]
         for call, value in (("evaluate", _told(line["scores"])), ("gather", devices)):
-            kept = encoding.encode(value, "")
+            value_bytes = encoding.encode(value, "")
             name = f"trainer.{call}"
-            writer.append(encode(Result(step=step, call=name, line="", value=kept, digest="")))
+            writer.append(
+                encode(Result(step=step, call=name, line="", value=value_bytes, digest=""))
+            )
     writer.close()
 
 
@@ -187,5 +189,5 @@ def segmented_run(folder: Path) -> Path:
     write_run(folder, facts, metrics=metrics_of(5, score="iou"), examples=examples)
     for index, sample in enumerate(samples):
         for part in ("image", "mask", "prediction"):
-            (folder / sample[part]).write_bytes(colored(index))
+            (folder / str(sample[part])).write_bytes(colored(index))
     return folder

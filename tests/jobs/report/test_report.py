@@ -246,7 +246,12 @@ def test_everything_a_run_says_is_escaped(tmp_path: Path, kind: str) -> None:
     line["devices"][0]["device"] = evil
     names = ("name", "label", "predicted", "picture", "image", "mask", "prediction", "iou")
     sample = dict.fromkeys(names, evil) | {"text": evil * 20, "confidence": 1.0}
-    examples = {"kind": kind, "threshold": evil, "samples": [sample], "worst": [sample]}
+    examples: dict[str, Any] = {
+        "kind": kind,
+        "threshold": evil,
+        "samples": [sample],
+        "worst": [sample],
+    }
     examples |= {"classes": [evil], "confusion": [[1]]}
     options = f"x = '''{evil}'''"
     page = page_of(
@@ -282,7 +287,7 @@ def test_numbers_that_are_none_leave_gaps_and_are_counted(tmp_path: Path) -> Non
 
 
 def test_numbers_that_are_too_large_to_be_drawn_are_left_out(tmp_path: Path) -> None:
-    scores = {"loss": 1e308, "accuracy": 1e308}
+    scores: dict[str, float | None] = {"loss": 1e308, "accuracy": 1e308}
     lines = [runs.epoch_line(n, scores=scores, loss=loss) for n, loss in enumerate((1e308, 1e299))]
     page = page_of(tmp_path / "run", metrics=lines)
     assert page.course("Test accuracy") == ""

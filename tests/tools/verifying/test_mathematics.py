@@ -269,6 +269,8 @@ def test_a_gradient_that_is_not_a_number_on_one_side_alone_differs(compared: Com
 
 
 class Seen(nn.Linear):
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__(4, 3)
         self.register_buffer("seen", torch.tensor(7))

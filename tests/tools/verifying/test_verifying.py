@@ -54,7 +54,7 @@ def update(trainer: onefold.Trainer, batch: Any) -> None:
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 assert parameter.grad is not None
-                parameter -= 0.1 * parameter.grad
+                parameter.sub_(0.1 * parameter.grad)
                 parameter.grad = None
 
 

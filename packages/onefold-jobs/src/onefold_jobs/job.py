@@ -257,7 +257,7 @@ class Job:
     """Class of the job's options, derived from `TrainOptions`."""
     check_early: Callable[[Any], None]
     """Rejects options that cannot work, before the data are read."""
-    prepare: Callable[[Any, Scanning], Any]
+    prepare: Callable[[Any, Scanning | None], Any]
     """Reads the data, and rejects data that cannot be used."""
     settle: Callable[[Any, Any], Any]
     """Fills in options without a value, once the data are known."""
