@@ -81,10 +81,11 @@ test-all: lint golden $(VENV)/test.stamp
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not gpu"
 	$(MAKE) ecosystem launchers
 
-lint: $(VENV)/dev.stamp
+lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 venv: $(VENV)/dev.stamp
 
@@ -139,6 +140,11 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml $(JOBS)/pyproject.toml
 $(VENV)/dev.stamp: $(VENV)/demo.stamp
 	@echo 'Installing onefold[dev] and onefold-jobs[images] into $(@D):'
 	@$(INSTALL) $(call both,dev,images) $(SAY)
+	@touch $@
+
+$(VENV)/lint.stamp: $(VENV)/dev.stamp
+	@echo 'Installing onefold[lint] into $(@D):'
+	@$(INSTALL) --editable '.[lint]' $(SAY)
 	@touch $@
 
 # Requirements of individual guides and jobs, and of their tests.

@@ -220,6 +220,7 @@ def rotated(folder: Path, loads: bool) -> list[object]:
 def test_matrices_of_an_optimizer_lie_as_they_did(
     placement: str, devices: int, others: int, tmp_path: Path
 ) -> None:
+    first: Any
     (first, *_) = simulate(rotated, devices, args=(tmp_path, False), placement=placement)
     assert ("mean", (1, 24)) in first[0]
     assert simulate(rotated, others, args=(tmp_path, True), placement=placement) == [first] * others

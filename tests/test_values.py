@@ -116,8 +116,9 @@ def result(trainer: onefold.Trainer, steps: list[Batch]) -> list[Any]:
         order = priorities.argsort(stable=True)
         step = trainer.step((inputs[order], labels[order]))
         if step.outputs:
-            assert torch.equal(step.outputs["of"], inputs[order][:, :2].double())
-            priorities = step.outputs["td"]
+            outputs: Any = step.outputs
+            assert torch.equal(outputs["of"], inputs[order][:, :2].double())
+            priorities = outputs["td"]
         found.append(shown(step))
     found.append(trainer.fingerprint())
     trainer.close()
@@ -142,7 +143,9 @@ def test_values_and_rows_are_those_of_the_whole_batch() -> None:
         step = trainer_of(model=copy.deepcopy(model), **choices).step(batch)
         torch.testing.assert_close(step.values, expected, rtol=1e-12, atol=0)
         torch.testing.assert_close(step.outputs, rows, rtol=1e-12, atol=0)
-        assert not step.outputs["td"].requires_grad
+        td = step.outputs["td"]
+        assert isinstance(td, torch.Tensor)
+        assert not td.requires_grad
 
 
 @for_each(("shards", "choices"), [(1, {"on_nonfinite": "skip"}), (5, {}), (5, {"microbatch": 2})])
@@ -263,7 +266,9 @@ def test_rows_may_have_another_shape_in_another_step() -> None:
 
     trainer = make_trainer(loss=loss, shards=3, devices=2)
     for call, width in ((trainer.step, 3), (trainer.step, 5), (trainer.gradient, 4)):
-        assert call((torch.ones(7, width),)).outputs["rows"].shape == (7, width)
+        rows = call((torch.ones(7, width),)).outputs["rows"]
+        assert isinstance(rows, torch.Tensor)
+        assert rows.shape == (7, width)
 
 
 # Together with other things

@@ -30,8 +30,8 @@ values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, ParamSpec, Protocol, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -64,8 +64,36 @@ __all__ = [
 Tensor = torch.Tensor
 # () tensor without gradient, or a number.
 Weight = Tensor | float
-Loss = Any
-"""A `Mean`, a `Sum` or a tensor, depending on ``reduction``; a union type would reject ``+``."""
+Loss = Mean | Sum | Tensor
+_P = ParamSpec("_P")
+
+
+class _ByReduction(Protocol[_P]):
+    """Type of a loss: ``reduction`` determines that of its result."""
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]  # the last one is for calls without reduction
+        self, *args: Any, reduction: Literal["sum"], **named: Any
+    ) -> Sum: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, *args: Any, reduction: Literal["none"], **named: Any
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self, *args: Any, reduction: Literal["mean", "batchmean"], **named: Any
+    ) -> Mean: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, *args: Any, reduction: str, **named: Any
+    ) -> Loss: ...
+    @overload
+    def __call__(self, *args: _P.args, **named: _P.kwargs) -> Mean: ...
+
+
+def by_reduction(function: Callable[_P, Loss]) -> _ByReduction[_P]:
+    """Return the function itself, with a type for each ``reduction``."""
+    return cast(_ByReduction[_P], function)
 
 
 def distance(
@@ -166,6 +194,7 @@ def _fits(shape: torch.Size, larger: torch.Size) -> bool:
     return len(shape) <= len(larger) and all(size in (1, other) for size, other in ends)
 
 
+@by_reduction
 def mse_loss(
     input: Tensor, target: Tensor, *, reduction: str = "mean", weight: Tensor | None = None
 ) -> Loss:
@@ -182,6 +211,7 @@ def mse_loss(
     return distance(F.mse_loss, input, target, reduction, weight)
 
 
+@by_reduction
 def l1_loss(
     input: Tensor, target: Tensor, *, reduction: str = "mean", weight: Tensor | None = None
 ) -> Loss:
@@ -198,6 +228,7 @@ def l1_loss(
     return distance(F.l1_loss, input, target, reduction, weight)
 
 
+@by_reduction
 def smooth_l1_loss(
     input: Tensor, target: Tensor, *, reduction: str = "mean", beta: float = 1.0
 ) -> Loss:
@@ -212,6 +243,7 @@ def smooth_l1_loss(
     return by_element(F.smooth_l1_loss, (input, target), reduction, beta=beta)
 
 
+@by_reduction
 def huber_loss(
     input: Tensor,
     target: Tensor,
@@ -234,6 +266,7 @@ def huber_loss(
     return by_element(F.huber_loss, (input, target), reduction, delta=delta, weight=weight)
 
 
+@by_reduction
 def kl_div(
     input: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False
 ) -> Loss:
@@ -267,6 +300,7 @@ def _kl_div(
     return each.mean() if rows is None else each.sum() / rows
 
 
+@by_reduction
 def poisson_nll_loss(
     input: Tensor,
     target: Tensor,
@@ -288,6 +322,7 @@ def poisson_nll_loss(
     return by_element(F.poisson_nll_loss, (input, target), reduction, **options)
 
 
+@by_reduction
 def gaussian_nll_loss(
     input: Tensor,
     target: Tensor,
@@ -309,6 +344,7 @@ def gaussian_nll_loss(
     return by_element(F.gaussian_nll_loss, (input, target), reduction, **options)
 
 
+@by_reduction
 def margin_ranking_loss(
     input1: Tensor, input2: Tensor, target: Tensor, *, margin: float = 0.0, reduction: str = "mean"
 ) -> Loss:
@@ -320,6 +356,7 @@ def margin_ranking_loss(
     return by_element(F.margin_ranking_loss, (input1, input2, target), reduction, margin=margin)
 
 
+@by_reduction
 def hinge_embedding_loss(
     input: Tensor, target: Tensor, *, margin: float = 1.0, reduction: str = "mean"
 ) -> Loss:
@@ -333,6 +370,7 @@ def hinge_embedding_loss(
     return by_element(F.hinge_embedding_loss, (input, target), reduction, margin=margin)
 
 
+@by_reduction
 def cosine_embedding_loss(
     input1: Tensor, input2: Tensor, target: Tensor, *, margin: float = 0.0, reduction: str = "mean"
 ) -> Loss:
@@ -348,6 +386,7 @@ def cosine_embedding_loss(
     return reduced(F.cosine_embedding_loss, tensors, reduction, target.numel, margin=margin)
 
 
+@by_reduction
 def triplet_margin_loss(
     anchor: Tensor,
     positive: Tensor,
@@ -373,6 +412,7 @@ def triplet_margin_loss(
     return reduced(F.triplet_margin_loss, tensors, reduction, lambda: rows, **options)
 
 
+@by_reduction
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -417,6 +457,7 @@ def cross_entropy(
     )
 
 
+@by_reduction
 def nll_loss(
     input: Tensor,
     target: Tensor,
@@ -448,6 +489,7 @@ def nll_loss(
     return reduced(F.nll_loss, (input, target), reduction, denominator, **options)
 
 
+@by_reduction
 def binary_cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, *, reduction: str = "mean"
 ) -> Loss:
@@ -461,6 +503,7 @@ def binary_cross_entropy(
     return reduced(F.binary_cross_entropy, (input, target), reduction, input.numel, weight=weight)
 
 
+@by_reduction
 def binary_cross_entropy_with_logits(
     input: Tensor,
     target: Tensor,
@@ -480,6 +523,7 @@ def binary_cross_entropy_with_logits(
     return reduced(function, (input, target), reduction, input.numel, weight=weight, **options)
 
 
+@by_reduction
 def soft_margin_loss(input: Tensor, target: Tensor, *, reduction: str = "mean") -> Loss:
     """Logistic loss with targets that are 1 or -1; a mean is over the elements.
 
@@ -489,6 +533,7 @@ def soft_margin_loss(input: Tensor, target: Tensor, *, reduction: str = "mean") 
     return by_element(F.soft_margin_loss, (input, target), reduction)
 
 
+@by_reduction
 def multi_margin_loss(
     input: Tensor,
     target: Tensor,
@@ -507,6 +552,7 @@ def multi_margin_loss(
     return reduced(F.multi_margin_loss, (input, target), reduction, target.numel, **options)
 
 
+@by_reduction
 def multilabel_margin_loss(input: Tensor, target: Tensor, *, reduction: str = "mean") -> Loss:
     """Hinge loss of several classes per sample; a mean is over the samples.
 
@@ -522,6 +568,7 @@ def multilabel_margin_loss(input: Tensor, target: Tensor, *, reduction: str = "m
     return reduced(F.multilabel_margin_loss, (input, target), reduction, lambda: samples)
 
 
+@by_reduction
 def multilabel_soft_margin_loss(
     input: Tensor, target: Tensor, weight: Tensor | None = None, *, reduction: str = "mean"
 ) -> Loss:
@@ -537,11 +584,12 @@ def multilabel_soft_margin_loss(
     )
 
 
+@by_reduction
 def ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
     *,
     blank: int = 0,
     reduction: str = "mean",
@@ -557,7 +605,7 @@ def ctc_loss(
     >>> ctc_loss(log_probs, torch.ones(2, 2, dtype=torch.int64), [5, 5], [1, 2])
     Mean(total=tensor(4.1775), weight=2)
     """
-    arguments = (log_probs, targets, input_lengths, target_lengths)
+    arguments: tuple[Any, Any, Any, Any] = (log_probs, targets, input_lengths, target_lengths)
     options: dict[str, Any] = {"blank": blank, "zero_infinity": zero_infinity}
     if reduction != "mean" or PASS.whole:
         sequences = log_probs.shape[1] if log_probs.dim() == 3 else 1

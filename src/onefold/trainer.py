@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
-_State = TypeVar("_State")
+_Value = TypeVar("_Value")
 
 
 class Trainer:
@@ -432,14 +432,14 @@ class Trainer:
         )
         evaluate = load("passes.evaluation").evaluate
         over_data = load("session.data_calls").over_data
-        found: dict[str, Any] = over_data(
+        found: dict[str, float] = over_data(
             self._session, Call.EVALUATE, evaluate, score, model, chosen, whole=whole_batches
         )
         return found
 
     def predict(
         self,
-        function: ScoreFunction,
+        function: Callable[[Any, Any], Mapping[str, _Value]],
         dataset: DataSource,
         *,
         batch_size: int | None = None,
@@ -447,7 +447,7 @@ class Trainer:
         collate: Collate | None = None,
         model: str | None = None,
         **names: Unpack[TorchNames],
-    ) -> dict[str, Any]:
+    ) -> dict[str, _Value]:
         """Compute the model's outputs for every sample, in the order of the data set.
 
         Args:
@@ -474,11 +474,9 @@ class Trainer:
             dataset, names, batch_size=batch_size, workers=workers, collate=collate, in_order=True
         )
         predict = load("passes.evaluation").predict
-        over_data = load("session.data_calls").over_data
-        found: dict[str, Any] = over_data(
-            self._session, Call.PREDICT, predict, function, model, chosen
-        )
-        return found
+        run = load("session.data_calls").over_data
+        rows: dict[str, _Value] = run(self._session, Call.PREDICT, predict, function, model, chosen)
+        return rows
 
     @property
     def model(self) -> torch.nn.Module:
@@ -526,7 +524,7 @@ class Trainer:
         """
         return self._session.replaying
 
-    def state(self, name: str, value: _State) -> _State:
+    def state(self, name: str, value: _Value) -> _Value:
         """Record a value of the script, for replay. Call it on every device.
 
         A resumed script cannot compute again what it computed outside of this trainer. During
@@ -548,7 +546,7 @@ class Trainer:
         with session.telling_others():
             what = f"trainer.state of {name}"
             # Encode and decode, so that the types are the same as in a replayed script.
-            kept: _State = encoding.decode(encoding.encode(value, what))
+            kept: _Value = encoding.decode(encoding.encode(value, what))
             return session.result(what, lambda: kept)
 
     @property
@@ -691,7 +689,7 @@ class Trainer:
         with self._session.telling_others():
             self._session.engine.agree(CallDigest(Call.BARRIER, self.steps + 1))
 
-    def broadcast(self, value: object = None) -> Any:
+    def broadcast(self, value: _Value | None = None) -> _Value:
         """Return the lead's value on every device. Call it on every device.
 
         Args:
@@ -710,9 +708,16 @@ class Trainer:
         session = self._session
         with session.telling_others():
             text = load("passes.collectives").written(value) if session.devices.has_lead else None
-            return session.result("trainer.broadcast", partial(self._broadcast, text))
+            found: _Value = session.result("trainer.broadcast", partial(self._broadcast, text))
+            return found
 
-    def gather(self, value: object) -> list[Any]:
+    @overload
+    def gather(self, value: Mapping[str, float]) -> list[dict[str, float]]: ...
+
+    @overload
+    def gather(self, value: _Value) -> list[_Value]: ...
+
+    def gather(self, value: object) -> object:
         """Gather a value from every device's process, such as seconds or a metric, on every device.
 
         Args:
@@ -902,12 +907,11 @@ class Trainer:
         session.engine.agree(CallDigest(Call.BROADCAST, self.steps + 1))
         return load("passes.collectives").broadcast(session.engine.context.exchange, text)
 
-    def _gather(self, text: bytes) -> list[Any]:
+    def _gather(self, text: bytes) -> Any:
         session = self._session
         session.engine.agree(CallDigest(Call.GATHER, self.steps + 1))
         own = dict.fromkeys(session.devices.own, text)
-        found: list[Any] = load("passes.collectives").gather(session.engine.context.exchange, own)
-        return found
+        return load("passes.collectives").gather(session.engine.context.exchange, own)
 
 
 def _dropped(reference: weakref.ref[Session], memory: Memory) -> None:

@@ -375,7 +375,7 @@ _PICKLE = b"\x80"
 _HEAD_BYTES = 16
 
 
-def read_weights(path: Path) -> Mapping[Any, object]:
+def read_weights(path: Path) -> Mapping[object, object]:
     """Read a file with its tensors on the CPU; its content determines its format.
 
     Args:

@@ -324,7 +324,7 @@ def test_a_command_in_a_message_is_accepted_as_printed(
     _, _, job, *words = shlex.split(found[1])
     options = dict(zip((w[2:].replace("-", "_") for w in words[::2]), words[1::2], strict=True))
     kind = job_of(job)
-    kind.settle(asked := read_options(kind, options, None), kind.prepare(asked))
+    kind.settle(asked := read_options(kind, options, None), kind.prepare(asked, None))
 
 
 def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:

@@ -249,11 +249,12 @@ def test_numbers_are_made_of_logits_as_the_description_says(tmp_path: Path) -> N
     options = {"task": "regression", "model": "lenet", "epochs": 1}
     folder, _ = run_here("classify", data / "all.csv", tmp_path / "runs", **options)
     run = onefold_jobs.load_run(folder)
+    description: Any = run.description
     logits, target = (
         run.module(**run.preprocess(paths)),
-        SimpleNamespace(**run.description["target"]),
+        SimpleNamespace(**description["target"]),
     )
-    found = eval(run.description["value"], {"logits": logits, "target": target})
+    found = eval(description["value"], {"logits": logits, "target": target})
     expected = [row["value"] for row in predicted(folder, paths)]
     assert found.flatten().tolist() == pytest.approx(expected, rel=1e-5)
 
@@ -264,7 +265,7 @@ def in_float32(values: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 def test_masks_are_padded_as_the_description_says(runs: Any) -> None:
     run = onefold_jobs.load_run(runs["segment"])
-    how = run.description["preprocessing"]
+    how: Any = run.description["preprocessing"]
     assert how["padded"].startswith("zeros after normalization, on the right and below, ")
     picture = noise((70, 9))
     (found,) = run.preprocess([picture])["images"]

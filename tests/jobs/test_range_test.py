@@ -90,7 +90,8 @@ def test_the_choice_is_kept_and_a_resumed_run_does_not_sweep_again(
     found = json.loads((folder / "run.json").read_text())["range_test"]
     assert f"lr = {found['rate']!r}" in (folder / "config.toml").read_text()
     (entry,) = (e for e in onefold.Record(folder).results if e["call"] == "trainer.broadcast")
-    assert entry["value"]["range_test"]["rate"] == found["rate"]
+    value: Any = entry["value"]
+    assert value["range_test"]["rate"] == found["rate"]
     monkeypatch.setattr(range_test, "find_rate", lambda *_: pytest.fail("it sweeps again"))
     plain = {**given, "name": "plain", "lr": found["rate"]}
     told = run_job(job, read_options(job, plain, None))

@@ -251,7 +251,7 @@ def test_other_data_are_refused(job: str, tmp_path: Path) -> None:
 
 @for_each("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_data_are_read_stops(number: signal.Signals, tmp_path: Path) -> None:
-    def prepare(options: Any, scanning: Any) -> Any:
+    def prepare(options: Any, scanning: Any = None) -> Any:
         with stopped_by_signals():
             signal.raise_signal(number)
 

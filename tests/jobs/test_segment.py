@@ -304,7 +304,8 @@ def test_a_unet_of_another_library_goes_by_its_name(
     assert said["frozen"] == ["encoder.weight", "encoder.bias"]
     loaded = onefold_jobs.load_run(run)
     assert isinstance(loaded.module, OtherUnet)
-    assert loaded.description["preprocessing"]["side_multiple"] == 16
+    description: Any = loaded.description
+    assert description["preprocessing"]["side_multiple"] == 16
     again = settled(folder, **chosen, pretrained=str(run))
     assert bits(segment_job.make_task(*again).model) == bits(loaded.module)
     with pytest.raises(ValueError, match=r"smp:vgg7: expected smp: and .*Wrong encoder name vgg7"):

@@ -121,7 +121,8 @@ def test_folds_depend_on_contents_alone(samples: Any, folds: int, seed: int, dra
 
 @for_each("job", [*WRITERS])
 def test_every_sample_is_tested_once(job: str, data: dict[str, Path], tmp_path: Path) -> None:
-    kind, tested, digests = job_of(job), [], set()
+    kind, digests = job_of(job), set()
+    tested: list[Any] = []
     for number in range(1, 4):
         prepared = kind.prepare(asked(data[job], tmp_path, job, folds=f"{number}/3"))
         tested += kind.tested(prepared)
@@ -287,6 +288,8 @@ def test_a_search_is_the_same_again_and_when_it_is_resumed(
     (tmp_path / "c" / "it" / "trial-6").mkdir()
     again = search(CLASSIFY, resumed(tmp_path / "c"), [], trials=14, resumed_by="")
     assert scored[14:19] + scored[19:] == [*scored[:5], *scored[6:14]]
+    assert again.table is not None
+    assert found.table is not None
     assert again.table.rows == found.table.rows
     failed = [row for row in found.table.rows if row[-1] == "failed"]
     assert failed == found.table.rows[-len(failed) :]
@@ -320,7 +323,12 @@ def test_a_search_trains_and_names_the_command_of_the_best(
 ) -> None:
     pytest.importorskip("optuna")
     compared: list[Any] = []
-    monkeypatch.setattr(page, "compare_runs", lambda *given: compared.append(given) or given[1])
+
+    def compare(*given: Any) -> Any:
+        compared.append(given)
+        return given[1]
+
+    monkeypatch.setattr(page, "compare_runs", compare)
     options = asked(data["classify"], tmp_path, lr=None)
     found = search(CLASSIFY, options, ["lr=1e-3:1e-1", "momentum=0.5,0.9"], trials=2, resumed_by="")
     kept = results_of(tmp_path)

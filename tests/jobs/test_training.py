@@ -413,7 +413,7 @@ class Timed:
     number = 12
 
     def __init__(self, data: float, rest: float) -> None:
-        parts = dict.fromkeys(("backward", "exchange", "update"), 0.0)
+        parts: dict[str, Any] = dict.fromkeys(("backward", "exchange", "update"), 0.0)
         self.seconds = PhaseTime(data=data, forward=rest, **parts)
 
 
@@ -435,7 +435,9 @@ def test_the_number_of_workers_follows_from_the_first_steps(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     loader: Any = SimpleNamespace(workers=0)
-    workers, numbers, remarks = Workers("auto", loader, steps=100, devices=2), [], []
+    workers = Workers("auto", loader, steps=100, devices=2)
+    numbers: list[int] = []
+    remarks: list[str] = []
     for times, steps in ((before, 11), (before, 1), (after, 12)):
         remarks += filter(None, [workers.note(Timed(*times)) for _ in range(steps)])  # type: ignore[arg-type]
         numbers.append(workers.number)

@@ -62,9 +62,13 @@ def test_everything_else_is_alone(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_steps_of_a_job_and_its_restarts_are_different_runs() -> None:
-    changes = {"SLURM_STEP_ID": "1", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "4712"}
-    contexts = [read_context({**SRUN, name: value}) for name, value in changes.items()]
-    contexts.append(read_context(SRUN))
+    changes: tuple[dict[str, str], ...] = (
+        {},
+        {"SLURM_STEP_ID": "1"},
+        {"SLURM_RESTART_COUNT": "1"},
+        {"SLURM_JOB_ID": "4712"},
+    )
+    contexts = [read_context({**SRUN, **change}) for change in changes]
     assert len({each.run_id for each in contexts}) == 4
     assert len({each.address for each in (contexts[0], contexts[1], contexts[3])}) == 3
 

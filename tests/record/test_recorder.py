@@ -96,9 +96,11 @@ def test_it_has_every_step_shard_and_result(tmp_path: Path) -> None:
     assert record.step(3).place == [(0, 0, 18, 6)]
     calls = [each["call"] for each in record.results]
     assert calls == [*["trainer.evaluate", "trainer.predict"] * EPOCHS, "trainer.fingerprint"]
-    assert record.results[1]["value"]["out"].shape == (18, 1)
-    assert record.results[0]["line"].startswith(__file__)
+    results: Any = record.results
+    assert results[1]["value"]["out"].shape == (18, 1)
+    assert results[0]["line"].startswith(__file__)
     assert record.blocks["step"].tolist() == [3, 6]
+    begun: Any
     (begun,) = record.begins
     assert begun["description"]["shards"] == str(SHARDS)
     with pytest.raises(RecordError, match="has steps 1 to 6, but not the requested step 7"):

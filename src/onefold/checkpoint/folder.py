@@ -446,7 +446,7 @@ class Checkpoint:
     """Epoch in which the run resumes."""
     scores: Mapping[str, float]
     """Scores that were passed to `Trainer.save`."""
-    extra: Any
+    extra: object
     """Extra data that was passed to `Trainer.save`."""
 
 

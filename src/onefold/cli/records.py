@@ -406,7 +406,8 @@ def _plain(entry: Any, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(record: Record) -> None:
-    console, begins = Screen(), record.begins
+    console = Screen()
+    begins: Any = record.begins
     for begun in begins:
         console.print(
             f"{begun['time']}  from step {begun['step']} on {', '.join(begun['devices'])}: "

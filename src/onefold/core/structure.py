@@ -24,7 +24,7 @@ import operator
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -153,8 +153,11 @@ def put_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return with_parts(value, parts)
 
 
+_Value = TypeVar("_Value")
+
+
 @dataclass(frozen=True, slots=True)
-class Broadcast:
+class Broadcast(Generic[_Value]):
     """A part of a batch that every shard receives whole: times, a grid, a temperature.
 
     Use it in batches that the script makes, for `Trainer.step`, `Trainer.gradient` or the function
@@ -172,11 +175,11 @@ class Broadcast:
     6
     """
 
-    value: Any
+    value: _Value
 
 
 @dataclass(frozen=True, slots=True)
-class Scatter:
+class Scatter(Generic[_Value]):
     """A part of a batch with another number of samples, which is cut into shards separately.
 
     An example is boundary points in addition to interior points. The sample count of a step is that
@@ -197,7 +200,7 @@ class Scatter:
     6
     """
 
-    value: Any
+    value: _Value
     dim: int = 0
 
 

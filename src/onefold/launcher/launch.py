@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from onefold.core.late import load
 from onefold.core.numbers import check_seconds
@@ -58,6 +58,7 @@ from onefold.watch.timeline import check_timeline, join_timeline
 __all__ = ["LaunchedRun", "launch", "supervise", "worker_environment"]
 
 
+_Value = TypeVar("_Value")
 _START = (
     "import sys; root = sys.argv.pop(1); root in sys.path or sys.path.append(root); "
     "from onefold.worker import main; sys.exit(main())"
@@ -70,7 +71,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 
 
 def launch(
-    main: Callable[..., Any],
+    main: Callable[..., _Value],
     *,
     devices: int | str | Sequence[str] = "auto",
     args: Sequence[Any] = (),
@@ -79,7 +80,7 @@ def launch(
     exchange: ExchangeName = "auto",
     timeout_s: float = DEFAULT_TIMEOUT_S,
     grace_period_s: float | None = None,
-) -> Any:
+) -> _Value:
     """Run a function on several devices of this machine and return the lead's result.
 
     Each device is a new Python process that calls ``main(*args)``. From a script, call this under
@@ -162,7 +163,8 @@ def launch(
         if not os.fstat(result.fileno()).st_size:
             raise RunFailed("main ended the program (SystemExit) on device 0 before it returned")
         with mmap.mmap(result.fileno(), 0, access=mmap.ACCESS_READ) as returned:
-            return cloudpickle.loads(returned)
+            value: _Value = cloudpickle.loads(returned)
+            return value
 
 
 _USELESS = {

@@ -34,7 +34,7 @@ __all__ = ["FILE", "Record", "alike", "shards_of", "standing", "whole_run"]
 
 _log = logging.getLogger("onefold")
 
-Table = dict[str, np.ndarray[Any, Any]]
+Table = dict[str, np.ndarray[tuple[int], np.dtype[Any]]]
 """Columns of equal length, by name."""
 
 
@@ -96,7 +96,7 @@ class Record:
         return not owners <= {0, os.geteuid()}
 
     @property
-    def begins(self) -> list[dict[str, Any]]:
+    def begins(self) -> list[dict[str, object]]:
         """Devices, command and settings of each start and resume of the run, as dicts."""
         return [structs.asdict(each) for each in self._all(StartEntry)]
 
@@ -134,7 +134,7 @@ class Record:
         }
 
     @property
-    def results(self) -> list[dict[str, Any]]:
+    def results(self) -> list[dict[str, object]]:
         """Results of `evaluate`, `predict`, `gather` and `broadcast`, in order.
 
         ``value`` is None if the result was too large to store; ``kept`` tells this from a result of

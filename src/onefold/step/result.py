@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from onefold.core.values import StepValues
 
 __all__ = ["Objective", "Step", "StepResult", "objectives_of", "verdict_of"]
+
+
+Output = torch.Tensor | list[torch.Tensor] | list[dict[str, torch.Tensor]]
+"""Rows of the whole batch; see `Step.outputs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Step:
         return {} if beside is None else beside.finished()
 
     @property
-    def outputs(self) -> dict[str, Any]:
+    def outputs(self) -> dict[str, Output]:
         """Outputs of the loss for each sample: for each name, the rows of the whole batch.
 
         An output is a tensor (samples, ...) on the host, or a list with one tensor or dict of

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 from onefold.core.options import DEFAULT_PLACEMENT, ExchangeName, LaunchContext, RunOptions
 from onefold.errors import PeerError
@@ -26,11 +26,14 @@ from onefold.testing.scheduler import Fault, Killed, Scheduler
 __all__ = ["Ended", "Fault", "outcomes", "simulate"]
 
 
+_Value = TypeVar("_Value")
+
+
 @dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Generic[_Value]):
     """The end of a simulated device; see `outcomes`."""
 
-    value: Any = None
+    value: _Value | None = None
     """Return value of its function."""
     error: BaseException | None = None
     """Exception raised by its function."""
@@ -41,7 +44,7 @@ class Ended:
 
 
 def simulate(
-    main: Callable[..., Any],
+    main: Callable[..., _Value],
     devices: int = 2,
     *,
     seed: int = 0,
@@ -49,7 +52,7 @@ def simulate(
     placement: str = DEFAULT_PLACEMENT,
     exchange: ExchangeName = "auto",
     options: RunOptions | None = None,
-) -> list[Any]:
+) -> list[_Value]:
     """Run a function on simulated devices, as `onefold.launch` does on N processes.
 
     All devices are in this process: the function is called in N threads with the same arguments,
@@ -91,18 +94,18 @@ def simulate(
     for number, error in sorted(failed.items(), key=lambda pair: isinstance(pair[1], PeerError)):
         error.add_note(f"raised on simulated device {number} of {devices}, with seed {seed}")
         raise error
-    return [each.value for each in ended]
+    return [cast(_Value, each.value) for each in ended]
 
 
 def outcomes(
-    main: Callable[..., Any],
+    main: Callable[..., _Value],
     devices: int = 2,
     *,
     seed: int = 0,
     args: Sequence[Any] = (),
     options: RunOptions | None = None,
     faults: Sequence[Fault] = (),
-) -> list[Ended]:
+) -> list[Ended[_Value]]:
     """Run a function on simulated devices with faults; return how each ended.
 
     Args:
@@ -132,7 +135,7 @@ def outcomes(
     network: Network
     scheduler = Scheduler(devices, seed, faults, lambda number: network.cut(number))
     network = Network(devices, scheduler, chosen.timeout_s)
-    found = [Ended() for _ in range(devices)]
+    found: list[Ended[_Value]] = [Ended() for _ in range(devices)]
 
     def live(number: int) -> None:
         context = LaunchContext(
@@ -159,7 +162,7 @@ def outcomes(
     return found
 
 
-def _lived(main: Callable[..., Any], args: Sequence[Any]) -> Ended:
+def _lived(main: Callable[..., _Value], args: Sequence[Any]) -> Ended[_Value]:
     """Run the function as a worker process does, and end as a worker does."""
     try:
         try:

@@ -159,7 +159,7 @@ class LoadedRun:
     """Class names in the order of the logits; empty for regression and for foreground masks."""
     weights: Path
     """Folder of the checkpoint."""
-    description: dict[str, Any] = field(repr=False)
+    description: dict[str, object] = field(repr=False)
     """Description of model, classes and preprocessing, for programs without onefold."""
 
 

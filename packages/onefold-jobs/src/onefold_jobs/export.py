@@ -93,7 +93,7 @@ def export_run(
     require_writable(path.parent, "name another one with --output")
     run = load_run(folder, weights=weights)
     batches, samples = _batches(job, run, folder)
-    before = run.description["preprocessing"]
+    before: Any = run.description["preprocessing"]
     # The description refers to files by their names in the run.
     before |= {key: copies[name].name for key, name in before.items() if name in job.files}
     files = {beside: json.dumps(run.description, indent=1).encode()}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 import torch
@@ -239,6 +239,12 @@ def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     raise NotImplementedError("prediction has no training step")
 
 
+class Prepare(Protocol):
+    """Type of `Job.prepare`."""
+
+    def __call__(self, options: Any, /, scanning: Scanning | None = None) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A ready-made job. The functions are listed in the order of their calls.
@@ -257,7 +263,7 @@ class Job:
     """Class of the job's options, derived from `TrainOptions`."""
     check_early: Callable[[Any], None]
     """Rejects options that cannot work, before the data are read."""
-    prepare: Callable[[Any, Scanning | None], Any]
+    prepare: Prepare
     """Reads the data, and rejects data that cannot be used."""
     settle: Callable[[Any, Any], Any]
     """Fills in options without a value, once the data are known."""

@@ -181,7 +181,8 @@ def _suggest(study: Study, space: Mapping[str, Any], seed: int) -> dict[str, Any
     sampler = optuna.samplers.TPESampler(seed=seed_of_trial)
     copy = optuna.create_study(direction=study.direction, sampler=sampler)
     copy.add_trials(study.trials)
-    return copy.ask(dict(space)).params
+    params: dict[str, Any] = copy.ask(dict(space)).params
+    return params
 
 
 def _trained(

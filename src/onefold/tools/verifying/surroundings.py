@@ -499,7 +499,7 @@ def _join(payloads: Sequence[Any], dim: int) -> object | None:
     return None if any(part is None for part in joined) else with_parts(first, joined)
 
 
-def _marked(part: Broadcast | Scatter) -> object:
+def _marked(part: Broadcast[Any] | Scatter[Any]) -> object:
     return Broadcast(_Shared(part.value)) if isinstance(part, Broadcast) else part
 
 

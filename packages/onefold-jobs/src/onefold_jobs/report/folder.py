@@ -294,7 +294,8 @@ def _steps_of(record: onefold.Record) -> list[StepsLine]:
     # An evaluation precedes the first step of an epoch, a pause the first one of a resumed run.
     took_s = np.diff(columns["time"], prepend=math.nan)
     took_s[starts] = math.nan
-    took_s[np.isin(columns["step"], [each["step"] + 1 for each in record.begins])] = math.nan
+    begins: Any = record.begins
+    took_s[np.isin(columns["step"], [each["step"] + 1 for each in begins])] = math.nan
     epochs = np.split(np.arange(len(took_s)), starts[1:])
     parts = [part for rows in epochs for part in np.array_split(rows, min(_POINTS, len(rows)) or 1)]
     return [_line_of(columns, took_s, rows) for rows in parts if len(rows)]
@@ -313,12 +314,14 @@ def _line_of(columns: _Columns, took_s: _Column, rows: _Column) -> StepsLine:
 def _epochs_of(record: onefold.Record) -> list[EpochLine]:
     """Collect what the devices recorded of each epoch."""
     # A resumed run may use other devices: a number has the most recent name.
-    names = {n: name for begun in record.begins for n, name in enumerate(begun["devices"])}
+    begins: Any = record.begins
+    results: Any = record.results
+    names = {n: name for begun in begins for n, name in enumerate(begun["devices"])}
     # Keyed by epoch, because an epoch that --max-time cut short was evaluated again after the
     # resume.
     lines: dict[int, EpochLine] = {}
     scores = {}
-    for each in record.results:
+    for each in results:
         # Runs of earlier versions store their scores here.
         if each["call"] == "trainer.evaluate":
             scores = each["value"]
