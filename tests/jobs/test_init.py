@@ -165,8 +165,6 @@ def check(make: Callable[[Path], Path | None], score: str, folder: Path) -> None
             ".float()[:, None] / 255",
         ),
         (folder_of(write_masks), "IoU of an image"),
-        (listed(lambda n: n / 7, "img\\p{}.png"), "squared error"),
-        (texts(lambda n: TAGS[n % 4]), 'split("|")'),
     ],
 )
 def test_the_script_trains(make: Callable[[Path], Path | None], score: str, tmp_path: Path) -> None:
@@ -195,6 +193,8 @@ def test_the_script_trains(make: Callable[[Path], Path | None], score: str, tmp_
             table(GAPS.replace("xyz"[0], "1,5").replace("y\n", "2\n").replace("z\n", "3\n")),
             "number(row[-1])",
         ),
+        (listed(lambda n: n / 7, "img\\p{}.png"), "squared error"),
+        (texts(lambda n: TAGS[n % 4]), 'split("|")'),
         (folder_of(write_class_masks), "VALUES = [0, 3, 15]"),
         (folder_of(write_masks, "train"), "random_split"),
         (folder_of(write_texts), "read("),
@@ -253,7 +253,7 @@ def test_the_folder_to_test_with_is_used(tmp_path: Path) -> None:
     shutil.copytree(data / "train" / "c", data / "val" / "c")
     shutil.copytree(data / "train" / "c", data / "val" / "untrained")
     # Of a class that has no test sample, the others keep their numbers.
-    check(lambda _: data, f'test = data, Pictures(Path("{data / "val"}"), classes)', tmp_path)
+    check(lambda _: data, f'test = data, Pictures(files_in(Path("{data / "val"}")))', tmp_path)
 
 
 def test_a_folder_to_test_with_that_has_no_classes_is_told(
