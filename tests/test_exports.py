@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -74,19 +73,6 @@ def test_the_launcher_does_not_load_pytorch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
     )
     assert answer.stdout == "[]\n"
-
-
-def test_both_distributions_have_one_version() -> None:
-    root = SOURCE.parent.parent
-    core, jobs = (
-        tomllib.loads((root / each / "pyproject.toml").read_text())["project"]
-        for each in ("", "packages/onefold-jobs")
-    )
-    assert core["version"] == jobs["version"] == onefold.__version__
-    assert core["optional-dependencies"]["jobs"] == [f"onefold-jobs=={core['version']}"]
-    assert f"onefold=={core['version']}" in jobs["dependencies"]
-    shared = {each for each in jobs["dependencies"] if each in core["dependencies"]}
-    assert len(shared) == len(jobs["dependencies"]) - 3  # onefold, Jinja, tomli-w
 
 
 @pytest.mark.processes

@@ -69,8 +69,9 @@ def classify(*, data: str | Path, devices: int | str = "auto", **options: Any) -
     Args:
         data: a folder of class folders, or any other data that the command accepts.
         devices: number of devices of this machine, or a list of devices.
-        options: options of the command, as ``onefold train classify --help`` and docs/do/jobs.md
-            list them: ``batch_size=32`` for ``--batch-size 32``. A list such as
+        options: options of the command, as ``onefold train classify --help`` and
+            https://onefold.example/do/jobs-options.html list them: ``batch_size=32`` for
+            ``--batch-size 32``. A list such as
             ``freeze=["layer1", "layer2"]`` can also be given as ``freeze="layer1,layer2"``.
 
     Raises:
