@@ -358,8 +358,8 @@ def test_every_public_name_is_shown_at_work() -> None:
     assert len(texts) > 60
     shown = {name for name, text in texts.items() if ">>> " in text}
     for name, text in texts.items():
-        elsewhere = re.search(r"see `([\w.]+)`|docs/(\w+/[\w-]+\.md)", text)
-        there = elsewhere and (elsewhere[1] in shown or (DOCS / (elsewhere[2] or "none")).exists())
+        elsewhere = re.search(r"see `([\w.]+)`|onefold\.example/(\w+/[\w-]+)\.html", text)
+        there = elsewhere and (elsewhere[1] in shown or (DOCS / f"{elsewhere[2]}.md").exists())
         assert name in shown or there, name
 
 

@@ -353,7 +353,7 @@ class Trainer:
 
         Calls with the same batch object are one step, with the same number and random numbers,
         until a block of `modifying` ends in which the batch was passed. See
-        docs/do/gradient-without-update.md.
+        https://onefold.example/do/gradient-without-update.html.
 
         Args:
             batch, loss, dim: as for `step`.

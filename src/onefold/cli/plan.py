@@ -122,7 +122,8 @@ def _print(console: Screen, found: dict[str, Any], names: Sequence[str]) -> None
             "Too large",
             f" for a device: {largest['name']} needs "
             f"{_mebibytes(least)} MiB at a time. Split it with Trainer(stages=[...]), or "
-            f"split its largest layer into several modules: docs/do/split-a-layer.md.",
+            f"split its largest layer into several modules: "
+            f"https://onefold.example/do/split-a-layer.html.",
         )
 
 

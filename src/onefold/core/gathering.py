@@ -56,7 +56,7 @@ def gather(
             dimensions, the other sizes and the dtype must be the same in all shards; n may
             differ.
         rows: whether to also return which rows belong to this shard; see
-            `docs/do/whole-batch.md`.
+            https://onefold.example/do/whole-batch.html.
 
     Returns:
         (N, ...) the rows of all shards, in order; with ``rows``, also the slice of this shard's
@@ -126,7 +126,7 @@ class SyncBatchNorm(BatchNorm):
     `torch.nn.BatchNorm1d`, ``2d`` and ``3d``, so their weights can be loaded. If one shard is the
     whole batch, and outside a step, it computes the same as these. In a model with such layers,
     each device keeps what backward needs for all of its shards at once: see
-    `docs/do/whole-batch.md`.
+    https://onefold.example/do/whole-batch.html.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     >>> [type(layer).__name__ for layer in SyncBatchNorm.convert(model)]

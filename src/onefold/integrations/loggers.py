@@ -2,8 +2,8 @@
 
     from onefold.integrations.loggers import log_steps
 
-The script creates the logger; onefold imports none of these libraries. docs/do/loggers.md has an
-example of each.
+The script creates the logger; onefold imports none of these libraries.
+https://onefold.example/do/loggers.html has an example of each.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     from onefold.integrations.transformers import Trainer
 
 Import it instead of transformers' Trainer, before creating any ``TrainingArguments``. The loop,
-callbacks, checkpoints and evaluation do not change; docs/move/transformers.md has an example.
+callbacks, checkpoints and evaluation do not change; https://onefold.example/move/transformers.html
+has an example.
 `check_arguments` refuses `transformers.TrainingArguments` that onefold does not support.
 
 Note: how the loop runs
@@ -63,7 +64,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ValueError: an argument is not supported; the message names it and an alternative.
 
     Example: ``Trainer(model, args, train_dataset=data, shards=8).train()``;
-    docs/move/transformers.md has a complete script.
+    https://onefold.example/move/transformers.html has a complete script.
     """
 
     args: Any

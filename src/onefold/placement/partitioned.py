@@ -103,8 +103,8 @@ class Partitioned(Placement):
             raise ValueError(
                 f"stage {storage.stages.names[largest]} needs {needed[largest]:,} bytes of {what}, "
                 f"but {device} has only {capacity:,}. Split it with Trainer(stages=[...]), or "
-                f"split its largest layer into several modules: docs/do/large-models.md. `onefold "
-                f"plan` lists all stages"
+                f"split its largest layer into several modules: "
+                f"https://onefold.example/do/large-models.html. `onefold plan` lists all stages"
             )
 
     def start(self, context: StepContext) -> None:

@@ -11,7 +11,7 @@ a body. The header holds the body's length, the same length with all bits invert
 little-endian uint32), and a 16-byte digest of the previous frame's digest and the body. Each digest
 therefore covers all earlier frames: the *chain*. A checkpoint stores the digest of the last frame
 written before it, so no other record can be mistaken for its run's record.
-docs/reference/record-format.md explains what this proves.
+https://onefold.example/reference/record-format.html explains what this proves.
 
 A frame is written by one call, so a killed process leaves at most one partial frame at the end, and
 a power failure leaves zeros there. This is the *torn tail*: readers skip it and the next writer
