@@ -3,6 +3,8 @@
 # make test-all  the same with the tests marked full: the whole cross product, and real launchers
 # make lowest  tests of jobs and commands with the oldest releases that pyproject.toml allows
 # make matrix  the fast tests with every installed Python, and the lowest, pinned and newest PyTorch
+# make release-check  build all distributions in dist, and try them as a user would with each of these
+#              Pythons: every install command of the docs, the README, the demo, a job, the site
 # make ecosystem  scripts of other libraries, plain and with onefold; writes docs/reference/works-with.md
 # make launchers  real launchers, and files for clusters checked by the packages of those clusters
 # make golden  small runs on simulated devices, compared with the bits in tests/golden.json
@@ -36,7 +38,7 @@ SAY = | sed -En 's/^ *(Downloading|Using cached|Processing .*\/([^/]*\.whl)$$) *
 # Seed of the order of the tests, random by default and printed at the end: make test SEED=7
 SEED ?= $(shell echo $$RANDOM)
 
-.PHONY: demo test test-all lowest matrix matrix-one ecosystem launchers golden mutants lint venv docs docs-check links bench bench-venv gpu clean
+.PHONY: demo test test-all lowest matrix matrix-one release-check ecosystem launchers golden mutants lint venv docs docs-check links bench bench-venv gpu clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
@@ -50,13 +52,17 @@ lowest: $(LOWEST_VENV)/lowest.stamp
 	$(LOWEST_VENV)/bin/pytest --numprocesses 2 --dist loadgroup tests/cli tests/jobs
 
 # Each combination has an environment of its own, which is kept for the next time.
-MATRIX_PYTHON ?= $(foreach version,3.11 3.12 3.13 3.14,$(shell python$(version) -c "" 2>/dev/null && echo python$(version)))
+PYTHONS := 3.11 3.12 3.13 3.14
+MATRIX_PYTHON ?= $(foreach version,$(PYTHONS),$(shell python$(version) -c "" 2>/dev/null && echo python$(version)))
 MATRIX_TORCH ?= lowest pinned newest
 MATRIX_ENV = .venv-matrix-$(notdir $(PYTHON))-$(TORCH)
 lowest_torch = torch==$(shell sed -n 's/^ *"torch>=\(.*\)",/\1/p' pyproject.toml).*
 pinned_torch = $(shell cat constraints.txt)
 newest_torch = torch
+MISSING = $(if $(filter file,$(origin MATRIX_PYTHON)),$(filter-out $(MATRIX_PYTHON:python%=%),$(PYTHONS)))
+SAY_MISSING = @test -z '$(MISSING)' || echo 'Not tried, because not on PATH: Python $(MISSING) (uv python install $(MISSING))'
 matrix:
+	$(SAY_MISSING)
 	@$(foreach python,$(MATRIX_PYTHON),$(foreach torch,$(MATRIX_TORCH),$(MAKE) --no-print-directory matrix-one PYTHON=$(python) TORCH=$(torch) &&)) true
 
 matrix-one:
@@ -64,6 +70,11 @@ matrix-one:
 	$(MATRIX_ENV)/bin/python -m pip install --progress-bar off '$($(TORCH)_torch)' $(SAY)
 	$(MATRIX_ENV)/bin/python -m pip install --progress-bar off $(call both,dev,images) $(SAY)
 	$(MATRIX_ENV)/bin/pytest --numprocesses 2 -m "not processes and not full and not gpu" tests
+
+release-check:
+	$(SAY_MISSING)
+	$(firstword $(MATRIX_PYTHON)) tests/release.py $(MATRIX_PYTHON)
+	$(SAY_MISSING)
 
 ecosystem: $(ECOSYSTEM_VENV)/ecosystem.stamp
 	$(ECOSYSTEM_VENV)/bin/python -m ecosystem
@@ -93,7 +104,7 @@ SPHINX = $(BIN)/sphinx-build --fail-on-warning --keep-going --jobs auto
 docs: $(VENV)/docs.stamp
 	$(SPHINX) --builder html --doctree-dir build/doctrees docs build/docs
 
-docs-check: $(VENV)/docs.stamp
+docs-check: $(VENV)/docs.stamp $(VENV)/test.stamp
 	$(BIN)/python -m docs.execute
 	$(MAKE) docs
 	$(SPHINX) --builder markdown --tag markdown --doctree-dir build/doctrees-markdown docs build/docs
@@ -170,7 +181,7 @@ $(ECOSYSTEM_VENV)/ecosystem.stamp: $(ECOSYSTEM_VENV)/torch.stamp pyproject.toml 
 	@VIRTUAL_ENV=$(@D) $(@D)/bin/uv pip install --constraint constraints.txt --overrides ecosystem/overrides.txt --editable . --requirement ecosystem/requirements.txt
 	@touch $@
 
-$(VENV)/docs.stamp: $(VENV)/test.stamp
+$(VENV)/docs.stamp: $(VENV)/torch.stamp pyproject.toml
 	@echo 'Installing onefold[docs] into $(@D):'
 	@$(INSTALL) --editable '.[docs]' $(SAY)
 	@touch $@

@@ -1,17 +1,19 @@
 """How Sphinx makes the site: `make docs` writes it to build/docs. Needs no network."""
 
 import sys
+import tomllib
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent / each) for each in ("src", "packages/onefold-jobs/src", ".")]
 
-from onefold import __version__ as release  # noqa: E402
-
-project = "onefold"
-author = "the authors of onefold"
-project_copyright = "the authors of onefold, Apache-2.0"
-version = release
+metadata = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+project = metadata["name"]
+author = metadata["authors"][0]["name"]
+project_copyright = f"{author}, {metadata['license']}"
+version = release = metadata["version"]
+html_baseurl = metadata["urls"]["Documentation"]
+linkcheck_ignore = [rf"{html_baseurl}.*"]  # docstrings name pages of this site
 
 extensions = [
     "myst_parser",

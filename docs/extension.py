@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -29,6 +32,7 @@ MODULES = (
     "onefold.integrations.transformers",
 )
 """Public modules. Each of their public names is on one page."""
+JOBS = Path(__file__).resolve().parent.parent / "packages/onefold-jobs/pyproject.toml"
 
 
 class CodeOrLink(SphinxRole):
@@ -101,6 +105,9 @@ class Commands(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         group = typer.main.get_command(_import("onefold.cli.main").app)
+        jobs = tomllib.loads(JOBS.read_text())["project"]["entry-points"]["onefold.commands"]
+        for name, target in jobs.items():  # onefold-jobs itself may not be installed
+            group.commands.setdefault(name, EntryPoint(name, target, "onefold.commands").load())
         text = "\n".join(_described(group, "onefold"))
         return self.parse_text_to_nodes(text, allow_section_headings=True)
 
@@ -180,7 +187,14 @@ def _references(page: nodes.document) -> Iterator[nodes.reference]:
     )
 
 
+def import_modules(app: Sphinx) -> None:
+    """Fail before any page is read: Sphinx waits forever if a parallel worker raises an error."""
+    for name in MODULES:
+        _import(name)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("builder-inited", import_modules)
     app.add_directive("commands", Commands)
     app.add_role("code-or-link", CodeOrLink())
     app.connect("html-page-context", offer_markdown)
