@@ -44,7 +44,7 @@ def of_training(run: Path) -> dict[str, float]:
     """The scores that the run has kept of its best epoch."""
     read = read_reported(run)
     assert read.best is not None
-    return dict(read.epochs[read.best[0]].scores)
+    return dict(read.epochs[read.best[0] - 1].scores)
 
 
 def facts_of(run: Path) -> dict[str, Any]:
