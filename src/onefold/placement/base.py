@@ -408,9 +408,9 @@ class StepContext:
     def attached(self, replica: Replica) -> Iterator[None]:
         """Move the module to one of this process's devices, and afterwards back to the first
         one."""
-        if replica is not self.first:
-            replica.attach()
         try:
+            if replica is not self.first:
+                replica.attach()
             with as_current(replica.device):
                 yield
         finally:

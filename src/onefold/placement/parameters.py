@@ -218,8 +218,8 @@ class PartitionedParameters(ResidentParameters):
         Args:
             detect_writes: whether to compare gathered parameters before they are freed.
         """
-        self._is_serving, self._run_checks = True, detect_writes
         try:
+            self._is_serving, self._run_checks = True, detect_writes
             yield
             self._free_all()
             self._buffers.refuse_written()
@@ -239,8 +239,8 @@ class PartitionedParameters(ResidentParameters):
                 yield
             return
         own = [s for s, place in enumerate(self._stages.places) if place == self._place]
-        self._is_pipeline = True
         try:
+            self._is_pipeline = True
             with self._serving(detect_writes=run_checks):
                 # On all devices together, because the first device of each pipeline has a part of
                 # the root.
@@ -267,18 +267,16 @@ class PartitionedParameters(ResidentParameters):
         self._order = order
         order.start_shard()
         # Global hooks: PyTorch skips its fast paths for modules that have hooks of their own.
-        handles = [
-            register_module_forward_pre_hook(lambda part, _: self._before_forward(part)),
-            register_module_forward_hook(
-                lambda part, *_: self._after_forward(part), always_call=True
-            ),
-        ]
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked):
+            with (
+                register_module_forward_pre_hook(lambda part, _: self._before_forward(part)),
+                register_module_forward_hook(
+                    lambda part, *_: self._after_forward(part), always_call=True
+                ),
+                torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked),
+            ):
                 yield self._begin_backward
         finally:
-            for handle in handles:
-                handle.remove()
             self._prefetched.clear()
             for stage in [stage for stage in self._resident if stage != ROOT]:
                 self._free(stage)

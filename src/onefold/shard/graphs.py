@@ -384,8 +384,8 @@ class ShardGraphs:
 @contextmanager
 def _capturing() -> Iterator[None]:
     """Tell losses that their values are not computed yet."""
-    PASS.captured = True
     try:
+        PASS.captured = True
         yield
     finally:
         PASS.captured = False

@@ -205,11 +205,11 @@ def in_mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
     # List all parts now instead of using `Modes`: parts may have been added since.
     parts = list(module.modules())
     before = [part.training for part in parts]
-    # A part that overrides train() may do more than set the flag (merge weights, for instance), so
-    # call it even if all flags are already right.
-    if not all(part.training is training and _is_plain(part) for part in parts):
-        module.train() if training else module.eval()
     try:
+        # A part that overrides train() may do more than set the flag (merge weights, for instance),
+        # so call it even if all flags are already right.
+        if not all(part.training is training and _is_plain(part) for part in parts):
+            module.train() if training else module.eval()
         yield
     finally:
         # First the parts that override train(), which undoes their eval() (unmerges the weights).
@@ -326,11 +326,8 @@ class ExternalModules:
 
         # This hook applies to all modules of the process. It slows down every call and recompiles
         # compiled modules, so it is removed at the end.
-        handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
-        try:
+        with torch.nn.modules.module.register_module_forward_pre_hook(note):
             yield
-        finally:
-            handle.remove()
         for external in found:
             name = external.changed()
             if name is not None:

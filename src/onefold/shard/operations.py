@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
 
@@ -81,21 +81,15 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record all operations of the model inside this block. Compiled code runs eagerly."""
-        hooks = []
-        for name, part in self._module.named_modules():
-            enter, leave = self._entering(name), self._leaving
-            hooks += [
-                part.register_forward_pre_hook(enter, prepend=True),
+        with ExitStack() as hooks:
+            for name, part in self._module.named_modules():
+                enter, leave = self._entering(name), self._leaving
+                hooks.enter_context(part.register_forward_pre_hook(enter, prepend=True))
                 # `always_call`: an exception in forward must not leave the name on the stack.
-                part.register_forward_hook(leave, always_call=True),
-            ]
-        try:
+                hooks.enter_context(part.register_forward_hook(leave, always_call=True))
             # Run eagerly: the dispatch mode does not see the operations of compiled code.
             with torch.compiler.set_stance("force_eager"), self:
                 yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _entering(self, name: str) -> Callable[..., None]:
         return lambda module, inputs: self._inside.append(name)

@@ -15,8 +15,9 @@ several times is complete when everything from its first call on is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -142,17 +143,14 @@ class StageModules:
             nonlocal begun
             begun = True
 
-        handles = [
-            part.register_forward_hook(lambda *call, stage=stage: after(stage, call[-1]))
-            for stage, part in zip(self._stages, self.modules, strict=True)
-            # Scripted modules accept no hooks. A stage of scripted modules only is sent at the end.
-            if not isinstance(part, torch.jit.ScriptModule)
-        ]
-        try:
+        with ExitStack() as hooks:
+            for stage, part in zip(self._stages, self.modules, strict=True):
+                # Scripted modules accept no hooks. A stage of scripted modules only is sent at the
+                # end.
+                if not isinstance(part, torch.jit.ScriptModule):
+                    hook = partial(lambda stage, *call: after(stage, call[-1]), stage)
+                    hooks.enter_context(part.register_forward_hook(hook))
             yield begin
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def cut_by_itself(module: torch.nn.Module) -> list[torch.nn.Module]:

@@ -171,8 +171,8 @@ def hide_backward_hooks(module: torch.nn.Module) -> Iterator[None]:
     """Hide a module's backward hooks from its calls inside the block."""
     names = ("_backward_hooks", "_backward_pre_hooks")
     held = {name: vars(module)[name] for name in names}
-    vars(module).update({name: OrderedDict() for name in names})
     try:
+        vars(module).update({name: OrderedDict() for name in names})
         yield
     finally:
         vars(module).update(held)
@@ -193,8 +193,8 @@ def watch_differentiation(
         inspect(outputs, args[3])
         return inner(outputs, *args, **kwargs)
 
-    _AUTOGRAD._engine_run_backward = watched
     try:
+        _AUTOGRAD._engine_run_backward = watched
         yield
     finally:
         _AUTOGRAD._engine_run_backward = inner

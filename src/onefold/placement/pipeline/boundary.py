@@ -176,8 +176,8 @@ class StageBoundary:
             PipelineError: a pipeline cannot compute the model.
         """
         with ExitStack() as put:
-            self._parameters.progress = context.progress
             put.callback(setattr, self._parameters, "progress", None)
+            self._parameters.progress = context.progress
             self._put_hooks(context, put)
             if context.inputs is not None and not context.again:
                 put.enter_context(watch_differentiation(partial(self._refuse_grad, context)))
@@ -188,10 +188,10 @@ class StageBoundary:
                     continue
                 hook = self._own if place == self._place else self._after
                 # Before hooks of the script, which must see the received tensors.
-                handle = module.register_forward_pre_hook(
-                    partial(hook, stage, context), prepend=True, with_kwargs=True
+                hook = partial(hook, stage, context)
+                put.enter_context(
+                    module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
                 )
-                put.callback(handle.remove)
             yield
 
     def _put_hooks(self, context: PipelineContext, put: ExitStack) -> None:
@@ -213,7 +213,7 @@ class StageBoundary:
                 put.enter_context(hide_backward_hooks(part))
             elif part not in self._place_of:
                 check = partial(_refuse_shapes, name, progress)
-                put.callback(part.register_forward_pre_hook(check, with_kwargs=True).remove)
+                put.enter_context(part.register_forward_pre_hook(check, with_kwargs=True))
 
     def _before(self, stage: int, context: PipelineContext) -> Callable[..., Any]:
         """Return the replacement of a stage of an earlier device."""
@@ -444,8 +444,8 @@ class StageBoundary:
 def _called_instead(module: torch.nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """Replace a module's own forward temporarily."""
     own = module.__dict__.get("forward")
-    module.__dict__["forward"] = call
     try:
+        module.__dict__["forward"] = call
         yield
     finally:
         if own is None:
