@@ -63,11 +63,9 @@ class Mutant(NamedTuple):
 FAULTS = r"""
 totals of shards are added from left to right
 core/fold.py
--    return fold(leaves.get, Block(0, len(values)), add)
-+    total = values[0]
-+    for value in list(leaves.values())[1:]:
-+        total = add(total, value)
-+    return total
+-        pairs = zip(values[::2], values[1::2], strict=False)
+-        values = [*(add(left, right) for left, right in pairs), *values[len(values) & ~1 :]]
++        values = [add(values[0], values[1]), *values[2:]]
 
 microbatches of a shard are larger than was asked
 core/shard.py

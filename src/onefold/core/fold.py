@@ -195,5 +195,7 @@ def fold_shards(values: Sequence[T], add: Callable[[T, T], T]) -> T:
     >>> fold_shards(["a", "b", "c"], lambda x, y: f"({x}+{y})")
     '((a+b)+c)'
     """
-    leaves = {Block(shard, shard + 1): value for shard, value in enumerate(values)}
-    return fold(leaves.get, Block(0, len(values)), add)
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=False)
+        values = [*(add(left, right) for left, right in pairs), *values[len(values) & ~1 :]]
+    return values[0]

@@ -100,31 +100,35 @@ class Compilers:
             yield
 
 
-@contextmanager
-def repeatable_kernels(*, deterministic: bool, may_compile: bool = True) -> Iterator[None]:
+def repeatable_kernels(
+    *, deterministic: bool, may_compile: bool = True
+) -> AbstractContextManager[None]:
     """Make PyTorch choose kernels that repeat their bits; restore the settings afterwards.
 
     Args:
         deterministic: whether to do so; if False, this context changes nothing.
         may_compile: whether this block may compile something for the first time in this process.
     """
-    if not deterministic:
-        yield
-        return
-    before = KernelSettings()
-    # The compiler has its own switch. Do not load the compiler for it, which takes a second or two,
-    # unless something may be compiled.
-    compiler = compiler_config(may_load=may_compile)
-    compiled_before = compiler is not None and compiler.deterministic
-    before.repeat_bits()
-    if compiler is not None:
-        compiler.deterministic = True
-    try:
-        yield
-    finally:
-        before.put_back()
-        if compiler is not None:
-            compiler.deterministic = compiled_before
+    return _Repeatable(may_compile) if deterministic else _NOTHING
+
+
+class _Repeatable(AbstractContextManager[None]):
+    def __init__(self, may_compile: bool) -> None:
+        self._before = KernelSettings()
+        # The compiler has its own switch. Do not load the compiler for it, which takes a second or
+        # two, unless something may be compiled.
+        self._compiler = compiler_config(may_load=may_compile)
+        self._compiled = self._compiler is not None and self._compiler.deterministic
+
+    def __enter__(self) -> None:
+        self._before.repeat_bits()
+        if self._compiler is not None:
+            self._compiler.deterministic = True
+
+    def __exit__(self, *_: object) -> None:
+        self._before.put_back()
+        if self._compiler is not None:
+            self._compiler.deterministic = self._compiled
 
 
 def calls_compiled(module: torch.nn.Module, *functions: object) -> bool:

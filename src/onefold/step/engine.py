@@ -224,7 +224,10 @@ class Engine:
         if isinstance(optimizer, Optimizers):
             optimizer.active = optimizer.of_loss(name)
         with context.timed("exchange", "agree"):
-            head = digest_of(batch, number, call, loss=self.objective.number)
+            # A single process compares nothing.
+            head = CallDigest(call, number)
+            if context.with_others:
+                head = digest_of(batch, number, call, loss=self.objective.number)
             agreed = self.agree(head, requests=requests)
         self._warn_of_mode()
         return agreed
@@ -301,7 +304,7 @@ class Engine:
         if task.run_checks:
             context.find_generators(*self.losses.values())
         with (
-            self._finite.computing(),
+            self._finite,
             context.computing(run_checks=task.run_checks),
             context.keeping_generators(),
             self.external.watched(f"step {number}, the loss", wanted=watched),

@@ -23,8 +23,7 @@ the host blocks once for both, after the norm is queued.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -294,22 +293,19 @@ class FiniteCheck:
                     f"already made. Resume from a checkpoint. {_ADVICE}"
                 )
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Surround a step's shards, and check the last step after they are queued.
 
         Raises:
             LossError, GradientError: a value of the last step is not finite. This error replaces a
                 shard's error, because the shard computed with the results of that step.
         """
-        try:
-            yield
-        except Exception:
-            # The shard computed with the last step's update. If that was not finite, it is the
-            # cause.
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A failed shard computed with the last step's update. If that was not finite, it is the
+        # cause.
+        if kind is None or issubclass(kind, Exception):
             self.check_last()
-            raise
-        self.check_last()
 
     def _checked(self, failure: str) -> str:
         if failure and not self._skips:
