@@ -12,8 +12,8 @@ import re
 import sys
 import sysconfig
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn.utils import clip_grad
 __all__ = [
     "KernelSettings",
     "ProcessHooks",
+    "Replaced",
     "buffers_of",
     "children_of",
     "code_compiler",
@@ -166,23 +167,37 @@ def hook_owners(module: torch.nn.Module) -> list[Any]:
     return [owner for hook in hooks if (owner := getattr(hook, "__self__", None)) is not None]
 
 
-@contextmanager
-def hide_backward_hooks(module: torch.nn.Module) -> Iterator[None]:
-    """Hide a module's backward hooks from its calls inside the block."""
-    names = ("_backward_hooks", "_backward_pre_hooks")
-    held = {name: vars(module)[name] for name in names}
-    try:
-        vars(module).update({name: OrderedDict() for name in names})
-        yield
-    finally:
-        vars(module).update(held)
+class Replaced(AbstractContextManager[None]):
+    """Replaces attributes of an object inside a block; leaving the block twice does no harm.
+
+    >>> layer = torch.nn.Identity()
+    >>> with Replaced(layer, forward=abs):
+    ...     layer(-2)
+    2
+    >>> layer(-2)
+    -2
+    """
+
+    def __init__(self, owner: Any, **values: object) -> None:
+        self._attributes, self._values = vars(owner), values
+        self._before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+
+    def __enter__(self) -> None:
+        self._attributes.update(self._values)
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._values.keys() - self._before.keys():
+            self._attributes.pop(name, None)
+        self._attributes.update(self._before)
 
 
-@contextmanager
-def watch_differentiation(
-    inspect: Callable[[Sequence[Any], Sequence[Any]], None],
-) -> Iterator[None]:
-    """Call a function before each differentiation inside the block.
+def hide_backward_hooks(module: torch.nn.Module) -> Replaced:
+    """Hide a module's backward hooks from its calls inside a block."""
+    return Replaced(module, _backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
+
+
+def watch_differentiation(inspect: Callable[[Sequence[Any], Sequence[Any]], None]) -> Replaced:
+    """Call a function before each differentiation inside a block.
 
     Its arguments are the outputs, and the inputs, which are empty if they are all leaves.
     """
@@ -193,11 +208,7 @@ def watch_differentiation(
         inspect(outputs, args[3])
         return inner(outputs, *args, **kwargs)
 
-    try:
-        _AUTOGRAD._engine_run_backward = watched
-        yield
-    finally:
-        _AUTOGRAD._engine_run_backward = inner
+    return Replaced(_AUTOGRAD, _engine_run_backward=watched)
 
 
 _C: Any = torch._C

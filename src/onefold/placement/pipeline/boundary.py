@@ -23,7 +23,7 @@ previous one stopped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -51,7 +51,12 @@ from onefold.shard.buffers import BufferSet
 from onefold.shard.replica import Replica
 from onefold.shard.stage_modules import StageModules
 from onefold.system.compat import is_in_function, is_transformed
-from onefold.system.internals import has_backward_hooks, hide_backward_hooks, watch_differentiation
+from onefold.system.internals import (
+    Replaced,
+    has_backward_hooks,
+    hide_backward_hooks,
+    watch_differentiation,
+)
 
 __all__ = [
     "PipelineContext",
@@ -166,6 +171,7 @@ class StageBoundary:
             for part in module.modules()
         }
         self._shapes = ShapeStages(modules)
+        self._changes: list[AbstractContextManager[object]] = []
 
     @contextmanager
     def followed(self, context: PipelineContext) -> Iterator[None]:
@@ -175,26 +181,35 @@ class StageBoundary:
             StageHandover: a stage of the next device is called.
             PipelineError: a pipeline cannot compute the model.
         """
-        with ExitStack() as put:
-            put.callback(setattr, self._parameters, "progress", None)
-            self._parameters.progress = context.progress
-            self._put_hooks(context, put)
+        try:
+            self._change(Replaced(self._parameters, progress=context.progress))
+            self._change_hooks(context)
             if context.inputs is not None and not context.again:
-                put.enter_context(watch_differentiation(partial(self._refuse_grad, context)))
+                self._change(watch_differentiation(partial(self._refuse_grad, context)))
             for stage, module in enumerate(self._modules.modules, start=ROOT + 1):
                 place = self._places[stage]
                 if place < self._place:
-                    put.enter_context(_called_instead(module, self._before(stage, context)))
+                    self._change(Replaced(module, forward=self._before(stage, context)))
                     continue
-                hook = self._own if place == self._place else self._after
+                hook = partial(self._own if place == self._place else self._after, stage, context)
                 # Before hooks of the script, which must see the received tensors.
-                hook = partial(hook, stage, context)
-                put.enter_context(
-                    module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-                )
+                self._change(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
             yield
+        finally:
+            self.undo()
 
-    def _put_hooks(self, context: PipelineContext, put: ExitStack) -> None:
+    def _change(self, change: AbstractContextManager[object]) -> None:
+        """Make a change that may be undone more than once."""
+        self._changes.append(change)
+        change.__enter__()
+
+    def undo(self) -> None:
+        """Undo the changes of `followed`; call it again if it was interrupted."""
+        for change in reversed(self._changes):
+            change.__exit__(None, None, None)
+        self._changes.clear()
+
+    def _change_hooks(self, context: PipelineContext) -> None:
         """Hide backward hooks of other devices, and reject hooks that span several devices."""
         progress = context.progress
         for name, part in context.replica.module.named_modules():
@@ -210,10 +225,10 @@ class StageBoundary:
                     f"Put backward hooks on stages or parts of stages, or use --placement partition"
                 )
             if places and min(places) < self._place:
-                put.enter_context(hide_backward_hooks(part))
+                self._change(hide_backward_hooks(part))
             elif part not in self._place_of:
                 check = partial(_refuse_shapes, name, progress)
-                put.enter_context(part.register_forward_pre_hook(check, with_kwargs=True))
+                self._change(part.register_forward_pre_hook(check, with_kwargs=True))
 
     def _before(self, stage: int, context: PipelineContext) -> Callable[..., Any]:
         """Return the replacement of a stage of an earlier device."""
@@ -438,20 +453,6 @@ class StageBoundary:
             f"requires that each stage is called once, in the order of the list. {instead}, or use "
             f"--placement partition"
         )
-
-
-@contextmanager
-def _called_instead(module: torch.nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's own forward temporarily."""
-    own = module.__dict__.get("forward")
-    try:
-        module.__dict__["forward"] = call
-        yield
-    finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
 
 
 class _Entering(torch.autograd.Function):

@@ -76,13 +76,19 @@ class Pipelined(Partitioned):
             exchange.table.clear_rows(replica.number, batch.shares.shards_of(replica.number))
             replica.start_step(task)
             workers.append(PipelineWorker(replica, boundary, context, task))
-        with self.parameters.in_pipeline(run_checks=task.run_checks):
-            while busy := [worker for worker in workers if not worker.is_done]:
-                for worker in busy:
-                    while not worker.is_done and worker.can_go():
-                        worker.go()
-            exchange.transport.finish_sending()
-            reduction.end_round()
+        try:
+            with self.parameters.in_pipeline(run_checks=task.run_checks):
+                while busy := [worker for worker in workers if not worker.is_done]:
+                    for worker in busy:
+                        while not worker.is_done and worker.can_go():
+                            worker.go()
+                exchange.transport.finish_sending()
+                reduction.end_round()
+        except BaseException:
+            # Ctrl-C may have interrupted the code that undoes the changes to the model.
+            for boundary in self._boundaries:
+                boundary.undo()
+            raise
         for replica in context.replicas:
             replica.end()
         return None
