@@ -28,7 +28,7 @@ from onefold.update.optimizer import PartitionedOptimizer
 from tests.tables import some
 
 SOURCE = str(Path(onefold.__file__).parent)
-SAMPLE = 15
+SAMPLE = 12
 PARTS = 8
 """Parts of all lines, each a test of its own that ends in time."""
 PLACES: dict[str, tuple[str, list[str], PrecisionName | None]] = {
