@@ -13,7 +13,6 @@ import sys
 import sysconfig
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -21,10 +20,11 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.utils import clip_grad
 
+from onefold.system.process import Replaced
+
 __all__ = [
     "KernelSettings",
     "ProcessHooks",
-    "Replaced",
     "buffers_of",
     "children_of",
     "code_compiler",
@@ -165,30 +165,6 @@ def hook_owners(module: torch.nn.Module) -> list[Any]:
     backward = (module._backward_hooks, module._backward_pre_hooks)
     hooks = [hook for table in (*forward, *backward) for hook in table.values()]
     return [owner for hook in hooks if (owner := getattr(hook, "__self__", None)) is not None]
-
-
-class Replaced(AbstractContextManager[None]):
-    """Replaces attributes of an object inside a block; leaving the block twice does no harm.
-
-    >>> layer = torch.nn.Identity()
-    >>> with Replaced(layer, forward=abs):
-    ...     layer(-2)
-    2
-    >>> layer(-2)
-    -2
-    """
-
-    def __init__(self, owner: Any, **values: object) -> None:
-        self._attributes, self._values = vars(owner), values
-        self._before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-
-    def __enter__(self) -> None:
-        self._attributes.update(self._values)
-
-    def __exit__(self, *_: object) -> None:
-        for name in self._values.keys() - self._before.keys():
-            self._attributes.pop(name, None)
-        self._attributes.update(self._before)
 
 
 def hide_backward_hooks(module: torch.nn.Module) -> Replaced:

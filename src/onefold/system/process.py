@@ -1,6 +1,7 @@
 """Uses what the Linux kernel offers for processes: states, signals, cores and memory limits.
 
 `ctrl_c_later` delays Ctrl-C where Python would lose it, or where it would interrupt a change.
+`Replaced` makes changes that can be undone again after an interrupt.
 
 Note: where Ctrl-C is lost
 --------------------------
@@ -20,7 +21,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,7 @@ __all__ = [
     "STOPPED_CODE",
     "STOP_SIGNALS",
     "TOOLS_VARIABLE",
+    "Replaced",
     "StoppedProcess",
     "cores",
     "ctrl_c_as_before",
@@ -223,3 +225,30 @@ def _read_limits(root: Path, path: str, name: str) -> Iterator[int]:
     for folder in (own, *own.parents):
         with suppress(OSError, ValueError):  # "max" means no limit
             yield int((folder / name).read_text())
+
+
+class Replaced(AbstractContextManager[None]):
+    """Replaces attributes of an object inside a block.
+
+    Leaving the block twice does no harm, so it is left again if an interrupt may have prevented it.
+
+    >>> from types import SimpleNamespace
+    >>> layer = SimpleNamespace(size=2)
+    >>> with Replaced(layer, size=3, name="a"):
+    ...     layer
+    namespace(size=3, name='a')
+    >>> layer
+    namespace(size=2)
+    """
+
+    def __init__(self, owner: object, **values: object) -> None:
+        self._attributes, self._values = vars(owner), values
+        self._before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+
+    def __enter__(self) -> None:
+        self._attributes.update(self._values)
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._values.keys() - self._before.keys():
+            self._attributes.pop(name, None)
+        self._attributes.update(self._before)

@@ -51,12 +51,8 @@ from onefold.shard.buffers import BufferSet
 from onefold.shard.replica import Replica
 from onefold.shard.stage_modules import StageModules
 from onefold.system.compat import is_in_function, is_transformed
-from onefold.system.internals import (
-    Replaced,
-    has_backward_hooks,
-    hide_backward_hooks,
-    watch_differentiation,
-)
+from onefold.system.internals import has_backward_hooks, hide_backward_hooks, watch_differentiation
+from onefold.system.process import Replaced
 
 __all__ = [
     "PipelineContext",
