@@ -189,15 +189,23 @@ class StageBoundary:
                     continue
                 hook = partial(self._own if place == self._place else self._after, stage, context)
                 # Before hooks of the script, which must see the received tensors.
-                self._change(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+                self._add_hook(module, hook, prepend=True)
             yield
         finally:
             self.undo()
 
-    def _change(self, change: AbstractContextManager[object]) -> None:
+    def _change(self, change: Replaced) -> None:
         """Make a change that may be undone more than once."""
         self._changes.append(change)
         change.__enter__()
+
+    def _add_hook(
+        self, part: torch.nn.Module, hook: Callable[..., Any], *, prepend: bool = False
+    ) -> None:
+        """Call a function before a module's forward."""
+        register = partial(part.register_forward_pre_hook, prepend=prepend, with_kwargs=True)
+        # In one line, so that Ctrl-C does not come between registering and noting.
+        self._changes.append(register(hook))
 
     def undo(self) -> None:
         """Undo the changes of `followed`; call it again if it was interrupted."""
@@ -224,7 +232,7 @@ class StageBoundary:
                 self._change(hide_backward_hooks(part))
             elif part not in self._place_of:
                 check = partial(_refuse_shapes, name, progress)
-                self._change(part.register_forward_pre_hook(check, with_kwargs=True))
+                self._add_hook(part, check)
 
     def _before(self, stage: int, context: PipelineContext) -> Callable[..., Any]:
         """Return the replacement of a stage of an earlier device."""
