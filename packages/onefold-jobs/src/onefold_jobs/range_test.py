@@ -108,7 +108,7 @@ def choose(losses: Sequence[float]) -> RangeTest:
 
     >>> falling = [1 - step / 100 for step in range(80)]
     >>> f"{choose([*falling, 2.0, 9.0]).rate:.2g}"
-    '0.25'
+    '0.024'
     """
     smoothed, rates = smooth(losses), [LEAST * GROWTH**step for step in range(len(losses))]
     finite = [each if math.isfinite(each) else math.inf for each in smoothed]
