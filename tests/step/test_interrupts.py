@@ -6,6 +6,7 @@ simulated by an exception at each line of onefold that a step runs.
 """
 
 import itertools
+import random
 import signal
 import sys
 from collections import Counter
@@ -16,12 +17,14 @@ from random import Random
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import onefold
 from onefold.core.options import LaunchContext, RunOptions
+from onefold.core.randomness import comparable_state
 from onefold.core.settings import PrecisionName
 from onefold.errors import StateError
 from onefold.update.optimizer import PartitionedOptimizer
@@ -117,11 +120,14 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[
 class Interrupts:
     """Counts the lines of onefold that are run, and interrupts one."""
 
-    def __init__(self, at: int, interrupt: Callable[[], object]) -> None:
+    def __init__(self, at: int, interrupt: Callable[[], object], *functions: str) -> None:
         self._at, self._interrupt = at, interrupt
         self.lines = self.update = 0
         """Lines in all, and up to the optimizer's step."""
         self.where = ""
+        self.inside: list[int] = []
+        """Numbers of the lines of some functions."""
+        self._functions = functions
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -138,6 +144,8 @@ class Interrupts:
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "line":
             self.lines += 1
+            if frame.f_code.co_qualname in self._functions:
+                self.inside.append(self.lines)
             if frame.f_code is PartitionedOptimizer.step.__code__:
                 self.update = self.update or self.lines
             if self.lines == self._at:
@@ -160,9 +168,9 @@ def raise_at_once() -> None:
     raise KeyboardInterrupt
 
 
-def counted(run: Run) -> Interrupts:
+def counted(run: Run, *functions: str) -> Interrupts:
     run.go_back()
-    counting = Interrupts(0, press)
+    counting = Interrupts(0, press, *functions)
     with counting.watching():
         run.trainer.step(BATCH)
     return counting
@@ -239,6 +247,35 @@ def test_what_breaks_a_step_off_leaves_one_state_or_says_so(
     found = interrupt_all(run, sample_of(run), interrupt, tmp_path)
     assert found["before"] > SAMPLE / 2
     assert found["torn"]
+
+
+RESTORING = {
+    "two devices": ("kept_generators.__exit__", "_Repeatable.__exit__", "KernelSettings.put_back"),
+    "pipeline": ("StageBoundary.followed", "StageBoundary.undo"),
+}
+"""Code that restores what a step has changed, by placement."""
+
+
+def surroundings() -> list[object]:
+    """What a step changes in the process, and restores."""
+    generators = [torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)]
+    return [
+        *map(comparable_state, generators),
+        torch.are_deterministic_algorithms_enabled(),
+        vars(torch.autograd)["_engine_run_backward"],
+    ]
+
+
+@pytest.mark.parametrize("place", RESTORING)
+def test_what_restores_the_process_may_be_interrupted(
+    place: str, make: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = make(place)
+    found = counted(run, *RESTORING[place]).inside
+    before = surroundings()
+    for at in Random(0).sample(found, min(SAMPLE, len(found))):
+        left_by(run, at, raise_at_once, tmp_path / "other")
+        assert surroundings() == before, at
 
 
 def evaluate(trainer: onefold.Trainer) -> None:

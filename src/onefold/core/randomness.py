@@ -144,7 +144,8 @@ def put_states(generators: Iterable[torch.Generator], states: Iterable[torch.Ten
 class kept_generators:  # noqa: N801 (used like a function)
     """Restore the caller's generators on exit, whatever is seeded and drawn inside.
 
-    NumPy's global generator is replaced meanwhile: faster than copying its state twice.
+    NumPy's global generator is replaced meanwhile: faster than copying its state twice. The block
+    may be left again if that was interrupted.
     """
 
     def __init__(self, *devices: torch.device | None) -> None:
@@ -169,7 +170,8 @@ class kept_generators:  # noqa: N801 (used like a function)
         # Put the generator back before its state, which is set on the current generator.
         mtrand.set_bit_generator(self._numpy)
         # Return the stand-in only now: a nested block must not get the same one.
-        _stand_ins.append(self._stand_in)
+        if self._stand_in not in _stand_ins:
+            _stand_ins.append(self._stand_in)
         if self._pending is not None:
             np.random.set_state(self._pending)
         COMMON.purpose, COMMON.numbers, COMMON.device = self._common
