@@ -50,7 +50,9 @@ def test_every_help_fits_80_columns_and_begins_with_examples() -> None:
         assert [line for line in text.splitlines()[1:] if line.endswith("...")] == [], words
         assert "\b" not in text
         if words in every_command():
-            examples = re.findall(r"^    (onefold .*?)(?:  +#|$)", text, re.MULTILINE)
+            examples = re.findall(
+                r"^(?:    |  Example: )(onefold .*?)(?:  +#|$)", text, re.MULTILINE
+            )
             assert examples, words
             assert all(each.split()[1 : 1 + len(words)] == words for each in examples)
 

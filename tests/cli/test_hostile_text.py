@@ -228,7 +228,9 @@ def test_configurations(trained: tuple[Path, Path], tmp_path: Path, say: Say) ->
     for number, line in enumerate((f'model = "{words}"', f'"{words}" = 1')):
         config = tmp_path / f"{number}.toml"
         config.write_text(line)
-        assert SHOWN in say("train", "classify", "--data", str(data), "--config", str(config))
+        given = ("classify", "--data", str(data), "--config", str(config))
+        assert SHOWN in say("train", *given)
+        assert SHOWN in say("tune", *given, "--search", "lr=1e-3:1e-2")
         copy = Path(shutil.copytree(run, tmp_path / f"run-{number}"))
         (copy / "config.toml").write_text(line)
         say("train", "classify", "--runs", str(tmp_path), "--name", copy.name, "--resume")
@@ -236,6 +238,6 @@ def test_configurations(trained: tuple[Path, Path], tmp_path: Path, say: Say) ->
 
 
 def test_every_command_is_looked_at() -> None:
-    looked_at = {"record", "replay", "why", "compare", *USES_OF_A_RUN}
+    looked_at = {"record", "replay", "why", "compare", "tune", *USES_OF_A_RUN}
     command: Any = get_command(app)
     assert looked_at | READ_NOTHING == set(command.list_commands(None))

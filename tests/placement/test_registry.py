@@ -33,6 +33,10 @@ REFUSED = {
     "train classify": (["--data", "absent"], "--data absent"),
     "train segment": (["--data", "absent"], "--data absent"),
     "train text": (["--data", "absent"], "--data absent"),
+    **{
+        f"tune {job}": (["--data", "absent", "--search", "lr=1e-3:1e-2"], "--data absent")
+        for job in ("classify", "segment", "text")
+    },
     "why": (["absent"], ""),
     "replay": (["absent", "--step", "1"], ""),
 }

@@ -87,7 +87,9 @@ def test_a_stage_that_no_device_can_have_is_named(
         )
         trainer.close()
         return
-    expected = rf"stage 0 needs .* bytes of .*, but cpu has only {capacity:,}\. .*large-models\.md"
+    expected = (
+        rf"stage 0 needs .* bytes of .*, but cpu has only {capacity:,}\. .*large-models\.html"
+    )
     with pytest.raises(ValueError, match=expected):
         make()
 

@@ -58,7 +58,10 @@ COMMANDS: Any = get_command(app)
 COMMAND = re.compile(
     rf"(onefold ({'|'.join(COMMANDS.list_commands(None))})|--runs|truncate)( [^.;:,()]*)?$"
 )
-NO_PATHS = {"at", "job.name", "job", "where", "other", "what", "job.example"}
+NO_PATHS = {
+    *("at", "job.name", "job", "where", "other", "what", "job.example", "series.job.name"),
+    "_task(found, image, label)",
+}
 
 
 def values_in_commands(tree: ast.AST) -> Iterator[tuple[int, str]]:

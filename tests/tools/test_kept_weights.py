@@ -37,7 +37,7 @@ def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
 
 
 def words_of(*tensors: torch.Tensor) -> list[str]:
-    return [float(tensor.double().sum()).hex() for tensor in tensors]
+    return [float(tensor.detach().double().sum()).hex() for tensor in tensors]
 
 
 class Kept:
