@@ -258,7 +258,7 @@ def tune_commands() -> typer.Typer:
     for job in JOBS:
         what = f"onefold tune {job.name} --data {job.example} --search"
         examples = [
-            (f"{what} lr=1e-4:1e-1", "20 trials"),
+            (f"{what} lr=1e-4:1e-1", "a range"),
             (f"{what} optimizer=sgd,adamw", "a choice"),
         ]
         text = f"Search options of onefold train {job.name}."
