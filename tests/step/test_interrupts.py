@@ -250,7 +250,11 @@ def test_what_breaks_a_step_off_leaves_one_state_or_says_so(
 
 
 RESTORING = {
-    "two devices": ("kept_generators.__exit__", "_Repeatable.__exit__", "KernelSettings.put_back"),
+    "two devices": (
+        *(f"kept_generators.__{each}__" for each in ("enter", "exit")),
+        *(f"_Repeatable.__{each}__" for each in ("enter", "exit")),
+        *("KernelSettings.repeat_bits", "KernelSettings.put_back", "StepContext.computing"),
+    ),
     "pipeline": ("StageBoundary.followed", "StageBoundary.undo"),
 }
 """Code that restores what a step has changed, by placement."""

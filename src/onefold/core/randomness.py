@@ -150,14 +150,14 @@ class kept_generators:  # noqa: N801 (used like a function)
 
     def __init__(self, *devices: torch.device | None) -> None:
         self._generators = generators_of(*devices)
-
-    def __enter__(self) -> None:
         self._states, self._python = states_of(self._generators), random.getstate()
         self._common = COMMON.purpose, COMMON.numbers, COMMON.device
         self._numpy = mtrand.get_bit_generator()
         # Read the pending number before the replacement, which drops it.
         self._pending = _numpy.pending_of(self._numpy)
         self._stand_in = _stand_ins.pop() if _stand_ins else np.random.MT19937(0)
+
+    def __enter__(self) -> None:
         try:
             mtrand.set_bit_generator(self._stand_in)
             # A reused stand-in still has the state of the previous step.

@@ -362,8 +362,8 @@ class StepContext:
         self.guard = ValueGuard(first.parts.named, exchange.memory.resident(first.number))
         """Values of the parameters after the last call, to detect changes."""
         self._others = replicas[1:]
-        self._unrestored: tuple[AbstractContextManager[None], ...] = ()
-        """Contexts of a step whose end may have been interrupted; they may be left twice."""
+        self.unrestored: tuple[AbstractContextManager[None], ...] = ()
+        """Contexts that `undo` leaves once more, because their begin or end may be interrupted."""
         self._samples = [Samples([r.trained, r.other]) for r in self._others]
 
     @property
@@ -427,18 +427,16 @@ class StepContext:
         generators = kept_generators(*(replica.device for replica in self.replicas))
         deterministic = self.settings.deterministic
         kernels = repeatable_kernels(deterministic=deterministic, may_compile=run_checks)
+        self.unrestored = kernels, generators
         with generators, kernels, self.compilers.settled():
             self.first.buffers.begin_step()
             self.follow_first()
             yield
-            self._unrestored = kernels, generators
-        self._unrestored = ()
 
     def undo(self, task: ShardTask) -> None:
         """Undo an interrupted step in the model, and in the settings of the process."""
-        for each in self._unrestored:
+        for each in self.unrestored:
             each.__exit__(None, None, None)
-        self._unrestored = ()
         if self._others:
             self.first.attach()
         self.first.buffers.restore()
