@@ -144,8 +144,8 @@ def put_states(generators: Iterable[torch.Generator], states: Iterable[torch.Ten
 class kept_generators:  # noqa: N801 (used like a function)
     """Restore the caller's generators on exit, whatever is seeded and drawn inside.
 
-    NumPy's global generator is replaced meanwhile: faster than copying its state twice. The block
-    may be left again if that was interrupted.
+    NumPy's global generator is replaced meanwhile: faster than copying its state twice. It is
+    safe to exit twice, after an interrupted exit.
     """
 
     def __init__(self, *devices: torch.device | None) -> None:

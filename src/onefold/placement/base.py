@@ -363,7 +363,7 @@ class StepContext:
         """Values of the parameters after the last call, to detect changes."""
         self._others = replicas[1:]
         self.unrestored: tuple[AbstractContextManager[None], ...] = ()
-        """Contexts that `undo` leaves once more, because their begin or end may be interrupted."""
+        """Contexts that `undo` exits again, in case an interrupt cut their entry or exit short."""
         self._samples = [Samples([r.trained, r.other]) for r in self._others]
 
     @property

@@ -120,7 +120,7 @@ class StageModules:
         calls: list[int] = []
         begun = False
 
-        def after(stage: int, output: object) -> None:
+        def after(stage: int, part: torch.nn.Module, inputs: object, output: object) -> None:
             # Ignore calls during backward: checkpointed layers rerun forward.
             if begun or torch.compiler.is_compiling():
                 return
@@ -148,8 +148,7 @@ class StageModules:
                 # Scripted modules accept no hooks. A stage of scripted modules only is sent at the
                 # end.
                 if not isinstance(part, torch.jit.ScriptModule):
-                    hook = partial(lambda stage, *call: after(stage, call[-1]), stage)
-                    hooks.enter_context(part.register_forward_hook(hook))
+                    hooks.enter_context(part.register_forward_hook(partial(after, stage)))
             yield begin
 
 

@@ -230,7 +230,7 @@ def _read_limits(root: Path, path: str, name: str) -> Iterator[int]:
 class Replaced(AbstractContextManager[None]):
     """Replaces attributes of an object inside a block.
 
-    Leaving the block twice does no harm, so it is left again if an interrupt may have prevented it.
+    It is safe to exit twice: do so if an interrupt may have cut the first exit short.
 
     >>> from types import SimpleNamespace
     >>> layer = SimpleNamespace(size=2)

@@ -354,7 +354,7 @@ def verdict_of(
     baseline: Baseline,
     *,
     steps: int,
-    weighs: str = "",
+    examples: Mapping[str, object] | None = None,
     shrunk: bool = False,
 ) -> str | None:
     """Return the headline of a run that learned nothing, with advice; None for any other run.
@@ -363,8 +363,8 @@ def verdict_of(
         rule: rule that selects the best score.
         value: best score of the run.
         baseline: scores to beat.
-        steps: number of steps of the run.
-        weighs: kind of the examples by class: ``confusion``, ``ious``, or empty if there are none.
+        steps: the run's number of steps.
+        examples: contents of ``examples.json``, which show whether the run has classes.
         shrunk: whether the images were larger than the model takes.
 
     >>> baseline = Baseline("dog", {"accuracy": 0.8})
@@ -377,10 +377,11 @@ def verdict_of(
     if no is None:
         return None
     # Class weights are rejected for multi-label tasks, for regression, and for foreground masks.
-    also = {
-        "confusion": ", --class-weights auto or --balanced",
-        "ious": " or --class-weights auto",
-    }.get(weighs, " or --batch-size")
+    examples, also = examples or {}, " or --batch-size"
+    if examples.get("confusion"):
+        also = ", --class-weights auto or --balanced"
+    elif examples.get("ious"):
+        also = " or --class-weights auto"
     larger = " a larger --image-size," if shrunk else ""
     advice = f"More --epochs,{larger} another --lr{also} may help"
     if steps < FEW_STEPS:

@@ -1,4 +1,4 @@
-"""Searches for good options of a job: a series of runs, whose options Optuna suggests.
+"""Searches for good options of a job. Optuna suggests the options of each run.
 
 Note: the same search again
 ---------------------------

@@ -1,10 +1,10 @@
 """Trains several runs of one job in a folder, with one table and one report.
 
 Cross-validation is such a series, with a run for each fold; `onefold_jobs.search` is another, with
-a run for each trial. ``config.toml`` of the folder has the common options, ``scan.json`` the scan
-of the data, each run a folder of its own, ``results.json`` the table, and ``report.html`` the
-comparison of the runs. A series that was interrupted resumes at the run in which it stopped: runs
-that have finished are read, not trained again.
+a run for each trial. Each run has a folder of its own below that of the series, which contains the
+common options (``config.toml``), the scan of the data (``scan.json``), the table (``results.json``)
+and a comparison of the runs (``report.html``). An interrupted series resumes at the run in which it
+stopped: finished runs are read, not trained again.
 """
 
 from __future__ import annotations

@@ -474,7 +474,7 @@ def choose_examples(
 def choose_confused(
     truth: _Array, predicted: _Array, confidence: _Array, counts: Sequence[Sequence[int]]
 ) -> dict[tuple[int, int], list[int]]:
-    """Choose the most confident mistakes of each of the most frequent confusions.
+    """Choose the most confident mistakes for each frequent confusion.
 
     Args:
         truth: (n,) int64, true classes.

@@ -265,7 +265,7 @@ class Training:
     _has_shown_limit: bool = False
     _workers: Workers | None = None
     _remarks: list[str] = field(default_factory=list)
-    """What training has said apart from its numbers, for the report."""
+    """Messages of the training for the report, apart from its numbers."""
 
     def run(self) -> dict[str, Any]:
         """Train to the end, and return the final content of ``run.json``.

@@ -160,14 +160,13 @@ class JobCommand(Command):
                 formatter.write_dl(records)
 
 
+def _group(text: str) -> typer.Typer:
+    return typer.Typer(cls=Commands, help=text, no_args_is_help=True, rich_markup_mode=None)
+
+
 def job_commands() -> dict[str, Any]:
     """Build the commands that have the jobs' options, by name."""
-    jobs = typer.Typer(
-        cls=Commands,
-        help="Train a ready-made job on your data.",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    )
+    jobs = _group("Train a ready-made job on your data.")
     for job in JOBS:
         example = f"Example: onefold train {job.name} --data {job.example} --name a"
         text = f"{job.help}\n\n{example}"
@@ -249,12 +248,7 @@ def _tell_scores(found: Evaluation) -> None:
 
 def tune_commands() -> typer.Typer:
     """Build the commands that search options: those of ``onefold train``, with what to search."""
-    app = typer.Typer(
-        cls=Commands,
-        help="Search good options of a job by training trials.",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    )
+    app = _group("Search good options of a job by training trials.")
     for job in JOBS:
         what = f"onefold tune {job.name} --data {job.example} --search"
         examples = [
@@ -400,7 +394,7 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
             best["value"],
             baseline,
             steps=result["steps"],
-            weighs=next((name for name in ("confusion", "ious") if result[name]), ""),
+            examples=result,
             shrunk=bool(result.get("shrunk")),
         )
         if verdict:

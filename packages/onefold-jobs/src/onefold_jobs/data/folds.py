@@ -20,10 +20,10 @@ __all__ = ["Fold", "deal", "unused"]
 
 
 class Fold(NamedTuple):
-    """One of several parts of the data."""
+    """A part of the data that one run tests on."""
 
     number: int
-    """Number of the part, from 1; 0 stands for all of them in turn."""
+    """Number of the part, from 1; 0 means all parts, one after the other."""
     of: int
     """Number of parts."""
 
@@ -66,7 +66,7 @@ def deal(labels: Sequence[str], contents: Sequence[str], *, seed: int, folds: in
     def place(content: str) -> bytes:
         return hashlib.blake2b(f"{seed}/{content}".encode("utf-8", "surrogatepass")).digest()
 
-    # Counting goes on from class to class, so that the folds of many small classes are even, too.
+    # Keep counting from class to class, so that folds of many small classes have equal sizes.
     turn = count()
     dealt = {
         content: next(turn) % folds + 1

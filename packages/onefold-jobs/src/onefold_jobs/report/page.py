@@ -88,13 +88,12 @@ def _warning(run: ReportedRun) -> str | None:
         return None
     facts, scores = run.facts["baseline"], {run.target: run.baseline(run.target)}
     baseline = Baseline(str(facts.get("answer")), scores, str(facts.get("each", "sample")))
-    examples = run.examples or {}
     return verdict_of(
         str(run.facts.get("score")),
         run.best[1],
         baseline,
         steps=run.steps[-1].step if run.steps else 0,
-        weighs=next((name for name in ("confusion", "ious") if examples.get(name)), ""),
+        examples=run.examples,
         shrunk=bool(run.facts.get("shrunk")),
     )
 
