@@ -41,10 +41,12 @@ import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     default_collate,
 )
 
@@ -69,6 +71,7 @@ __all__ = [
     "draw_batches",
     "draw_samples",
     "of_batches",
+    "subset_digest",
 ]
 
 _log = logging.getLogger("onefold")
@@ -173,6 +176,25 @@ def _check_class(loader: DataLoader[Any]) -> None:
             f"a plain torch.utils.data.DataLoader, such as the one passed to Accelerate or "
             f"Lightning; or pass the data set, with batch_size and collate_fn here"
         )
+
+
+def subset_digest(dataset: object) -> str:
+    """Return a digest of the indices of all subsets in a data set; empty if it has none."""
+    if isinstance(dataset, ConcatDataset):
+        own, inner = "", list(map(subset_digest, dataset.datasets))
+    elif isinstance(dataset, Subset):
+        places = np.asarray(dataset.indices)
+        # Indices may be other objects than integers; these are not digested.
+        known = places.dtype.kind in "iu"
+        own = _short_digest(places.astype(np.int64).tobytes()) if known else ""
+        inner = [subset_digest(dataset.dataset)]
+    else:
+        return ""
+    return _short_digest(" ".join([own, *inner]).encode()) if any(inner) else own
+
+
+def _short_digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def _order_of(sampler: Any, dataset: Any, in_order: bool) -> dict[str, Any]:

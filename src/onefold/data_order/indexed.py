@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypedDict
 
-import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
@@ -125,7 +124,7 @@ class Indexed:
             drop_last=drop_last,
             shuffle=shuffle,
             lengths="" if self._by_length is None else _digest(self._by_length),
-            subset=_subset(self.dataset),
+            subset=self._subset(),
             kind=self._kind(),
         )
         if drop_last and not self.batches() and not _changes_with_epoch(sampler):
@@ -188,6 +187,11 @@ class Indexed:
         sampler: Any = self._sampler
         return self._samples() if sampler is None else len(sampler)
 
+    def _subset(self) -> str:
+        if isinstance(self.dataset, ConcatDataset | Subset):
+            return str(load("data_order.from_pytorch").subset_digest(self.dataset))
+        return ""
+
     def _kind(self) -> str:
         order = self._sampler if self._batch_sampler is None else self._batch_sampler
         kind = "samples" if self._batch_sampler is None else "batches"
@@ -246,22 +250,6 @@ def _checked_lengths(
 
 def _digest(lengths: torch.Tensor) -> str:
     return hashlib.blake2b(lengths.numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def _subset(dataset: object) -> str:
-    """Return a digest of the indices of all subsets in a data set; empty if it has none."""
-    if isinstance(dataset, ConcatDataset):
-        own, inner = "", list(map(_subset, dataset.datasets))
-    elif isinstance(dataset, Subset):
-        places = np.asarray(dataset.indices)
-        # Indices may be other objects than integers; these are not digested.
-        known = places.dtype.kind in "iu"
-        own = _digest(torch.from_numpy(places.astype(np.int64))) if known else ""
-        inner = [_subset(dataset.dataset)]
-    else:
-        return ""
-    both = " ".join([own, *inner]).encode()
-    return hashlib.blake2b(both, digest_size=8).hexdigest() if any(inner) else own
 
 
 BatchFunction = Callable[[int, torch.Generator], object]

@@ -362,8 +362,8 @@ class StepContext:
         self.guard = ValueGuard(first.parts.named, exchange.memory.resident(first.number))
         """Values of the parameters after the last call, to detect changes."""
         self._others = replicas[1:]
-        self.unrestored: tuple[AbstractContextManager[None], ...] = ()
-        """Contexts that `undo` exits again, in case an interrupt cut their entry or exit short."""
+        self.begun: list[Callable[..., object]] = []
+        """What restores the state that the current step has changed; each may be called twice."""
         self._samples = [Samples([r.trained, r.other]) for r in self._others]
 
     @property
@@ -425,21 +425,19 @@ class StepContext:
         """Set up the state for running models; generators and kernels are restored on exit."""
         self.first.check_places()
         generators = kept_generators(*(replica.device for replica in self.replicas))
-        deterministic = self.settings.deterministic
-        kernels = repeatable_kernels(deterministic=deterministic, may_compile=run_checks)
-        self.unrestored = kernels, generators
+        kernels = repeatable_kernels(wanted=self.settings.deterministic, may_compile=run_checks)
+        self.begun = [kernels.__exit__, generators.__exit__]
         with generators, kernels, self.compilers.settled():
             self.first.buffers.begin_step()
+            # Only now: before, the buffers would get their values from before the last step.
+            self.begun += [self.first.attach, self.first.buffers.restore]
             self.follow_first()
             yield
 
     def undo(self, task: ShardTask) -> None:
         """Undo an interrupted step in the model, and in the settings of the process."""
-        for each in self.unrestored:
-            each.__exit__(None, None, None)
-        if self._others:
-            self.first.attach()
-        self.first.buffers.restore()
+        for restore in self.begun:
+            restore()
         self.first.put_back(task)
 
     def find_generators(self, *functions: object) -> None:

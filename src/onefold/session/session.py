@@ -38,6 +38,7 @@ from onefold.session.batches import Batches, Wait, read_now
 from onefold.session.forming import check_devices, choose_devices, settle_process, shares_of
 from onefold.session.run import RunSetup, RunTools, RunView
 from onefold.session.user_parts import UserParts, keep_code_private
+from onefold.shard.kernels import thread_modes
 from onefold.step.agreement import digest_of
 from onefold.step.assembly import assemble, hold, take_from_holders
 from onefold.step.hook import ScriptCall
@@ -347,12 +348,14 @@ class Session:
                 f"forked child {os.getpid()}, which would repeat its work. Use it only in the "
                 f"process that created it"
             )
+        restore = thread_modes(self.engine.context.first.device.type)
         try:
             yield
             self.engine.agreement.note_call(0)
         except RunStopped:
             raise  # all devices raise it, and everything is saved
         except BaseException as error:
+            restore()
             load("system.output").show_output()  # first, because the script may catch it and print
             if but is None or not isinstance(error, but):
                 # A single device leaves no peer waiting: a script may catch the error and continue.

@@ -36,7 +36,7 @@ from onefold.system.internals import (
     load_compiler,
 )
 
-__all__ = ["Compilers", "calls_compiled", "computing_in", "repeatable_kernels"]
+__all__ = ["Compilers", "calls_compiled", "computing_in", "repeatable_kernels", "thread_modes"]
 
 _NOTHING = nullcontext()
 
@@ -100,16 +100,37 @@ class Compilers:
             yield
 
 
-def repeatable_kernels(
-    *, deterministic: bool, may_compile: bool = True
-) -> AbstractContextManager[None]:
+def repeatable_kernels(*, wanted: bool, may_compile: bool = True) -> AbstractContextManager[None]:
     """Make PyTorch choose kernels that repeat their bits; restore the settings afterwards.
 
     Args:
-        deterministic: whether to do so; if False, this context changes nothing.
+        wanted: whether to do so; if False, this context changes nothing.
         may_compile: whether this block may compile something for the first time in this process.
     """
-    return _Repeatable(may_compile) if deterministic else _NOTHING
+    return _Repeatable(may_compile) if wanted else _NOTHING
+
+
+def thread_modes(kind: str) -> Callable[[], None]:
+    """Read the thread's gradient mode and autocast; return the function that restores them.
+
+    An exception from a signal handler may cut short even the ``__exit__`` of PyTorch's contexts.
+    """
+    grad, enabled = torch.is_grad_enabled(), torch.is_autocast_enabled(kind)
+    dtype, caches = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    # Autocast drops its copies of weights at the end of the outermost block only.
+    depth, _ = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+
+    def put_back() -> None:
+        torch.set_grad_enabled(grad)
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(caches)
+        torch.clear_autocast_cache()
+        torch.autocast_increment_nesting()
+        while torch.autocast_decrement_nesting() >= depth:
+            pass
+
+    return put_back
 
 
 class _Repeatable(AbstractContextManager[None]):

@@ -267,7 +267,7 @@ class Engine:
             # Make the current values the reference, against which writes by shards are detected.
             context.guard.note(values=run_checks)
         self.agreement.torn = f"step {number}"
-        context.unrestored = ()
+        context.begun = []
         try:
             computed = self._compute_task(task)
             if task.run_checks and not self._has_looked:
