@@ -28,6 +28,7 @@ MODULES = (
     "onefold.cli",
     "onefold.losses",
     "onefold.testing",
+    "onefold.integrations.ipython",
     "onefold.integrations.loggers",
     "onefold.integrations.transformers",
 )

@@ -296,7 +296,7 @@ PUBLIC = (
     *("onefold", "onefold_jobs", "onefold.losses", "onefold.testing"),
     *("onefold.integrations.loggers", "onefold.integrations.transformers"),
 )
-FOR_OTHERS = ("onefold.cli", "onefold.files", "onefold.weights")
+FOR_OTHERS = ("onefold.cli", "onefold.files", "onefold.integrations.ipython", "onefold.weights")
 """Public modules for programs that are built on onefold, on one page of the reference."""
 STARTS_PROCESSES = ("onefold.launcher.launch", "onefold_jobs.catalog")
 WITH_A_TRAINER = ("core.batch", "integrations.loggers", "trainer")

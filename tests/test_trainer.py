@@ -2,6 +2,8 @@
 
 import math
 import random
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -206,6 +208,9 @@ def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
 ) -> None:
     monkeypatch.setattr("onefold.session.forming.cores", lambda: 16)
     monkeypatch.setattr("sys.argv", ["train.py"])
+    program = ModuleType("__main__")
+    program.__file__ = "train.py"
+    monkeypatch.setitem(sys.modules, "__main__", program)
     for shards, number, threads in ((5, None, 3), (64, None, 1), (4, 2, 2)):
         make_trainer(shards=shards, threads=number)
         assert torch.get_num_threads() == threads
@@ -218,7 +223,7 @@ def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
         settle_process(devices, Settings(shards=5, threads=None, **chosen))
     assert caplog.text.count("using 3 of 16 cores: a CPU device has 3 threads with 5 sh") == 1
     assert "onefold run --devices auto train.py" in caplog.text
-    monkeypatch.setattr("sys.argv", ["site-packages/ipykernel_launcher.py", "-f", "kernel.json"])
+    del program.__file__  # as in a notebook
     devices.trainer = 0
     settle_process(devices, Settings(shards=5, threads=None, **chosen))
     assert caplog.text.rstrip().endswith("To use all cores: onefold.launch(main)")

@@ -20,7 +20,7 @@ import onefold
 import onefold_jobs
 from onefold import cli, errors, files, losses, testing, weights
 from onefold.core.batch import ShardedBatch
-from onefold.integrations import loggers, transformers
+from onefold.integrations import ipython, loggers, transformers
 from onefold.step.result import Output
 from onefold.watch.timing import PhaseTime
 
@@ -308,6 +308,11 @@ def logged(trainer: onefold.Trainer, write: Callable[[dict[str, float], int], No
     log = loggers.log_steps(trainer, write, every=5)
     assert_type(log, loggers.StepLog)
     log({"accuracy": 0.5})
+
+
+def tables(shell: object) -> None:
+    ipython.load_ipython_extension(shell)
+    assert_type(ipython.as_table("line")(Net), type[Net])
 
 
 def of_transformers(net: Net) -> None:

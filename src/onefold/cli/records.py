@@ -411,7 +411,7 @@ def _show(record: Record) -> None:
     for begun in begins:
         console.print(
             f"{begun['time']}  from step {begun['step']} on {', '.join(begun['devices'])}: "
-            f"{in_shell(*begun['command'])}"
+            f"{in_shell(*begun['command']) or 'a notebook, or a Python prompt'}"
         )
     steps = [each for each in record.entries if isinstance(each, StepEntry)]
     others = [each for each in record.entries if not isinstance(each, StartEntry)]

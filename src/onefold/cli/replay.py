@@ -169,8 +169,8 @@ class StepReplay:
         if not begun.module and not begun.script:
             raise RecordError(
                 f"{self.record.path} does not contain the script of the run "
-                f"({in_shell(*begun.command)}). Only runs of a script file can be recomputed, "
-                f"started by onefold run, python or another launcher"
+                f"({in_shell(*begun.command) or 'a notebook'}). Only runs of a script file can be "
+                f"recomputed, started by onefold run, python or another launcher"
             )
         _warn_of_change(begun)
         start = ["-m", begun.module] if begun.module else [begun.script]

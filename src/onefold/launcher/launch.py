@@ -52,7 +52,7 @@ from onefold.system.folder_lock import lock_of_checkpoints
 from onefold.system.process import ctrl_c_later
 from onefold.system.safe_files import PrivateFolder, local_path
 from onefold.system.stop_signals import StopSignals
-from onefold.system.words import counted, show_traceback, tell
+from onefold.system.words import counted, program, show_traceback, tell
 from onefold.watch.timeline import check_timeline, join_timeline
 
 __all__ = ["LaunchedRun", "launch", "supervise", "worker_environment"]
@@ -138,7 +138,7 @@ def launch(
         exchange=exchange,
         timeout_s=check_seconds("timeout_s", timeout_s),
         saves=grace_period_s is not None,
-        program=(os.path.abspath(sys.argv[0]), *sys.argv[1:]) if sys.argv[0] else (),
+        program=(*map(os.path.abspath, program()[:1]), *program()[1:]),
         grace_period_s=DEFAULT_GRACE_PERIOD_S
         if grace_period_s is None
         else check_seconds("grace_period_s", grace_period_s),

@@ -42,6 +42,7 @@ from onefold.record.entries import (
 )
 from onefold.step.result import Step
 from onefold.system.accelerator import HostCopy
+from onefold.system.words import program
 
 __all__ = ["LARGEST_BYTES", "Recorder", "begun", "places_of"]
 
@@ -217,8 +218,8 @@ def begun(
     """
     # A launched function is recorded with the command of the program that launched it.
     options = devices.context.options
-    command = list(options.program or sys.argv)
-    main, spec = Path(folder, command[0]), getattr(sys.modules["__main__"], "__spec__", None)
+    command = list(options.program or program())
+    main, spec = Path(folder, *command[:1]), getattr(sys.modules["__main__"], "__spec__", None)
     text = main.read_bytes() if main.is_file() else b""
     return StartEntry(
         run=run,

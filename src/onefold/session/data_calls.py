@@ -17,7 +17,11 @@ from onefold.step.hook import ScriptCall
 if TYPE_CHECKING:
     from onefold.session.session import Session
 
-__all__ = ["averaged", "over_data"]
+__all__ = ["Results", "averaged", "over_data"]
+
+
+class Results(dict[str, Any]):
+    """Results by name: a dict, which `onefold.integrations.ipython` shows as a table."""
 
 
 def over_data(
@@ -39,10 +43,9 @@ def over_data(
         made = DataCall(call, session.position.step + 1, size.samples, size.batch_size, function)
         key, data = (call, function, model, whole), batches.dataset
         asked = ScriptCall("result", words=call.words, given=part, key=key, data=data)
-        found: dict[str, Any] = session.hooks.call(
-            asked, partial(compute, session.engine, part, batches, made)
+        return Results(
+            session.hooks.call(asked, partial(compute, session.engine, part, batches, made))
         )
-        return found
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from onefold.launcher.environment import allocator_chosen, have_cublas_repeat, v
 from onefold.launcher.membership import hush_and_report
 from onefold.system import accelerator
 from onefold.system.process import cores
-from onefold.system.words import counted, in_shell
+from onefold.system.words import counted, in_shell, program
 
 __all__ = ["check_devices", "choose_devices", "settle_process", "shares_of"]
 
@@ -142,17 +142,13 @@ def settle_process(devices: Devices, settings: Settings) -> None:
         settle_memory(keeps=not devices.context.options.placement_kind.returns_memory)
     elif settings.deterministic:
         have_cublas_repeat()
-    script = sys.argv[0]
     first = not devices.context.launched and devices.trainer == 0
-    if on_host and available > settled and script and first:
-        # A notebook's program is the kernel, which is of no use to onefold run.
-        notebook = script.endswith("ipykernel_launcher.py")
-        command = (
-            "onefold.launch(main)" if notebook else f"onefold run --devices auto {in_shell(script)}"
-        )
+    if on_host and available > settled and first:
+        run = [f"onefold run --devices auto {in_shell(file)}" for file in program()[:1]]
         _log.warning(
             "using %d of %d cores: a CPU device has %s with %d shards. To use all cores: %s",
-            *(settled, available, counted(settled, "thread"), shards, command),
+            *(settled, available, counted(settled, "thread"), shards),
+            *(run or ["onefold.launch(main)"]),
         )
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "in_shell",
     "listed",
     "message_of",
+    "program",
     "script_line",
     "seconds_of",
     "show_traceback",
@@ -162,6 +163,14 @@ def words_of_failure(failure: BaseException, step: int) -> str:
             f"call it, or none"
         )
     return f"failed in step {step}: {type(failure).__name__}: {message_of(failure)}"
+
+
+def program() -> list[str]:
+    """Return this program's file and arguments; empty without a file, as in a notebook.
+
+    Messages and records use this instead of `sys.argv`, which in a notebook names its kernel.
+    """
+    return sys.argv if hasattr(sys.modules["__main__"], "__file__") else []
 
 
 _OURS = str(Path(__file__).parent.parent)
