@@ -185,6 +185,7 @@ ENDS = """
 
 LOCKS = """
     checkpoint/folder.py fcntl.flock: on a file of its owner alone; never waits
+    jobs/progress.py threading.RLock: of a bar, in this process; held for one write
     launcher/hosts.py threading.Lock: of a process's own lines; held for one write
     system/folder_lock.py fcntl.fcntl: a lock on a file of its owner alone; never waits
     system/safe_files.py fcntl.flock: on the private folder, so that others leave it; never waits

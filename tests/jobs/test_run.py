@@ -131,7 +131,7 @@ def test_much_is_refused(job: str, chosen: Any, error: Any, words: str, tmp_path
 def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onefold, "launch", direct)
     options = options_of("text", write_texts(tmp_path / "data"), tmp_path / "runs", name="it")
-    words = "runs/it: cannot write the run: .*from the last checkpoint with .*--name it --resume"
+    words = "runs/it: cannot write the run: .*from the last checkpoint: onefold .* it --resume"
     with full_disk(20_000), pytest.raises(RunFailed, match=words) as failed:
         run_job(job_of("text"), options)
     assert failed.value.exit_code == 2

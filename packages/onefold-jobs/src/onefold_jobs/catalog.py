@@ -12,11 +12,15 @@ import numpy as np
 from torch import nn
 
 import onefold
-from onefold.errors import DataError
+from onefold.cli import Screen
+from onefold.errors import DataError, OnefoldError
+from onefold.integrations.ipython import as_table
 from onefold.weights import check_weights
+from onefold_jobs.audience import Audience, speaking_to, spelled
 from onefold_jobs.classify_job import CLASSIFY
 from onefold_jobs.finetune import chosen_checkpoint, load_finite
 from onefold_jobs.job import Batch, Job
+from onefold_jobs.options import TrainOptions
 from onefold_jobs.report.folder import read_reported
 from onefold_jobs.run import read_options, run_job
 from onefold_jobs.runfolder import read_run
@@ -43,6 +47,7 @@ def job_of(run: Path) -> Job:
     raise DataError(f"{run}: expected a run of {known}, got {name}")
 
 
+@as_table("folder", "epoch", "scores", "report")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
     """Result of a job. ``onefold_jobs.load_run(result.folder)`` loads its model.
@@ -125,7 +130,15 @@ def _run(name: str, data: str | Path, devices: int | str, options: dict[str, Any
             words = f"there is no option {option} in onefold_jobs.{name}: it belongs to {where}"
             raise ValueError(f"options: {words}")
     given = {"data": data, "devices": devices, **options}
-    asked = read_options(job, given, None)
+    with speaking_to(Audience(options=job.options, notebook=Screen().is_jupyter)):
+        try:
+            return _result(job, read_options(job, given, None))
+        except (OnefoldError, ValueError) as error:
+            error.args = tuple(spelled(a) if isinstance(a, str) else a for a in error.args)
+            raise
+
+
+def _result(job: Job, asked: TrainOptions) -> JobResult:
     if asked.fold and not asked.fold.number:
         found = cross_validate(job, asked)
         return JobResult(
@@ -142,6 +155,7 @@ def _run(name: str, data: str | Path, devices: int | str, options: dict[str, Any
     )
 
 
+@as_table("job", "classes", "weights")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedRun:
     """A trained run, loaded for use in a program; see `load_run`."""

@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 import torch
 
-from onefold.cli import counted, in_shell, tell
+from onefold.cli import counted, in_shell
 from onefold.errors import DataError
 from onefold_jobs import require
+from onefold_jobs.audience import tell
 from onefold_jobs.data.augment import IMAGENET, Change, LabeledPictures, Normalize
 from onefold_jobs.data.classes import listed_files
 from onefold_jobs.data.files import BadFile, name_below

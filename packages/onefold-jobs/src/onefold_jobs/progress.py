@@ -11,26 +11,19 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, TextIO, final
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
+from tqdm import tqdm
 
 import onefold
-from onefold.cli import Screen, counted, tell
+from onefold.cli import counted, visible
+from onefold_jobs.audience import audience, spelled, tell
 from onefold_jobs.scores import is_share
 
 __all__ = ["PHASES", "Meter", "TimeLimit", "TrainingBar", "epoch_line", "reading_bar"]
@@ -39,53 +32,58 @@ PHASES = ("data", "forward", "backward", "exchange", "update")
 """Phases of a step; see `onefold.Step.seconds`."""
 _QUIET_S = 30.0
 """Maximum time without output if there is no bar, in seconds."""
+_BAR_S = 0.25
+"""Minimum time between two states of a bar, in seconds."""
+_FORMAT = "{desc}  {percentage:3.0f}%|{bar}| {rate_fmt}, {remaining} left"
 _COMPUTING = ("forward", "backward", "update")
 
 
-class SpeedColumn(ProgressColumn):
-    """A column with the speed in samples per second."""
+class _Bar(tqdm):  # type: ignore[misc]  # it has no types
+    monitor_interval = 0  # no thread that outlives the bar
 
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:,.0f} samples/s")
+
+def _bar(stream: TextIO, **settings: Any) -> Any:
+    """Make a bar of plain text, which notebooks show as terminals do; None for a file.
+
+    A notebook shows what its devices print, and their stdout is no terminal there.
+    """
+    if not (stream.isatty() or audience().notebook):
+        return None
+    _Bar.set_lock(threading.RLock())  # the default is a semaphore of several processes
+    return _Bar(file=stream, dynamic_ncols=True, mininterval=_BAR_S, **settings)
 
 
 @contextmanager
 def reading_bar() -> Iterator[Callable[[int, int], None]]:
-    """Show how many files have been read: a bar on a terminal, otherwise one line.
+    """Show how many files have been read: a bar, or one line without a terminal or notebook.
 
     Yields:
         A function to call with the number of files read and the total number, from one thread.
     """
-    # stdout is for results, such as predictions that are piped to another program.
-    console = Screen(as_json=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-    task = progress.add_task("reading files", total=None)
-    begun = False
+    bars: list[Any] = []
 
     def watch(done: int, total: int) -> None:
-        nonlocal begun
-        progress.update(task, completed=done, total=total)
         # Start with the first report, so that data without files to scan show no bar.
-        if not begun and console.is_terminal:
-            progress.start()
-        elif not begun:
-            tell(f"reading {counted(total, 'file')}")
-        begun = True
+        if not bars:
+            # stdout is for results, such as predictions that are piped to another program.
+            bars.append(_bar(sys.stderr, total=total, desc="reading files", leave=False))
+            if bars[0] is None:
+                tell(f"reading {counted(total, 'file')}")
+        if bars[0] is not None:
+            bars[0].update(done - bars[0].n)
 
     try:
         yield watch
     finally:
-        if begun and console.is_terminal:
-            progress.stop()
+        for bar in filter(None, bars):
+            bar.close()
 
 
 @final
 class TrainingBar:
     """Shows the progress of a training in a ``with`` block, on the lead only.
 
-    On a terminal it is a bar, in notebooks and files an occasional line.
+    In a terminal or a notebook it is a bar, in a file an occasional line.
 
     Args:
         trainer: trainer of the run.
@@ -98,31 +96,24 @@ class TrainingBar:
         self, trainer: onefold.Trainer, *, samples: int, epochs: int, done: int = 0
     ) -> None:
         self.epochs = epochs
-        # Judge by the stream only: a notebook claims to be a terminal, but would keep every state
-        # of the bar. Notebooks and files get an occasional line instead.
-        console = Screen(force_terminal=sys.stdout.isatty())
         self._is_lead = trainer.is_lead
+        self._done, self._total = done, samples * epochs
         self._shown_s = time.monotonic()
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[state]}"),
-            SpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not (trainer.is_lead and console.is_terminal),
-        )
-        devices = counted(len(trainer.devices), "device")
-        self.task = self.progress.add_task(
-            devices, total=samples * epochs, completed=done, state=""
-        )
+        # Begin after the first step, which may take minutes to compile.
+        self._begun: tuple[int, float] | None = None
+        self._devices = counted(len(trainer.devices), "device")
+        self._bar = None
+        if trainer.is_lead:
+            self._bar = _bar(
+                sys.stdout, total=self._total, initial=done, unit=" samples", bar_format=_FORMAT
+            )
 
     def __enter__(self) -> TrainingBar:
-        self.progress.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.progress.stop()
+        if self._bar is not None:
+            self._bar.close()
 
     def advance(self, step: onefold.Step, *, mean_loss: float) -> None:
         """Count one step; ``mean_loss`` is the epoch's mean loss so far, NaN if none was read
@@ -130,21 +121,30 @@ class TrainingBar:
         state = f"epoch {step.epoch + 1}/{self.epochs}"
         if not math.isnan(mean_loss):  # NaN until the first losses are read
             state += f"  loss {mean_loss:.3f}"
-        self.progress.update(self.task, advance=step.samples, state=state)
-        if self.progress.disable and time.monotonic() - self._shown_s > _QUIET_S:
-            (task,) = self.progress.tasks
-            state += f"  {task.percentage:.0f}%"
-            # Known only after two steps.
-            if task.speed and task.time_remaining is not None:
-                left = timedelta(seconds=round(task.time_remaining))
-                state += f"  {task.speed:,.0f} samples/s  {left} left"
-            self.say(state)
+        self._done += step.samples
+        if self._bar is not None:
+            self._bar.set_description_str(f"{self._devices}  {state}", refresh=False)
+            self._bar.update(step.samples)
+        elif time.monotonic() - self._shown_s > _QUIET_S:
+            self.say(state + self._pace())
+        if self._begun is None:
+            self._begun = self._done, time.monotonic()
+
+    def _pace(self) -> str:
+        pace = f"  {self._done / self._total:.0%}"
+        if self._begun is not None:
+            samples, start_s = self._begun
+            speed = (self._done - samples) / (time.monotonic() - start_s)
+            left = timedelta(seconds=round((self._total - self._done) / speed))
+            pace += f"  {speed:,.0f} samples/s  {left} left"
+        return pace
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         if self._is_lead:
             self._shown_s = time.monotonic()
-            self.progress.console.print(text, soft_wrap=True)
+            text = visible(spelled(text))
+            print(text, flush=True) if self._bar is None else _Bar.write(text, file=sys.stdout)
 
 
 def epoch_line(line: dict[str, Any], epochs: int) -> str:

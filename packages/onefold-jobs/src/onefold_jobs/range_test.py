@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain
 
-from onefold.cli import counted, tell
+from onefold.cli import counted
+from onefold_jobs.audience import tell
 from onefold_jobs.finetune import freeze
 from onefold_jobs.options import TrainOptions
 from onefold_jobs.training import STOPPED_CODE, Task, loader_of, trainer_of

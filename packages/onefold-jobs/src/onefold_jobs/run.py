@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import onefold
-from onefold.cli import counted, in_shell, tell
+from onefold.cli import counted, in_shell
 from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, PeerLost, RunFailed
+from onefold_jobs.audience import Audience, audience, speaking_to, tell
 from onefold_jobs.data.files import left_out_notes
 from onefold_jobs.data.layouts import refuse_other_layouts
 from onefold_jobs.data.scan import Scanning, read_scan
@@ -172,6 +173,7 @@ def run_job(job: Job, options: TrainOptions, resumed_by: str = "") -> dict[str, 
         tell(note)
     _check_same_data(options, before, data.digest)
     settled = job.settle(options, data)
+    resume = resumed_by or resume_command("train", job, options)
     # The devices receive the results of this process, so all have the same samples and labels.
     try:
         result: dict[str, Any] | Exception = onefold.launch(
@@ -179,7 +181,7 @@ def run_job(job: Job, options: TrainOptions, resumed_by: str = "") -> dict[str, 
             devices=options.devices,
             placement=options.placement,
             offload_dir=_offload_dir(options),
-            args=(job, settled, data),
+            args=(job, settled, data, audience()),
             grace_period_s=_GRACE_S,
         )
     except RunFailed as failure:
@@ -191,15 +193,13 @@ def run_job(job: Job, options: TrainOptions, resumed_by: str = "") -> dict[str, 
             words = f"{failure}: nothing was trained or written"
             raise RunFailed(words, failure.exit_code) from None
         where = "there" if failure.exit_code == STOPPED_CODE else "its last checkpoint"
-        resume = resumed_by or resume_command("train", job, options)
         words = f"{failure}: {resume} continues from {where}"
         raise RunFailed(words, failure.exit_code) from None
     if isinstance(result, OSError):
         place = f"{result.filename}: " if result.filename else ""
         raise RunFailed(
             f"{options.folder}: cannot write the run: {place}{result.strerror}. Fix this, and then "
-            f"continue from the last checkpoint with --runs {in_shell(options.runs)} --name "
-            f"{in_shell(options.name)} --resume",
+            f"continue from the last checkpoint: {resume}",
             _REFUSED,
         )
     if isinstance(result, Exception):
@@ -215,7 +215,10 @@ def run_job(job: Job, options: TrainOptions, resumed_by: str = "") -> dict[str, 
 
 
 def resume_command(command: str, job: Job, options: TrainOptions) -> str:
-    """Return the command that resumes what the options name."""
+    """Return the command that resumes what the options name; for a function, the call."""
+    if audience().options is not None:
+        place = f"runs={options.runs!r}, name={options.name!r}, resume=True"
+        return f"onefold_jobs.{job.name}(data={options.data!r}, {place})"
     place = f"--runs {in_shell(options.runs)} --name {in_shell(options.name)}"
     return f"onefold {command} {job.name} {place} --resume"
 
@@ -304,8 +307,15 @@ def _check_same_data(options: TrainOptions, before: dict[str, Any], digest: str)
         )
 
 
-def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Exception:
+def _train(
+    job: Job, options: TrainOptions, data: Any, reader: Audience
+) -> dict[str, Any] | Exception:
     """Train on every device; return the result, or an error that needs no traceback."""
+    with speaking_to(reader):
+        return _trained(job, options, data)
+
+
+def _trained(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Exception:
     # All devices fail the same way here: they build the same model from the same options and files.
     try:
         options, task = with_rate(options, job.make_task(options, data))

@@ -18,9 +18,10 @@ from statistics import fmean, stdev
 from typing import Any, TypedDict
 
 import onefold
-from onefold.cli import counted, tell
+from onefold.cli import counted
 from onefold.errors import LaunchError
 from onefold.files import json_text, write_whole
+from onefold_jobs.audience import tell
 from onefold_jobs.job import Job
 from onefold_jobs.options import TrainOptions
 from onefold_jobs.report.folder import read_reported

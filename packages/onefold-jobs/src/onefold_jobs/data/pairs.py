@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onefold.cli import listed, tell
+from onefold.cli import listed
 from onefold.errors import DataError
+from onefold_jobs.audience import tell
 from onefold_jobs.data.files import BadFile, digest_of, readable, refuse
 from onefold_jobs.data.folds import Fold, unused
 from onefold_jobs.data.labels import Sample, check_same
