@@ -276,6 +276,13 @@ RESTORING = {
 """Code that restores what a step has changed, by placement."""
 
 
+RESTORING_CALLS = (
+    *("StepContext.attached", "Replica.attach", "BufferSet.restore", "StepContext.computing"),
+    *("_Mode.__enter__", "_Mode.__exit__", "put_gradients", "keeping_gradients"),
+)
+"""Code that restores what an evaluation has changed."""
+
+
 def surroundings() -> list[object]:
     """What a step changes in the process, and restores."""
     generators = [torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)]
@@ -328,11 +335,18 @@ def open_a_block(trainer: onefold.Trainer) -> None:
         pass
 
 
-@pytest.mark.parametrize("call", [evaluate, predict, show_averages, open_a_block])
+@pytest.mark.parametrize(
+    ("call", "interrupt"),
+    [
+        *((each, press) for each in (evaluate, predict, show_averages, open_a_block)),
+        *((each, raise_at_once) for each in (evaluate, predict)),
+    ],
+)
 @pytest.mark.parametrize("place", ["two devices", "partition"])
-def test_ctrl_c_leaves_nothing_of_other_calls(
+def test_interrupts_leave_nothing_of_other_calls(
     place: str,
     call: Callable[[onefold.Trainer], None],
+    interrupt: Callable[[], object],
     make: Callable[[str], Run],
 ) -> None:
     run = make(place)
@@ -340,16 +354,18 @@ def test_ctrl_c_leaves_nothing_of_other_calls(
     if call is show_averages:
         trainer.average(decay=0.5)
     run.go_on()
-    here = run.state()
+    here, around = run.state(), surroundings()
     for _ in range(2):  # the first one may import something
-        counting = Interrupts(0, press)
+        counting = Interrupts(0, press, *RESTORING_CALLS)
         with counting.watching():
             call(trainer)
-    for at in Random(0).sample(range(1, counting.lines + 1), 2 * SAMPLE):
-        interrupts = Interrupts(at, press)
+    every = [*range(1, counting.lines + 1)] if interrupt is press else counting.inside
+    for at in Random(0).sample(every, min(len(every), 2 * SAMPLE)):
+        interrupts = Interrupts(at, interrupt)
         with pytest.raises(KeyboardInterrupt), interrupts.watching():
             call(trainer)
         assert run.state() == here, interrupts.where
+        assert surroundings() == around, interrupts.where
 
 
 @pytest.mark.full

@@ -35,6 +35,7 @@ from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.values import Column, Rows, StepValues, columns_of, names_of, values_by_name
 from onefold.errors import DisagreementError, LossError
 from onefold.passes.collectives import check_names
+from onefold.shard.gradients import gradients_of, keeping_gradients, put_gradients
 from onefold.shard.kernels import calls_compiled
 from onefold.shard.model_parts import QUICK, modules_of
 from onefold.shard.replica import Replica
@@ -59,6 +60,63 @@ it."""
 
 ScoreFunction = Callable[[Any, Any], object]
 """Maps the model and one shard to a dict of values, which are read as in `onefold.core.mean`."""
+
+
+class _Mode(AbstractContextManager[None]):
+    """Set a module's mode inside this context; restore each part's mode afterwards.
+
+    It is safe to exit twice, after an interrupted exit.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, training: bool) -> None:
+        # List all parts now instead of using `Modes`: parts may have been added since.
+        self._parts = list(module.modules())
+        self._before = [part.training for part in self._parts]
+        self._module, self._training = module, training
+
+    def __enter__(self) -> None:
+        # A part that overrides train() may do more than set the flag (merge weights, for instance),
+        # so call it even if all flags are already right.
+        if not all(part.training is self._training and _is_plain(part) for part in self._parts):
+            self._module.train() if self._training else self._module.eval()
+
+    def __exit__(self, *_: object) -> None:
+        # First the parts that override train(), which undoes their eval() (unmerges the weights).
+        # train() also sets the children; they come later in the list.
+        for part, mode in zip(self._parts, self._before, strict=True):
+            if part.training is not mode and not _is_plain(part):
+                part.train(mode)
+        # Then set single flags: module.train() would reach parts that the user keeps in eval mode.
+        for part, mode in zip(self._parts, self._before, strict=True):
+            if part.training is not mode:
+                part.training = mode
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """Whether setting a module's mode only sets the flag."""
+    return type(module).train is torch.nn.Module.train and "train" not in module.__dict__
+
+
+@contextmanager
+def _evaluating(engine: Engine, *, training: bool = False) -> Iterator[ctrl_c_later]:
+    """Enter the state for evaluation, and restore the previous state afterwards.
+
+    Args:
+        engine: the devices of this process.
+        training: whether to use training mode instead of evaluation mode.
+
+    Yields:
+        The context manager that delays Ctrl-C.
+    """
+    context = engine.context
+    trained = list(context.parts.trained.values())
+    kept = gradients_of(trained)
+    mode = _Mode(context.module, training=training)
+    # Devices of a process compute one after the other; each must find an empty `.grad`.
+    with ctrl_c_later() as ctrl_c, keeping_gradients(trained), context.computing():
+        context.begun += [mode.__exit__, partial(put_gradients, trained, kept)]
+        with mode, torch.no_grad():
+            yield ctrl_c
 
 
 def evaluate(
@@ -88,7 +146,7 @@ def evaluate(
             sums.refuse(values, where)
         tallies[own.replica.number].add(own, values, where)
 
-    with call.at_hand(engine), engine.evaluating() as ctrl_c:
+    with call.at_hand(engine), _evaluating(engine) as ctrl_c:
         sizes, last = compute_shards(engine, score, batches, call, "an evaluation", add, ctrl_c)
     call.agree_on_end(engine, sum(sizes), last)
     own = {number: tally.report() for number, tally in tallies.items()}
@@ -411,7 +469,7 @@ def predict(
         own[:] = found
         rows[shard.number][shard.shard] = found
 
-    with call.at_hand(engine), engine.evaluating() as ctrl_c:
+    with call.at_hand(engine), _evaluating(engine) as ctrl_c:
         sizes, last = compute_shards(engine, function, batches, call, "a prediction", add, ctrl_c)
     call.agree_on_end(engine, sum(sizes), last)
     given = dict.fromkeys(context.own, own)
@@ -517,7 +575,7 @@ def _sums(
         found = _read(own.replica, places, share)
         sums[own.shard] = sums[own.shard] + found if own.shard in sums else found
 
-    with engine.gathered(call.step), engine.evaluating(training=True) as ctrl_c:
+    with engine.gathered(call.step), _evaluating(engine, training=True) as ctrl_c:
         for layer in kept:
             layer.training = False  # restored with all other modes
         _, last = compute_shards(engine, engine.loss, batches, call, "update_bn", add, ctrl_c)

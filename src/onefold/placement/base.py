@@ -363,7 +363,7 @@ class StepContext:
         """Values of the parameters after the last call, to detect changes."""
         self._others = replicas[1:]
         self.begun: list[Callable[..., object]] = []
-        """What restores the state that the current step has changed; each may be called twice."""
+        """What restores the state that the current call has changed; each may be called twice."""
         self._samples = [Samples([r.trained, r.other]) for r in self._others]
 
     @property
@@ -433,11 +433,17 @@ class StepContext:
             self.begun += [self.first.attach, self.first.buffers.restore]
             self.follow_first()
             yield
+        self.begun = []
+
+    def restore(self) -> None:
+        """Restore what a call has changed; its exception may have cut that short."""
+        for restore in self.begun:
+            restore()
+        self.begun = []
 
     def undo(self, task: ShardTask) -> None:
         """Undo an interrupted step in the model, and in the settings of the process."""
-        for restore in self.begun:
-            restore()
+        self.restore()
         self.first.put_back(task)
 
     def find_generators(self, *functions: object) -> None:

@@ -348,14 +348,15 @@ class Session:
                 f"forked child {os.getpid()}, which would repeat its work. Use it only in the "
                 f"process that created it"
             )
-        restore = thread_modes(self.engine.context.first.device.type)
+        restore_modes = thread_modes(self.engine.context.first.device.type)
         try:
             yield
             self.engine.agreement.note_call(0)
         except RunStopped:
             raise  # all devices raise it, and everything is saved
         except BaseException as error:
-            restore()
+            self.engine.context.restore()
+            restore_modes()
             load("system.output").show_output()  # first, because the script may catch it and print
             if but is None or not isinstance(error, but):
                 # A single device leaves no peer waiting: a script may catch the error and continue.

@@ -37,7 +37,6 @@ __all__ = [
     "ModelParts",
     "buffers_with_nan",
     "closed_over",
-    "in_mode",
     "modules_of",
 ]
 
@@ -197,35 +196,6 @@ class Modes:
             for part, mode in zip(self._parts, modes, strict=True):
                 # Set the flag directly: train() would also set the children, which have own flags.
                 part.training = bool(mode)
-
-
-@contextmanager
-def in_mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Set a module's mode inside this context; restore each part's mode afterwards."""
-    # List all parts now instead of using `Modes`: parts may have been added since.
-    parts = list(module.modules())
-    before = [part.training for part in parts]
-    try:
-        # A part that overrides train() may do more than set the flag (merge weights, for instance),
-        # so call it even if all flags are already right.
-        if not all(part.training is training and _is_plain(part) for part in parts):
-            module.train() if training else module.eval()
-        yield
-    finally:
-        # First the parts that override train(), which undoes their eval() (unmerges the weights).
-        # train() also sets the children; they come later in the list.
-        for part, mode in zip(parts, before, strict=True):
-            if part.training is not mode and not _is_plain(part):
-                part.train(mode)
-        # Then set single flags: module.train() would reach parts that the user keeps in eval mode.
-        for part, mode in zip(parts, before, strict=True):
-            if part.training is not mode:
-                part.training = mode
-
-
-def _is_plain(module: torch.nn.Module) -> bool:
-    """Whether setting a module's mode only sets the flag."""
-    return type(module).train is torch.nn.Module.train and "train" not in module.__dict__
 
 
 _LOOKED_AT = 16

@@ -22,8 +22,7 @@ from onefold.core.late import load
 from onefold.core.results import ShardResult, StepWeight, total_weight
 from onefold.errors import DisagreementError, StateError
 from onefold.placement.base import Before, Placement, StepContext, StepTotals
-from onefold.shard.gradients import keeping_gradients
-from onefold.shard.model_parts import ExternalModules, buffers_with_nan, in_mode
+from onefold.shard.model_parts import ExternalModules, buffers_with_nan
 from onefold.shard.replica import LossFunction, ShardTask
 from onefold.step.agreement import Agreement, digest_of, refuse_unfrozen
 from onefold.step.hook import Attempt, Hooks
@@ -35,7 +34,6 @@ from onefold.step.rules import (
     check_gradient,
     write_gradient,
 )
-from onefold.system.process import ctrl_c_later
 from onefold.update.norms import allow_clipping
 from onefold.update.optimizers import Optimizers
 from onefold.watch.timing import Span
@@ -267,7 +265,6 @@ class Engine:
             # Make the current values the reference, against which writes by shards are detected.
             context.guard.note(values=run_checks)
         self.agreement.torn = f"step {number}"
-        context.begun = []
         try:
             computed = self._compute_task(task)
             if task.run_checks and not self._has_looked:
@@ -503,27 +500,6 @@ class Engine:
     def take_spans(self) -> dict[int, list[Span]]:
         """Return and clear the time spans of each device of this process, by its number."""
         return {replica.number: replica.watch.drain() for replica in self.context.replicas}
-
-    @contextmanager
-    def evaluating(self, *, training: bool = False) -> Iterator[ctrl_c_later]:
-        """Enter the state for evaluation, and restore the previous state afterwards.
-
-        Args:
-            training: whether to use training mode instead of evaluation mode.
-
-        Yields:
-            The context manager that delays Ctrl-C.
-        """
-        context = self.context
-        # Devices of a process compute one after the other; each must find an empty `.grad`.
-        with (
-            ctrl_c_later() as ctrl_c,
-            keeping_gradients(context.parts.trained.values()),
-            context.computing(),
-            in_mode(context.module, training=training),
-            torch.no_grad(),
-        ):
-            yield ctrl_c
 
     def model_loaded(self) -> None:
         """Adopt the values that a checkpoint has just put into the first device's model."""
