@@ -14,22 +14,31 @@ A page is run from top to bottom, in a temporary folder that also contains ``exa
 A ``py`` block is not run. A command must succeed and print the output of the page. Decimal numbers
 and fingerprints may differ, because they depend on the processor, but a fingerprint that the page
 shows twice must be printed twice. ``--write`` writes the printed output into the pages.
+
+A page with a comment ``<!-- made on MACHINE -->`` has pictures and samples that its commands make.
+On this machine, with the packages that MACHINE names, each output and each picture must have the
+bytes of the page. On another one, only the fingerprints are compared with each other. ``--write``
+also renews the pictures and the comment.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 
 from examples.ports.count_lines import compared
+from tests.golden import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(python|console|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -38,8 +47,11 @@ PAIR = re.compile(r"# (\S+) -> (\S+)\n")
 FINGERPRINT = re.compile(r"\b[0-9a-f]{16}\b")
 NUMBER = re.compile(r"-?\d*\.\d+(?:e[+-]?\d+)?")
 DRAWN = re.compile(r"[─-╿]")
+MADE_ON = re.compile(r"<!-- made on (.*) -->")
+PICTURE = re.compile(r"!\[[^\]]*\]\(([\w/-]+\.png)\)")
+PACKAGES = ("torch", "numpy", "scikit-learn", "matplotlib", "pillow")
 LEFT_OUT = "..."
-LIMIT_S = 600
+LONG_S, LIMIT_S = 20, 600
 
 
 def pages() -> list[Path]:
@@ -79,23 +91,40 @@ def run(page: Path, *, write: bool = False) -> list[str]:
 
     Args:
         page: the file.
-        write: write the output into the page, unless the page omits lines.
+        write: write the output into the page, unless the page omits lines, and copy the pictures
+            that the commands made.
 
     Returns:
-        A text for each command and diff that differs from the page.
+        A text for each command, diff and picture that differs from the page.
     """
     wrong: list[str] = []
+    known: dict[str, str] = {}
+    text = page.read_text()
+    made_on = MADE_ON.search(text)
+    here = machine() if made_on else ""
+
+    def same(shown: str, printed: str) -> bool:
+        """Whether the output is that of the page, with the fingerprints of earlier commands."""
+        if made_on is None:
+            pairs = matched(shown, printed)
+        elif here == made_on[1]:
+            pairs = [] if shown == printed else None
+        else:
+            names = FINGERPRINT.findall(shown), FINGERPRINT.findall(printed)
+            pairs = [*zip(*names, strict=True)] if len(names[0]) == len(names[1]) else None
+        return pairs is not None and all(known.setdefault(a, b) == b for a, b in pairs)
+
     with tempfile.TemporaryDirectory(prefix="page-") as folder:
         at = Path(folder)
         (at / "examples").symlink_to(ROOT / "examples")
-        for name, text in files(page).items():
+        for name, script in files(page).items():
             (at / name).parent.mkdir(parents=True, exist_ok=True)
-            (at / name).write_text(text)
+            (at / name).write_text(script)
 
         def renewed(block: re.Match[str]) -> str:
             kind, text = block.groups()
             if kind == "console":
-                new = "".join(_executed(text, at, wrong))
+                new = "".join(_executed(text, at, wrong, same))
             elif kind == "diff" and (pair := PAIR.match(text)):
                 new = pair[0] + difference(ROOT / pair[1], ROOT / pair[2])
                 if new != text:
@@ -104,18 +133,29 @@ def run(page: Path, *, write: bool = False) -> list[str]:
                 return block[0]
             return f"```{kind}\n{new}```"
 
-        text = page.read_text()
         new = BLOCK.sub(renewed, text)
+        for link in sorted({*PICTURE.findall(text)}) if made_on else ():
+            made, shown = at / Path(link).name, page.parent / link
+            if not made.exists():
+                wrong.append(f"no command of the page makes {made.name}")
+            elif write:
+                shown.write_bytes(made.read_bytes())
+            elif made_on and here == made_on[1] and made.read_bytes() != shown.read_bytes():
+                wrong.append(f"{link} is another picture now")
+    new = MADE_ON.sub(f"<!-- made on {here} -->", new)
     if write and new != text:
         page.write_text(new)
     return wrong
 
 
-def _executed(text: str, at: Path, wrong: list[str]) -> Iterator[str]:
+def _executed(
+    text: str, at: Path, wrong: list[str], same: Callable[[str, str], bool]
+) -> Iterator[str]:
     """Yield a block's commands with their current output, unless the page omits lines."""
     for command, shown in re.findall(
         r"^\$ (.*(?:\\\n.*)*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE
     ):
+        begun = time.monotonic()
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=at,
@@ -127,10 +167,18 @@ def _executed(text: str, at: Path, wrong: list[str]) -> Iterator[str]:
             check=False,
             timeout=LIMIT_S,
         )
+        if (seconds := time.monotonic() - begun) > LONG_S:
+            print(f"{seconds:.0f} s: {command}", flush=True)
         printed = "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
-        if done.returncode != 0 or not agrees(shown, printed):
+        if done.returncode != 0 or not same(shown, printed):
             wrong.append(f"$ {command}\nends with {done.returncode}, and prints:\n{printed}")
         yield f"$ {command}\n{shown if LEFT_OUT in shown.splitlines() else printed}"
+
+
+def machine() -> str:
+    """Name everything that decides the bits of a picture: the processor, and the packages."""
+    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    return f"{processor()}, Python {platform.python_version()}, {packages}"
 
 
 def environment() -> dict[str, str]:
@@ -148,11 +196,16 @@ def agrees(shown: str, printed: str) -> bool:
     >>> agrees(f"{'a' * 16} {'a' * 16}", f"{'b' * 16} {'c' * 16}")
     False
     """
+    return matched(shown, printed) is not None
+
+
+def matched(shown: str, printed: str) -> list[tuple[str, str]] | None:
+    """Return each fingerprint of the page with the printed one, if the output agrees."""
     parts = re.split(rf"^{re.escape(LEFT_OUT)}$", shown, flags=re.MULTILINE)
     texts = [" ".join(DRAWN.sub(" ", NUMBER.sub("#", part)).split()) for part in (*parts, printed)]
     named: dict[str, str] = {}
 
-    def same(found: re.Match[str]) -> str:
+    def grouped(found: re.Match[str]) -> str:
         """Match a repeated fingerprint with the earlier one."""
         group = named.setdefault(found[0], f"f{len(named)}")
         known = group in made
@@ -160,8 +213,9 @@ def agrees(shown: str, printed: str) -> bool:
         return f"(?P={group})" if known else f"(?P<{group}>[0-9a-f]{{16}})"
 
     made: set[str] = set()
-    pattern = ".*".join(FINGERPRINT.sub(same, re.escape(text)) for text in texts[:-1])
-    return re.fullmatch(pattern, texts[-1]) is not None
+    pattern = ".*".join(FINGERPRINT.sub(grouped, re.escape(text)) for text in texts[:-1])
+    found = re.fullmatch(pattern, texts[-1])
+    return [(name, found[group]) for name, group in named.items()] if found else None
 
 
 def difference(before: Path, after: Path) -> str:

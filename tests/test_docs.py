@@ -115,6 +115,7 @@ def test_the_examples_of_a_guide_run(page: str, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.fresh
+@pytest.mark.timeout(2400)  # examples.md trains twenty times
 @pytest.mark.parametrize(
     "page", [str(page.relative_to(ROOT)) for page in execute.pages() if execute.is_run(page)]
 )
@@ -149,6 +150,36 @@ def test_a_page_is_run_and_renewed(tmp_path: Path) -> None:
     assert execute.run(page) == []
     page.write_text("```console\n$ exit 3\n```\n")
     assert execute.run(page) == ["$ exit 3\nends with 3, and prints:\n"]
+
+
+def test_commands_of_a_page_print_the_same_fingerprint_where_the_page_does(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    both = "```console\n$ echo {}\n{}\n$ echo {}\n{}\n```\n"
+    page.write_text(both.format("b" * 16, "a" * 16, "b" * 16, "a" * 16))
+    assert execute.run(page) == []
+    page.write_text(both.format("b" * 16, "a" * 16, "c" * 16, "a" * 16))
+    assert execute.run(page) == [f"$ echo {'c' * 16}\nends with 0, and prints:\n{'c' * 16}\n"]
+
+
+def test_pictures_of_a_page_are_compared_and_renewed(tmp_path: Path) -> None:
+    page, picture = tmp_path / "page.md", tmp_path / "at" / "a.png"
+    picture.parent.mkdir()
+    command = f"echo made > a.png; echo 3 {'b' * 16}"
+    text = "<!-- made on {} -->\n![A picture](at/a.png)\n```console\n$ {}\n{} {}\n```\n"
+    page.write_text(text.format("another", command, 2, "a" * 16))
+    picture.write_text("as made on another machine\n")
+    assert execute.run(page) == [], "on another machine, everything may differ"
+    assert execute.run(page, write=True) == []
+    assert page.read_text() == text.format(execute.machine(), command, 3, "b" * 16)
+    assert picture.read_text() == "made\n"
+    assert execute.run(page) == []
+    picture.write_text("older\n")
+    assert execute.run(page) == ["at/a.png is another picture now"]
+    page.write_text(text.format(execute.machine(), command, 4, "b" * 16))
+    picture.write_text("made\n")
+    assert execute.run(page) == [f"$ {command}\nends with 0, and prints:\n3 {'b' * 16}\n"]
+    page.write_text(text.format("another", "echo", "", ""))
+    assert "no command of the page makes a.png" in execute.run(page)
 
 
 FRAGMENTS = [(page, text) for page in execute.pages() for text in execute.fragments(page)]
