@@ -196,6 +196,7 @@ def test_the_script_trains(make: Callable[[Path], Path | None], score: str, tmp_
         (listed(lambda n: n / 7, "img\\p{}.png"), "squared error"),
         (texts(lambda n: TAGS[n % 4]), 'split("|")'),
         (folder_of(write_class_masks), "VALUES = [0, 3, 15]"),
+        (folder_of(lambda root: write_class_masks(root, kind="colors")), "VALUES = [(0, 0, 0), ("),
         (folder_of(write_masks, "train"), "random_split"),
         (folder_of(write_texts), "read("),
         (texts(lambda n: n / 7, "t.jsonl"), "json.loads"),
@@ -305,7 +306,6 @@ COMMAND = re.compile(r"(?:use |Use |such as )(onefold train .*?)(?: with folders
 @for_each(
     ("make", "ends"),
     [
-        (folder_of(lambda root: write_class_masks(root, kind="colors")), "--classes auto"),
         (beside(lambda n: n / 7), "--label-column findings --task regression"),
         (beside(lambda n: TAGS[n % 4]), "--label-column findings --task multi-label"),
         (beside(lambda n: "ab"[n % 2]), "--label-column findings"),

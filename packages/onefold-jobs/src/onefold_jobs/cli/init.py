@@ -17,7 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from onefold.cli import in_shell, listed, tell
+from onefold.cli import listed, tell
 from onefold.errors import DataError
 from onefold.files import open_plain, write_whole
 from onefold_jobs import require
@@ -28,7 +28,7 @@ from onefold_jobs.data.fetch import fetch_dataset
 from onefold_jobs.data.files import BadFile
 from onefold_jobs.data.labels import divided, parts_of, separator
 from onefold_jobs.data.layouts import refuse_other_layouts
-from onefold_jobs.data.masks import AUTO, MaskRule, look_at_mask
+from onefold_jobs.data.masks import AUTO, MOST_CLASSES, MaskRule, look_at_mask
 from onefold_jobs.data.pairs import Pair, pairs_in
 from onefold_jobs.data.pictures import is_picture, look_at, visible_folders, white_of
 from onefold_jobs.data.samples import read_listed
@@ -91,8 +91,10 @@ class Data:
     """Brightest value of images with more than 8 bits per pixel."""
     bright: bool = False
     """Whether the foreground of masks is bright, instead of every value above 0."""
-    values: tuple[int, ...] = ()
-    """Values of the classes of masks; empty for foreground masks."""
+    values: tuple[int | tuple[int, ...], ...] = ()
+    """Values of the classes of masks, numbers or RGB colors; empty for foreground masks."""
+    colored: bool = False
+    """Whether the values of masks are colors."""
     reader: str = "csv"
     """Format of a file of texts, or of a table of images."""
     goal: str = "class"
@@ -242,11 +244,14 @@ def _masks(path: Path, folders: Folders) -> Data:
     except DataError:
         rule = MaskRule(classes=AUTO)
         values = {value for mask in looked_at for value in look_at_mask(mask, rule).counts}
-    if not all(map(str.isdecimal, values)):
+    if len(values) > MOST_CLASSES:
         raise DataError(
-            f"{path}: expected masks whose values are numbers, got colors, such as "
-            f"{min(values)}. Use onefold train segment --data {in_shell(path)} --classes auto"
+            f"{path}: expected masks of at most {MOST_CLASSES} classes, got {len(values):,} "
+            f"different values, such as {min(values)}"
         )
+    if not all(map(str.isdecimal, values)):
+        colors = (tuple(bytes.fromhex(value[1:])) for value in sorted(values))
+        return replace(found, values=tuple(colors), colored=True)
     # By convention, 255 in masks of class numbers is a border to ignore.
     numbers = sorted(int(value) for value in values if value != _BORDER)
     return replace(found, values=tuple(numbers))
