@@ -11,6 +11,9 @@ A page is run from top to bottom, in a temporary folder that also contains ``exa
 - A ``python`` block that belongs to no file is a fragment: a test runs it separately, with the
   names that pages use. A test parses the onefold commands of ``sh`` blocks.
 
+A notebook is run in a kernel. Its results and stdout are compared, without bars, percentages and
+the remarks that depend on the speed.
+
 A ``py`` block is not run. A command must succeed and print the output of the page. Decimal numbers
 and fingerprints may differ, because they depend on the processor, but a fingerprint that the page
 shows twice must be printed twice. ``--write`` writes the printed output into the pages.
@@ -24,6 +27,7 @@ also renews the pictures and the comment.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import platform
 import re
@@ -36,6 +40,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from examples.ports.count_lines import compared
 from tests.golden import processor
@@ -46,6 +51,7 @@ NAME = re.compile(r"# ([\w./-]+\.py)\b[^\n]*\n")
 PAIR = re.compile(r"# (\S+) -> (\S+)\n")
 FINGERPRINT = re.compile(r"\b[0-9a-f]{16}\b")
 NUMBER = re.compile(r"-?\d*\.\d+(?:e[+-]?\d+)?")
+BY_SPEED = re.compile(r".*(?:\d%\|| is limited by ).*")
 DRAWN = re.compile(r"[─-╿]")
 MADE_ON = re.compile(r"<!-- made on (.*) -->")
 PICTURE = re.compile(r"!\[[^\]]*\]\(([\w/-]+\.png)\)")
@@ -59,8 +65,15 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def notebooks() -> list[Path]:
+    """Return all notebooks."""
+    return sorted((ROOT / "docs").rglob("*.ipynb"))
+
+
 def is_run(page: Path) -> bool:
-    """Whether a page has commands or diffs to compare."""
+    """Whether a page has outputs or diffs to compare."""
+    if page.suffix == ".ipynb":
+        return True
     blocks = BLOCK.findall(page.read_text())
     return any(kind == "console" or (kind == "diff" and PAIR.match(text)) for kind, text in blocks)
 
@@ -97,6 +110,8 @@ def run(page: Path, *, write: bool = False) -> list[str]:
     Returns:
         A text for each command, diff and picture that differs from the page.
     """
+    if page.suffix == ".ipynb":
+        return run_notebook(page, write=write)
     wrong: list[str] = []
     known: dict[str, str] = {}
     text = page.read_text()
@@ -146,6 +161,33 @@ def run(page: Path, *, write: bool = False) -> list[str]:
     if write and new != text:
         page.write_text(new)
     return wrong
+
+
+def run_notebook(page: Path, *, write: bool = False) -> list[str]:
+    """Run a notebook; arguments and result are those of `run`."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    shown = nbformat.read(page, as_version=4)
+    new = copy.deepcopy(shown)
+    how = {"timeout": LIMIT_S, "record_timing": False, "coalesce_streams": True}
+    with tempfile.TemporaryDirectory(prefix="page-") as folder:
+        client = NotebookClient(new, resources={"metadata": {"path": folder}}, **how)
+        quiet = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)  # the kernel keeps a copy
+        client.execute(env=environment(), **quiet)
+    if write:
+        nbformat.write(new, page)
+    pairs = zip(shown.cells, new.cells, strict=True)
+    texts = [(cell.source, _printed(cell), _printed(executed)) for cell, executed in pairs]
+    return [f"{source}\nprints:\n{now}" for source, was, now in texts if not agrees(was, now)]
+
+
+def _printed(cell: Any) -> str:
+    """Return the results and the stdout of a cell, without all that depends on the speed."""
+    outputs = [each for each in cell.get("outputs", []) if each.get("name") != "stderr"]
+    texts = [each.get("text") or each.get("data", {}).get("text/plain", "") for each in outputs]
+    lines = [line for line in "\n".join(texts).splitlines() if line and not BY_SPEED.match(line)]
+    return re.sub(r"\b\d+%", "#%", "\n".join(lines))
 
 
 def _executed(
@@ -238,7 +280,7 @@ def main() -> int:
         "--write", action="store_true", help="write the printed output into the pages"
     )
     given = options.parse_args()
-    chosen = given.pages or [page for page in pages() if is_run(page)]
+    chosen = given.pages or [page for page in (*notebooks(), *pages()) if is_run(page)]
     failed = 0
     with ThreadPoolExecutor(2) as pool:
         ran = pool.map(lambda page: run(page.resolve(), write=given.write), chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -113,6 +114,33 @@ class Commands(SphinxDirective):
         return self.parse_text_to_nodes(text, allow_section_headings=True)
 
 
+class Notebook(SphinxDirective):
+    """The cells of a notebook, with the outputs that `docs.execute` wrote into it."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        name, path = self.env.relfn2path(self.arguments[0])
+        self.env.note_dependency(name)
+        text = "\n\n".join(self._blocks(json.loads(Path(path).read_text())["cells"]))
+        return self.parse_text_to_nodes(text, allow_section_headings=True)
+
+    def _blocks(self, cells: list[dict[str, Any]]) -> Iterator[str]:
+        """Yield the cells as Markdown."""
+        for cell in cells:
+            source = "".join(cell["source"])
+            yield source if cell["cell_type"] == "markdown" else f"````python\n{source}\n````"
+            for output in cell.get("outputs", ()):
+                shown = {kind: "".join(text) for kind, text in output.get("data", {}).items()}
+                if "text/html" in shown and not self.env.app.tags.has("markdown"):
+                    html = f'<div class="output">{shown["text/html"]}</div>'
+                    yield f"````{{raw}} html\n{html}\n````"
+                else:
+                    lines = (shown.get("text/plain") or "".join(output["text"])).splitlines()
+                    text = "\n".join(line.rstrip() for line in lines)
+                    yield f"````{{code-block}} text\n:class: output\n\n{text}\n````"
+
+
 def _described(command: Any, name: str) -> Iterator[str]:
     """Yield a command and its subcommands, as Markdown."""
     command = getattr(command, "made", command)
@@ -197,6 +225,7 @@ def import_modules(app: Sphinx) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", import_modules)
     app.add_directive("commands", Commands)
+    app.add_directive("notebook", Notebook)
     app.add_role("code-or-link", CodeOrLink())
     app.connect("html-page-context", offer_markdown)
     app.connect("doctree-resolved", show_stars)

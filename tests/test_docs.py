@@ -117,7 +117,12 @@ def test_the_examples_of_a_guide_run(page: str, tmp_path: Path) -> None:
 @pytest.mark.fresh
 @pytest.mark.timeout(2400)  # examples.md trains twenty times
 @pytest.mark.parametrize(
-    "page", [str(page.relative_to(ROOT)) for page in execute.pages() if execute.is_run(page)]
+    "page",
+    [
+        str(page.relative_to(ROOT))
+        for page in (*execute.notebooks(), *execute.pages())
+        if execute.is_run(page)
+    ],
 )
 def test_every_command_of_a_page_prints_what_stands_there(page: str) -> None:
     assert execute.run(ROOT / page) == []
@@ -180,6 +185,33 @@ def test_pictures_of_a_page_are_compared_and_renewed(tmp_path: Path) -> None:
     assert execute.run(page) == [f"$ {command}\nends with 0, and prints:\n3 {'b' * 16}\n"]
     page.write_text(text.format("another", "echo", "", ""))
     assert "no command of the page makes a.png" in execute.run(page)
+
+
+@pytest.mark.processes
+def test_a_notebook_is_run_and_renewed(tmp_path: Path) -> None:
+    page = tmp_path / "a.ipynb"
+    cell: dict[str, Any] = {"cell_type": "code", "id": "a", "metadata": {}, "execution_count": None}
+    cell |= {"source": "import sys\nprint('12% b', file=sys.stderr)\nprint(0.5, '7%|')\n6 * 7"}
+    output = {"output_type": "execute_result", "metadata": {}, "execution_count": 1}
+    cell["outputs"] = [output | {"data": {"text/plain": "41"}}]
+    kernel = {"name": "python3", "display_name": "Python", "language": "python"}
+    notebook = {"cells": [cell], "metadata": {"kernelspec": kernel}}
+    page.write_text(json.dumps(notebook | {"nbformat": 4, "nbformat_minor": 5}))
+    (wrong,) = execute.run(page, write=True)
+    assert wrong.endswith("6 * 7\nprints:\n42")
+    shown = json.loads(page.read_text())["cells"][0]["outputs"]
+    texts = {each.get("name"): "".join(each.get("text", "")) for each in shown}
+    assert texts == {"stdout": "0.5 7%|\n", "stderr": "12% b\n", None: ""}
+    assert execute.run(page) == []
+
+
+@for_each("page", execute.notebooks())
+def test_a_notebook_has_outputs_that_name_no_place(page: Path) -> None:
+    cells = json.loads(page.read_text())["cells"]
+    outputs = [each for cell in cells for each in cell.get("outputs", [])]
+    assert len(outputs) > 5
+    assert {each["output_type"] for each in outputs} == {"execute_result", "stream"}
+    assert not re.search(r"/(?:home|tmp|root|work)/|ipykernel", json.dumps(outputs))
 
 
 FRAGMENTS = [(page, text) for page in execute.pages() for text in execute.fragments(page)]
