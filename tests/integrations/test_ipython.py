@@ -1,8 +1,10 @@
 """In IPython: results are tables, an interrupt is one line, and messages name what works there."""
 
 import ast
+import json
 import logging
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from onefold.watch.timing import PhaseTime
 from onefold_jobs.catalog import JobResult, LoadedRun
 from tests.cli.test_hostile_text import EVIL, is_harmless, recorded
 from tests.small import Batch, make_trainer, points, square
+from tests.warm import SCRIPTS
 
 SOURCES = [Path(each.__path__[0]) for each in (onefold, onefold_jobs)]
 
@@ -130,6 +133,19 @@ def test_an_interrupt_shows_the_line_of_the_script(shell: Any) -> None:
     assert shell.shown[1:] == [["a traceback"]]
 
 
+@pytest.mark.processes
+@pytest.mark.fresh
+def test_a_real_kernel_goes_on_after_an_interrupt() -> None:
+    script = [sys.executable, str(SCRIPTS / "interrupted_kernel.py")]
+    done = subprocess.run(script, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    shown = json.loads(done.stdout.splitlines()[-1])
+    (error,) = (content["traceback"] for content in shown if "traceback" in content)
+    words = "KeyboardInterrupt: stopped in line 7, trainer.step(torch.ones(8, 3))"
+    assert error == [f"{words}; %tb shows the traceback"]
+    (result,) = (content["data"]["text/plain"] for content in shown if "data" in content)
+    assert result.startswith("(True, Step(number=")
+
+
 def test_the_handler_of_another_program_stays(shell: Any) -> None:
     shell.set_custom_exc((ValueError,), "theirs")
     ipython.load_ipython_extension(shell)
@@ -151,6 +167,7 @@ def test_only_one_function_reads_the_program_for_messages() -> None:
         path.relative_to(source).as_posix()
         for source in SOURCES
         for path in source.rglob("*.py")
+        if "sys.argv" in path.read_text()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.argv"
     }
@@ -170,5 +187,5 @@ def test_nothing_names_the_kernel_of_a_notebook(
     trainer.step(points(8))
     assert onefold.Record(tmp_path).begins[0]["command"] == []
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert b"ipykernel" not in b"".join(files)
+    assert b"ipykernel_launcher" not in b"".join(files)
     assert "ipykernel" not in caplog.text

@@ -443,7 +443,7 @@ class Checkpoint:
     step: int
     """Number of finished steps."""
     epoch: int
-    """Epoch in which the run resumes."""
+    """Epoch in which the run resumes, counted from 0, as `Trainer.epochs` counts."""
     scores: Mapping[str, float]
     """Scores that were passed to `Trainer.save`."""
     extra: object

@@ -415,7 +415,7 @@ def _show(record: Record) -> None:
         )
     steps = [each for each in record.entries if isinstance(each, StepEntry)]
     others = [each for each in record.entries if not isinstance(each, StartEntry)]
-    table = Table("step", "epoch", "samples", "loss", "norm", "")
+    table = Table("step", "epoch, from 0", "samples", "loss", "norm", "")
     for each in steps[-_LAST:]:
         numbers = (f"{each.loss:.6g}", f"{each.norm:.6g}")
         table.add_row(*map(str, (each.step, each.epoch, each.samples)), *numbers, each.skipped)

@@ -89,6 +89,9 @@ class Record:
         self.entries: list[Entry] = standing(entries)
         """All entries that count, in the order of writing."""
 
+    def __repr__(self) -> str:
+        return f"Record({str(self.path)!r})"
+
     @property
     def is_foreign(self) -> bool:
         """Whether a user other than this one or root may have written the record."""
@@ -104,9 +107,10 @@ class Record:
     def steps(self) -> Table:
         """Table with one row per step.
 
-        ``step``, ``epoch``, ``samples``, ``loss``, ``weight``, ``norm``, ``skipped``, ``name``,
-        ``time`` (in seconds since 1970), ``rate.0`` for each optimizer group, ``value.NAME`` for
-        each metric that the loss returned. Values that a step lacks are NaN.
+        ``step``, ``epoch`` (from 0, as `Trainer.epochs` counts), ``samples``, ``loss``, ``weight``,
+        ``norm``, ``skipped``, ``name``, ``time`` (in seconds since 1970), ``rate.0`` for each
+        optimizer group, ``value.NAME`` for each metric that the loss returned. Values that a step
+        lacks are NaN.
         """
         rows = []
         for each in self._all(StepEntry):

@@ -51,7 +51,7 @@ class Step:
     samples: int
     """Number of samples in the whole batch."""
     epoch: int
-    """Number of the pass over the data that the batch belongs to."""
+    """Epoch that the batch belongs to, counted from 0, as `Trainer.epochs` counts."""
     outcome: StepResult = field(repr=False)
     """The engine's result of the step."""
     _spans: Sequence[Span] = field(repr=False)
