@@ -139,7 +139,9 @@ def _of_record(record: Any) -> str:
     columns = {name: values for name, values in last.items() if any(map(str, values))}
     number = len(record.steps["step"])
     more = f"<p>The last {_LAST} of {counted(number, 'step')}.</p>" if number > _LAST else ""
-    return _html(zip(*columns.values(), strict=True), [*columns]) + more
+    # A job counts its epochs from 1.
+    head = ["epoch, from 0" if name == "epoch" else name for name in columns]
+    return _html(zip(*columns.values(), strict=True), head) + more
 
 
 _PHASES = ("data", "forward", "backward", "exchange", "update", "launch", "steps", "limit")
