@@ -66,8 +66,8 @@ def main(before=5, epochs=15):
     curve, trainer = train(model, few, test_set, 0.03, epochs)
     fingerprint = trainer.fingerprint()
     if trainer.is_lead:
-        print(f"pretrained: {curve[0]:.1f} %, fine-tuned on 100 examples: {curve[-1]:.1f} %")
-        print(f"from random weights: {scratch_curve[-1]:.1f} %")
+        print(f"pretrained: {curve[0]:.1f}%, fine-tuned on 100 examples: {curve[-1]:.1f}%")
+        print(f"from random weights: {scratch_curve[-1]:.1f}%")
         print(f"fingerprint {fingerprint}")
         draw({"fine-tuned": curve, "from random weights": scratch_curve})
     return fingerprint

@@ -65,6 +65,10 @@ def generator_loss(models, batch):
     return against(models["discriminator"](make_fakes(models, real)), 1.0)
 
 
+def draw(models, batch):
+    return {"digits": models["generator"](batch[0])}
+
+
 def main(epochs=18):
     images = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1)
     data = TensorDataset(images / 8 - 1)
@@ -82,12 +86,12 @@ def main(epochs=18):
             trainer.step(batch, "discriminator")
             trainer.step(batch, "generator")
     noise = torch.randn(5 * 16, LATENT, 1, 1, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        drawn = F.pad(trainer.model["generator"].eval()(noise), [1, 1, 1, 1], value=-1)
+    drawn = trainer.predict(draw, TensorDataset(noise), batch_size=80)["digits"]
     fingerprint = trainer.fingerprint()
     if trainer.is_lead:
         print(f"fingerprint {fingerprint}")
-        rows = drawn.view(5, 16, 10, 10).permute(0, 2, 1, 3).reshape(50, 160)
+        tiles = F.pad(drawn, [1, 1, 1, 1], value=-1)
+        rows = tiles.view(5, 16, 10, 10).permute(0, 2, 1, 3).reshape(50, 160)
         larger = rows.repeat_interleave(4, dim=0).repeat_interleave(4, dim=1)
         plt.imsave("gan.png", larger.numpy(), cmap="gray")
     return fingerprint

@@ -80,9 +80,9 @@ def make_text():
 
 @torch.no_grad()
 def write(model, text, length=80, temperature=0.6):
-    generator = torch.Generator().manual_seed(1)
+    generator, device = torch.Generator().manual_seed(1), model.head.weight.device
     for _ in range(length):
-        logits = model(text[-CONTEXT:].unsqueeze(0))[0, -1]
+        logits = model(text[-CONTEXT:].unsqueeze(0).to(device))[0, -1].cpu()
         logits[0] = -torch.inf  # no rare word
         chances = (logits / temperature).softmax(dim=0)
         text = torch.cat([text, torch.multinomial(chances, 1, generator=generator)])

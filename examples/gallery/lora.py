@@ -125,7 +125,7 @@ def main(epochs=10):
     fingerprint = trainer.fingerprint()
     if trainer.is_lead:
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        print(f"on their side: {before:.1%} before, {second[-1]:.1f} % with adapters, which have")
+        print(f"on their side: {before:.1%} before, {second[-1]:.1f}% with adapters, which have")
         print(f"{adapters:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
         print(f"fingerprint {fingerprint}")
         draw({"upright, all parameters": first, "on their side, adapters alone": second})

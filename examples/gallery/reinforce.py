@@ -33,12 +33,12 @@ def push(state, right):
 @torch.no_grad()
 def play(policy, number):
     """Play all episodes; return states (n, 4), actions (n,), returns (n,), and the mean length."""
-    generator = torch.Generator().manual_seed(number)
+    generator, device = torch.Generator().manual_seed(number), policy[0].weight.device
     state = 0.1 * torch.rand(EPISODES, 4, generator=generator) - 0.05
     up = torch.ones(EPISODES, dtype=torch.bool)
     states, actions, played = [], [], []
     while up.any() and len(states) < LONGEST:
-        chances = policy(state).softmax(dim=1)
+        chances = policy(state.to(device)).softmax(dim=1).cpu()
         action = torch.multinomial(chances, 1, generator=generator).squeeze(1)
         states.append(state)
         actions.append(action)

@@ -47,6 +47,10 @@ def score(model, batch):
     return {"loss": loss(model, batch)}
 
 
+def decode(model, batch):
+    return {"pixels": model.decoder(batch[0]).sigmoid().view(-1, 8, 8)}
+
+
 def main(epochs=50):
     data = TensorDataset(torch.tensor(load_digits().data, dtype=torch.float32) / 16)
     train_set, test_set = random_split(data, [1500, 297], torch.Generator().manual_seed(0))
@@ -62,8 +66,7 @@ def main(epochs=50):
     after = trainer.evaluate(score, test_set, batch_size=99)["loss"]
     places = torch.distributions.Normal(0, 1).icdf(torch.linspace(0.03, 0.97, SIDE))
     plane = torch.cartesian_prod(places, places)
-    with torch.no_grad():
-        pixels = trainer.model.decoder(plane).sigmoid().view(-1, 8, 8)
+    pixels = trainer.predict(decode, TensorDataset(plane), batch_size=98)["pixels"]
     fingerprint = trainer.fingerprint()
     if trainer.is_lead:
         print(f"test loss {before:.1f} before and {after:.1f} after training")
