@@ -27,6 +27,7 @@ ECOSYSTEM_VENV := .venv-ecosystem
 LAUNCHERS_VENV := .venv-launchers
 RESULTS := benchmarks/results
 JOBS := packages/onefold-jobs
+OF_TESTS := demo,dev,transformers,loggers,s3-server
 OF_JOBS := digits,images,report,tables,text,loggers,augment,tune,export
 comma := ,
 # Installs into the environment of the stamp that is being made; SAY lists downloads with sizes.
@@ -68,7 +69,7 @@ matrix:
 matrix-one:
 	$(PYTHON) -m venv $(MATRIX_ENV)
 	$(MATRIX_ENV)/bin/python -m pip install --progress-bar off '$($(TORCH)_torch)' $(SAY)
-	$(MATRIX_ENV)/bin/python -m pip install --progress-bar off $(call both,dev,images) $(SAY)
+	$(MATRIX_ENV)/bin/python -m pip install --progress-bar off $(call both,$(OF_TESTS),$(OF_JOBS)) $(SAY)
 	$(MATRIX_ENV)/bin/pytest --numprocesses 2 -m "not processes and not full and not gpu" tests
 
 release-check:

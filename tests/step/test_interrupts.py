@@ -279,8 +279,9 @@ RESTORING = {
 RESTORING_CALLS = (
     *("StepContext.attached", "Replica.attach", "BufferSet.restore", "StepContext.computing"),
     *("_Mode.__enter__", "_Mode.__exit__", "put_gradients", "keeping_gradients"),
+    *("undone_by", "Averaging.block", "Modifying.block"),
 )
-"""Code that restores what an evaluation has changed."""
+"""Code that restores what an evaluation or a block has changed."""
 
 
 def surroundings() -> list[object]:
@@ -359,8 +360,11 @@ def test_interrupts_leave_nothing_of_other_calls(
         counting = Interrupts(0, press, *RESTORING_CALLS)
         with counting.watching():
             call(trainer)
-    every = [*range(1, counting.lines + 1)] if interrupt is press else counting.inside
-    for at in Random(0).sample(every, min(len(every), 2 * SAMPLE)):
+    draw, inside = Random(0), counting.inside
+    lines = draw.sample(inside, min(len(inside), 2 * SAMPLE))
+    if interrupt is press:
+        lines += draw.sample(range(1, counting.lines + 1), SAMPLE)
+    for at in lines:
         interrupts = Interrupts(at, interrupt)
         with pytest.raises(KeyboardInterrupt), interrupts.watching():
             call(trainer)

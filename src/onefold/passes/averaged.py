@@ -24,7 +24,7 @@ from onefold.core.flat import FlatTensors
 from onefold.placement.base import StepContext
 from onefold.step.engine import Engine
 from onefold.system.compat import copy_each
-from onefold.system.process import ctrl_c_later
+from onefold.system.process import ctrl_c_later, undone_by
 from onefold.update.averages import AverageRule, Averages
 from onefold.update.staging import SegmentState
 
@@ -119,18 +119,14 @@ class Averaging:
         agreement.refuse_inside(Call.AVERAGED)
         with self._engine.gathered(step):
             self._context.first.check_places()
-            self._prepare()
-            try:
+            with undone_by(self._end):
+                self._prepare()
                 agreement.start_call(CallDigest(Call.AVERAGED, step, arguments=int(recomputes)))
                 agreement.averaged = True
                 with ctrl_c_later():
                     self._show()
                 yield
                 agreement.start_call(CallDigest(Call.AVERAGED_END, step))
-            finally:
-                with ctrl_c_later():
-                    self._put_back()
-                    agreement.averaged = False
             if self._context.exchange.memory.is_common:
                 # Wait until every owner has restored its segments.
                 self._context.exchange.memory.publish_parameters()
@@ -238,6 +234,12 @@ class Averaging:
         self._context.exchange.memory.publish_parameters()
         self._context.guard.note()
 
+    def _end(self) -> None:
+        if self._put_aside:
+            self._put_back()
+        self._context.first.buffers.carried.is_paused = False
+        self._engine.agreement.averaged = False
+
     def _put_back(self) -> None:
         try:
             # First absorb buffers that the block replaced, or the replacements would remain.
@@ -245,9 +247,9 @@ class Averaging:
         finally:
             for place, copy in self._put_aside:
                 place.copy_(copy)
-            self._put_aside, self._kept = [], None
-            del self._kept_buffers
             self._context.first.buffers.carried.is_paused = False
             self._context.first.buffers.note_loaded()
             self._context.copy_first()
             self._context.guard.note()
+            self._put_aside, self._kept = [], None
+            del self._kept_buffers

@@ -40,7 +40,7 @@ from onefold.errors import StateError
 from onefold.passes.collectives import broadcast, written
 from onefold.shard.gradients import keeping_gradients
 from onefold.step.engine import Engine
-from onefold.system.process import ctrl_c_later
+from onefold.system.process import ctrl_c_later, undone_by
 from onefold.update.optimizer import PartitionedOptimizer
 from onefold.update.optimizers import Optimizers, optimizers_in, settings_of
 from onefold.update.staging import SegmentState
@@ -208,13 +208,10 @@ class Modifying:
         self._engine.agreement.refuse_inside(Call.CHANGING)
         self.blocks += 1
         self._with_state = self._state.is_read if state is None else state
-        try:
+        with undone_by(self._leave):
             with ctrl_c_later():
                 self._open(step)
             yield
-        finally:
-            with ctrl_c_later():
-                self._leave()
         with ctrl_c_later():
             self._settle(step)
 
@@ -260,6 +257,8 @@ class Modifying:
 
     def _leave(self) -> None:
         """Drop this process's writes to copies."""
+        if not self._engine.agreement.modifying:
+            return
         self._reading.close()
         self._engine.agreement.modifying = False
         self._state.hide()

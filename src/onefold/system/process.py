@@ -1,7 +1,8 @@
 """Uses what the Linux kernel offers for processes: states, signals, cores and memory limits.
 
 `ctrl_c_later` delays Ctrl-C where Python would lose it, or where it would interrupt a change.
-`Replaced` makes changes that can be undone again after an interrupt.
+`undone_by` ends a block although Ctrl-C may come at any moment. `Replaced` makes changes that can
+be undone again after an interrupt.
 
 Note: where Ctrl-C is lost
 --------------------------
@@ -21,7 +22,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -40,6 +41,7 @@ __all__ = [
     "ctrl_c_later",
     "die_with_parent",
     "host_bytes",
+    "undone_by",
 ]
 
 
@@ -182,6 +184,25 @@ class ctrl_c_later:  # noqa: N801 (used like a function)
         for number, later in self._later:
             _signal.signal(number, later.before)
         self.deliver()
+
+
+@contextmanager
+def undone_by(undo: Callable[[], None]) -> Iterator[None]:
+    """Call a function at the end of this context, and delay Ctrl-C meanwhile.
+
+    Ctrl-C may come just before the delay begins. The function is then called once more, so it must
+    be safe to call twice.
+    """
+    try:
+        try:
+            yield
+        finally:
+            with ctrl_c_later():
+                undo()
+    except BaseException:
+        with ctrl_c_later():
+            undo()
+        raise
 
 
 def ctrl_c_as_before() -> None:
