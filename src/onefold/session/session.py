@@ -355,13 +355,16 @@ class Session:
         except RunStopped:
             raise  # all devices raise it, and everything is saved
         except BaseException as error:
-            self.engine.context.restore()
-            restore_modes()
-            load("system.output").show_output()  # first, because the script may catch it and print
-            if but is None or not isinstance(error, but):
-                # A single device leaves no peer waiting: a script may catch the error and continue.
-                self._left |= self.engine.context.with_others
-                self.engine.context.exchange.close(error)
+            try:
+                self.engine.context.restore()
+                restore_modes()
+            finally:
+                # Before the script catches the error and prints.
+                load("system.output").show_output()
+                if but is None or not isinstance(error, but):
+                    # A single device leaves no peer waiting: a script may catch its error.
+                    self._left |= self.engine.context.with_others
+                    self.engine.context.exchange.close(error)
             raise
 
 
