@@ -116,7 +116,8 @@ def _tell_end() -> None:
 atexit.register(_tell_end)
 # Before the script creates its data sets, which may read these variables.
 note_readers()
-if "IPython" in sys.modules:
+# Libraries import IPython without running it; a plain run then does not load our module.
+if getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)() is not None:
     import_module("onefold.integrations.ipython").load()
 # The parent of a forked child continues, so the child must not announce the end.
 os.register_at_fork(after_in_child=lambda: atexit.unregister(_tell_end))
