@@ -145,12 +145,18 @@ def test_an_error_on_another_host_is_told_once(tmp_path: Path) -> None:
     assert not out
 
 
+def endless(folder: Path) -> str:
+    """Write the common script so that it runs until something ends it."""
+    script = folder / "endless.py"
+    script.write_text(Path(SCRIPT).read_text().replace("epochs(3)", "epochs(30_000)"))
+    return str(script)
+
+
 @pytest.mark.parametrize("gone", some(["second host", "first host", "launcher"], 3))
 def test_all_hosts_end_together(gone: str, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    options = ("--checkpoint", str(tmp_path / "run"), "--save-every", "1")
-    with running(command(*options, SCRIPT), "0 4 STOP") as process:
-        wait_until(lambda: any((tmp_path / "run").glob("step-*")))
+    options = ("--checkpoint", str(tmp_path / "run"), "--save-every", "1000")
+    with running(command(*options, endless(tmp_path))) as process:
+        wait_until(lambda: (tmp_path / "run" / "run.record").exists())
         parts = parts_of(process)
         assert len(parts) == 2
         workers = [pid for part in parts.values() for pid in workers_of(part)]
@@ -166,9 +172,7 @@ def test_all_hosts_end_together(gone: str, tmp_path: Path) -> None:
 
 def test_a_notice_on_any_host_stops_the_run(tmp_path: Path) -> None:
     options = ("--checkpoint", str(tmp_path / "run"), "--save-every", "1000")
-    endless = tmp_path / "endless.py"
-    endless.write_text(Path(SCRIPT).read_text().replace("epochs(3)", "epochs(30_000)"))
-    with running(command(*options, str(endless))) as process:
+    with running(command(*options, endless(tmp_path))) as process:
         wait_until(lambda: (tmp_path / "run" / "run.record").exists())
         os.kill(parts_of(process)["127.0.0.2"], signal.SIGTERM)
         _, said = process.communicate(timeout=60)
