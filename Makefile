@@ -161,8 +161,8 @@ $(VENV)/lint.stamp: $(VENV)/dev.stamp
 
 # Requirements of individual guides and jobs, and of their tests.
 $(VENV)/test.stamp: $(VENV)/dev.stamp
-	@echo 'Installing onefold[transformers,loggers,s3-server] and onefold-jobs[$(OF_JOBS)] into $(@D):'
-	@$(INSTALL) $(call both,transformers$(comma)loggers$(comma)s3-server,$(OF_JOBS)) $(SAY)
+	@echo 'Installing onefold[$(OF_TESTS)] and onefold-jobs[$(OF_JOBS)] into $(@D):'
+	@$(INSTALL) $(call both,$(OF_TESTS),$(OF_JOBS)) $(SAY)
 	@touch $@
 
 # torch stays pinned: older releases have no small build.

@@ -1,4 +1,4 @@
-"""LoRA: a frozen vision transformer learns digits that lie on their side, by small adapters.
+"""LoRA: a frozen vision transformer learns to read rotated digits, by small adapters.
 
     onefold run --devices 2 examples/gallery/lora.py
 

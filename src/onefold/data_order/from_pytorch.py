@@ -57,7 +57,7 @@ from onefold.core.randomness import (
     loader_seed,
     seed_generators,
 )
-from onefold.data_order.indexed import Items
+from onefold.data_order.indexed import Items, short_digest
 from onefold.data_order.kept_state import generators_in
 from onefold.data_order.order import Order, Workers
 from onefold.data_order.reader import is_stream, one_thread, take_items
@@ -186,15 +186,11 @@ def subset_digest(dataset: object) -> str:
         places = np.asarray(dataset.indices)
         # Indices may be other objects than integers; these are not digested.
         known = places.dtype.kind in "iu"
-        own = _short_digest(places.astype(np.int64).tobytes()) if known else ""
+        own = short_digest(places.astype(np.int64).tobytes()) if known else ""
         inner = [subset_digest(dataset.dataset)]
     else:
         return ""
-    return _short_digest(" ".join([own, *inner]).encode()) if any(inner) else own
-
-
-def _short_digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+    return short_digest(" ".join([own, *inner]).encode()) if any(inner) else own
 
 
 def _order_of(sampler: Any, dataset: Any, in_order: bool) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from onefold.data_order.reader import (
 )
 from onefold.errors import CheckpointError, StateError
 
-__all__ = ["BatchFunction", "Choices", "FunctionBatches", "Indexed", "Items"]
+__all__ = ["BatchFunction", "Choices", "FunctionBatches", "Indexed", "Items", "short_digest"]
 
 
 class Choices(TypedDict, total=False):
@@ -115,15 +115,14 @@ class Indexed:
             check_shuffled(samples)
         self._collate, self._seed = collate, seed
         self._sampler, self._batch_sampler = sampler, batch_sampler
-        self._by_length = None
-        if lengths is not None:
-            self._by_length = _checked_lengths(lengths, samples, shuffle)
+        by_length = None if lengths is None else _checked_lengths(lengths, samples, shuffle)
+        self._by_length = by_length
         self.size = LoaderSize(
             samples=samples,
             batch_size=batch_size or 1,
             drop_last=drop_last,
             shuffle=shuffle,
-            lengths="" if self._by_length is None else _digest(self._by_length),
+            lengths="" if by_length is None else short_digest(by_length.numpy().tobytes()),
             subset=self._subset(),
             kind=self._kind(),
         )
@@ -248,8 +247,9 @@ def _checked_lengths(
     return torch.as_tensor(lengths).to(torch.int64)
 
 
-def _digest(lengths: torch.Tensor) -> str:
-    return hashlib.blake2b(lengths.numpy().tobytes(), digest_size=8).hexdigest()
+def short_digest(content: bytes) -> str:
+    """Return a digest of 16 hexadecimal digits."""
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 BatchFunction = Callable[[int, torch.Generator], object]

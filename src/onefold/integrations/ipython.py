@@ -29,7 +29,7 @@ __all__ = ["as_table", "load_ipython_extension"]
 _Class = TypeVar("_Class", bound=type)
 _OURS = str(Path(__file__).parents[1])
 _LAST = 10
-"""Number of steps of a record that are shown, the last ones."""
+"""A record's table shows at most this many steps, the last ones."""
 _WIDTH = 60
 """Shown length of an interrupted line."""
 

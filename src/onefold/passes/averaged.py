@@ -47,8 +47,9 @@ class Averaging:
         """The average of a checkpoint whose values are not loaded yet."""
         self._kept: FlatTensors | None = None
         """Training values of all parameters, while averages are shown."""
-        self._put_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Memory that was overwritten to show the averages, and a copy of its content."""
+        self._put_aside: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        """Memory that is overwritten to show the averages, and a copy of its content; None outside
+        a block."""
 
     @property
     def _context(self) -> StepContext:
@@ -205,7 +206,6 @@ class Averaging:
         self._bring_changes()
         first, common = self._context.first, self._context.exchange.memory.is_common
         first.buffers.note_changes()
-        first.buffers.carried.is_paused = True
         self._kept_buffers = first.buffers.flat.clone()
         aside = list(zip(first.buffers.flat.sections, self._kept_buffers.sections, strict=True))
         if common and first.number != 0:
@@ -214,7 +214,7 @@ class Averaging:
             # The lead copies all parameters, because it also saves them.
             self._kept = first.trained.clone()
             aside += zip(first.trained.sections, self._kept.sections, strict=True)
-        self._put_aside = aside
+        self._put_aside, first.buffers.carried.is_paused = aside, True
 
     def _shown_segments(self) -> list[torch.Tensor]:
         """Return the memory that models read for the segments of this process."""
@@ -235,12 +235,10 @@ class Averaging:
         self._context.guard.note()
 
     def _end(self) -> None:
-        if self._put_aside:
-            self._put_back()
-        self._context.first.buffers.carried.is_paused = False
+        """Restore what `_prepare` has copied, if anything."""
         self._engine.agreement.averaged = False
-
-    def _put_back(self) -> None:
+        if self._put_aside is None:
+            return
         try:
             # First absorb buffers that the block replaced, or the replacements would remain.
             self._context.first.buffers.absorb()
@@ -251,5 +249,5 @@ class Averaging:
             self._context.first.buffers.note_loaded()
             self._context.copy_first()
             self._context.guard.note()
-            self._put_aside, self._kept = [], None
+            self._put_aside = self._kept = None
             del self._kept_buffers

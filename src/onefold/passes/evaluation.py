@@ -35,7 +35,7 @@ from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.values import Column, Rows, StepValues, columns_of, names_of, values_by_name
 from onefold.errors import DisagreementError, LossError
 from onefold.passes.collectives import check_names
-from onefold.shard.gradients import gradients_of, keeping_gradients, put_gradients
+from onefold.shard.gradients import gradients_of, put_gradients
 from onefold.shard.kernels import calls_compiled
 from onefold.shard.model_parts import QUICK, modules_of
 from onefold.shard.replica import Replica
@@ -110,11 +110,13 @@ def _evaluating(engine: Engine, *, training: bool = False) -> Iterator[ctrl_c_la
     """
     context = engine.context
     trained = list(context.parts.trained.values())
-    kept = gradients_of(trained)
     mode = _Mode(context.module, training=training)
     # Devices of a process compute one after the other; each must find an empty `.grad`.
-    with ctrl_c_later() as ctrl_c, keeping_gradients(trained), context.computing():
-        context.begun += [mode.__exit__, partial(put_gradients, trained, kept)]
+    restore = partial(put_gradients, trained, gradients_of(trained))
+    with ctrl_c_later() as ctrl_c, ExitStack() as at_end:
+        at_end.callback(restore)
+        at_end.enter_context(context.computing())
+        context.begun += [mode.__exit__, restore]
         with mode, torch.no_grad():
             yield ctrl_c
 

@@ -363,7 +363,7 @@ class StepContext:
         """Values of the parameters after the last call, to detect changes."""
         self._others = replicas[1:]
         self.begun: list[Callable[..., object]] = []
-        """What restores the state that the current call has changed; each may be called twice."""
+        """Functions that restore what the current call has changed; each may be called twice."""
         self._samples = [Samples([r.trained, r.other]) for r in self._others]
 
     @property
@@ -429,7 +429,7 @@ class StepContext:
         self.begun = [kernels.__exit__, generators.__exit__]
         with generators, kernels, self.compilers.settled():
             self.first.buffers.begin_step()
-            # Only now: before, the buffers would get their values from before the last step.
+            # Append these only now: earlier, they would restore the buffers of the step before.
             self.begun += [self.first.attach, self.first.buffers.restore]
             self.follow_first()
             yield
