@@ -12,9 +12,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dis import opmap
+from functools import cache
 from pathlib import Path
 from random import Random
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +41,12 @@ SOURCE = tuple(
     )
 )
 """Files whose lines are interrupted: onefold's, and those of PyTorch's contexts."""
+MODES = tuple(
+    f"{each}.__{name}__"
+    for each in ("FakeTensorMode", "TorchFunctionMode", "TorchDispatchMode")
+    for name in ("enter", "exit")
+)
+"""Further functions whose lines are interrupted."""
 SAMPLE = 9
 PARTS = 8
 """Parts of all lines, each a test of its own that ends in time."""
@@ -127,6 +135,22 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[
         trainer.close()
 
 
+@cache
+def code_of(function: CodeType) -> bytes:
+    return function.co_code
+
+
+def runs_handlers(frame: FrameType) -> bool:
+    """Whether Python may run signal handlers before the next instruction.
+
+    It does not before the NOP of a ``try:``, nor before it calls ``__exit__`` with three times
+    None. An exception there would not end the blocks around it.
+    """
+    at, code = frame.f_lasti, code_of(frame.f_code)
+    twice = code[at : at + 2] == code[at + 2 : at + 4]
+    return code[at] != opmap["NOP"] and not (twice and code[at] == opmap["LOAD_CONST"])
+
+
 class Interrupts:
     """Counts the lines of `SOURCE` that are run, and interrupts one."""
 
@@ -149,10 +173,13 @@ class Interrupts:
             sys.settrace(before)
 
     def _called(self, frame: FrameType, event: str, _: object) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(SOURCE) else None
+        code = frame.f_code
+        return (
+            self._line if code.co_filename.startswith(SOURCE) or code.co_qualname in MODES else None
+        )
 
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "line":
+        if event == "line" and runs_handlers(frame):
             self.lines += 1
             if frame.f_code.co_qualname in self._functions:
                 self.inside.append(self.lines)
@@ -266,7 +293,7 @@ RESTORING = {
         *(f"_Repeatable.__{each}__" for each in ("enter", "exit")),
         *("KernelSettings.repeat_bits", "KernelSettings.put_back", "StepContext.computing"),
     ),
-    "pipeline": ("StageBoundary.followed", "StageBoundary.undo"),
+    "pipeline": ("StageBoundary.followed", "StageBoundary.undo", *MODES),
     "fp16": (
         *(f"no_grad.__{each}__" for each in ("enter", "exit")),
         *(f"set_grad_enabled.__{each}__" for each in ("init", "enter", "exit")),
@@ -295,6 +322,8 @@ def surroundings() -> list[object]:
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
         nesting(),
+        vars(torch._C)["_len_torch_function_stack"](),
+        vars(torch._C)["_len_torch_dispatch_stack"](),
         vars(torch.autograd)["_engine_run_backward"],
     ]
 
@@ -338,10 +367,7 @@ def open_a_block(trainer: onefold.Trainer) -> None:
 
 @pytest.mark.parametrize(
     ("call", "interrupt"),
-    [
-        *((each, press) for each in (evaluate, predict, show_averages, open_a_block)),
-        *((each, raise_at_once) for each in (evaluate, predict)),
-    ],
+    [*itertools.product([evaluate, predict, show_averages, open_a_block], [press, raise_at_once])],
 )
 @pytest.mark.parametrize("place", ["two devices", "partition"])
 def test_interrupts_leave_nothing_of_other_calls(

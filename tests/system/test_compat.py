@@ -27,6 +27,14 @@ def test_backward_hooks_are_hidden_for_a_while() -> None:
     assert called == ["before", "hook"]
 
 
+def test_inference_mode_is_left_and_entered_again() -> None:
+    """Or what is made under it for later could not be written to."""
+    with torch.inference_mode():
+        with compat.CallModes.inference(False):
+            assert not torch.ones(1).is_inference()
+        assert torch.ones(1).is_inference()
+
+
 def test_differentiation_is_seen() -> None:
     """Or a loss that differentiates past a cut of a line of devices would have other gradients."""
     seen: list[tuple[int, int]] = []

@@ -38,7 +38,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from onefold.system.compat import copy_each
+from onefold.system.compat import CallModes, copy_each
 
 __all__ = [
     "Chunk",
@@ -225,7 +225,7 @@ class FlatTensors:
         if self._views is None:
             # The first access may be in inference mode, whose tensors cannot be written to outside
             # it.
-            with torch.inference_mode(mode=False):
+            with CallModes.inference(False):
                 self._views = [self._view(entry) for entry in self.layout.entries]
         return self._views
 

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY_SUFFIX
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "EXTRA_STATE_KEY_SUFFIX",
     "BatchNorm",
-    "DropoutNd",
+    "CallModes",
     "FakeTensor",
     "FakeTensorMode",
     "Groups",
@@ -60,6 +59,28 @@ writes_to_arguments: Callable[[Any], bool] = operator.attrgetter("_schema.is_mut
 
 hidden_from_classes: Callable[[], AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
 """A block in which tensor subclasses do not intercept calls."""
+
+
+class CallModes(AbstractContextManager[None]):
+    """Leaves all modes that this thread entered since this was made, and that intercept calls.
+
+    An exception from a signal handler may cut short the ``__exit__`` of a mode.
+    """
+
+    inference: Callable[[bool], AbstractContextManager[None]] = _C._InferenceMode
+    """A block with or without inference mode, which has no ``__exit__`` to cut short."""
+
+    def __init__(self) -> None:
+        self._functions, self._calls = (
+            _C._len_torch_function_stack(),
+            _C._len_torch_dispatch_stack(),
+        )
+
+    def __exit__(self, *_: object) -> None:
+        while _C._len_torch_function_stack() > self._functions:
+            _C._pop_torch_function_stack()
+        while _C._len_torch_dispatch_stack() > self._calls:
+            _C._pop_torch_dispatch_stack(None)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ from onefold.placement.pipeline.shape_stages import (
 from onefold.shard.buffers import BufferSet
 from onefold.shard.replica import Replica
 from onefold.shard.stage_modules import StageModules
-from onefold.system.compat import is_in_function, is_transformed
+from onefold.system.compat import CallModes, is_in_function, is_transformed
 from onefold.system.internals import has_backward_hooks, hide_backward_hooks, watch_differentiation
 from onefold.system.process import Replaced
 
@@ -178,6 +178,7 @@ class StageBoundary:
             PipelineError: a pipeline cannot compute the model.
         """
         try:
+            self._changes.append(CallModes())
             self._change(Replaced(self._parameters, progress=context.progress))
             self._change_hooks(context)
             if context.inputs is not None and not context.again:
@@ -303,10 +304,8 @@ class StageBoundary:
         pairs = zip(outputs.order, found, strict=True)
         watched = {number for number, tensor in pairs if progress.has_values(tensor)}
         watched |= {number for number, shared in enumerate(outputs.shared) if shared}
-        context.watched = [
-            (tensor, times_written(tensor))
-            for tensor in (inputs.entered[number] for number in sorted(watched))
-        ]
+        entered = [inputs.entered[number] for number in sorted(watched)]
+        context.watched = [(tensor, times_written(tensor)) for tensor in entered]
 
     def _redo(self, stage: int, context: PipelineContext) -> None:
         """Recompute with the received inputs."""

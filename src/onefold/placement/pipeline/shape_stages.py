@@ -49,6 +49,7 @@ from onefold.core.structure import parts_of, tensors_of, with_tensors
 from onefold.errors import PipelineError
 from onefold.shard.stage_modules import StageModules
 from onefold.system.compat import (
+    CallModes,
     FakeTensor,
     FakeTensorMode,
     address_of,
@@ -238,7 +239,7 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same form on the meta device."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, ShapeTensor)
     # Inference tensors do not count writes.
-    with hidden_from_modes(), torch.inference_mode(mode=False):
+    with hidden_from_modes(), CallModes.inference(False):
         # A partitioned parameter has no strides to read.
         form = tensor if is_plain else torch.empty(tensor.shape, device=_META)
         made = torch.empty_strided(tensor.shape, form.stride(), dtype=tensor.dtype, device=_META)

@@ -27,7 +27,7 @@ from onefold.core.batch import map_parts
 from onefold.core.randomness import GeneratorStates, in_common, kept_generators, seed_generators
 from onefold.core.structure import Broadcast, Scatter, parts_of, tensors_of, with_parts
 from onefold.data_order.reader import Collate
-from onefold.system.compat import BatchNorm, DropoutNd, TorchDispatchMode
+from onefold.system.compat import BatchNorm, TorchDispatchMode
 from onefold.system.internals import buffers_of
 
 __all__ = [
@@ -45,6 +45,10 @@ __all__ = [
     "without_dropout",
 ]
 
+_DROPOUT_LAYERS = (
+    *(torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d),
+    *(torch.nn.AlphaDropout, torch.nn.FeatureAlphaDropout),
+)
 _DROPOUTS = (
     *("dropout", "dropout1d", "dropout2d", "dropout3d"),
     *("alpha_dropout", "feature_alpha_dropout"),
@@ -195,7 +199,7 @@ def quiet_modes(model: torch.nn.Module, *, narrow: bool) -> Iterator[None]:
             return
         recurrent = isinstance(part, torch.nn.RNNBase)
         before[part] = (part.training, part.dropout if recurrent else None)
-        if not narrow or isinstance(part, BatchNorm | DropoutNd):
+        if not narrow or isinstance(part, (BatchNorm, *_DROPOUT_LAYERS)):
             part.training = False
         # Recurrent layers apply dropout inside their kernel, with a separate rate.
         if isinstance(part, torch.nn.RNNBase):
