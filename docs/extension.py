@@ -17,6 +17,7 @@ from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.errors import ExtensionError
 from sphinx.ext import intersphinx, napoleon
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
@@ -164,11 +165,14 @@ def offer_markdown(
         context["metatags"] += f'<link rel="alternate" type="text/markdown" href="{name}">'
 
 
-def show_stars(app: Sphinx, doctree: nodes.document, page: str) -> None:
-    """Keep the star of a signature in Markdown: its node has an explanation."""
+def prepare_markdown(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Keep in Markdown what its builder drops: stars of signatures, and links within a page."""
     if app.builder.name == "markdown":
         for each in list(doctree.findall(nodes.abbreviation)):
             each.replace_self(each.children)
+        for link in doctree.findall(nodes.reference):
+            if "refid" in link and "refuri" not in link:
+                link["refuri"] = f"#{link['refid']}"
 
 
 def write_lists(app: Sphinx, error: Exception | None) -> None:
@@ -179,6 +183,12 @@ def write_lists(app: Sphinx, error: Exception | None) -> None:
     if error is not None or app.builder.name != "markdown":
         return
     env = app.env
+    if lost := [
+        page for page in env.found_docs if "]()" in (app.outdir / f"{page}.md").read_text()
+    ]:
+        raise ExtensionError(
+            f"the Markdown of {', '.join(sorted(lost))} has a link without a target"
+        )
     lines = [f"# {env.titles['index'].astext()}", "", f"> {_first_sentence(env, 'index')}"]
     for part in env.toctree_includes["index"]:
         lines += ["", f"## {env.titles[part].astext()}", ""]
@@ -228,7 +238,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("notebook", Notebook)
     app.add_role("code-or-link", CodeOrLink())
     app.connect("html-page-context", offer_markdown)
-    app.connect("doctree-resolved", show_stars)
+    app.connect("doctree-resolved", prepare_markdown)
     app.connect("build-finished", write_lists)
     app.connect("autodoc-process-docstring", as_rst)
     app.connect("missing-reference", resolve, priority=600)
