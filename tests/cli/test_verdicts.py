@@ -66,7 +66,6 @@ TABLE: list[tuple[list[dict[str, Any]], bool, str]] = [
             "Likely cause: buffer seen is 3 with the shards, 10 with one."
         ),
     ),
-    ([{"evaluation": False}], True, "The loss cannot be computed in evaluation mode"),
     ([{}, ROUNDED], True, f"Part of the loss is computed in a lower precision|{AGREE} 0.0001"),
 ]
 

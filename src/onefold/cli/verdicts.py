@@ -102,12 +102,6 @@ def _report(
     if why:
         words = f"differences of up to {limit:g} count as rounding."
         console.print(f"{why} {words}", style="yellow")
-    if not all(line["evaluation"] for line in lines):
-        console.headed(
-            "yellow",
-            "The loss cannot be computed in evaluation mode",
-            ": only dropout and batch norm were.",
-        )
     # A note reports something that could not be compared: not an error, but not agreement either.
     for text in notes if not errors else ():
         console.headed("yellow", f"Not compared{who}", f": {text}.")

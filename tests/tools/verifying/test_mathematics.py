@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import grad
+from torch.nn.functional import dropout
 
 import onefold
 from onefold.system.safe_files import read_record
@@ -121,7 +122,6 @@ def test_what_is_right_agrees(
 ) -> None:
     line = Compared(tmp_path, monkeypatch).step(model(), loss, batch)
     assert agrees(line), line
-    assert line["evaluation"]
     assert line["unmatched"] == []
 
 
@@ -315,18 +315,49 @@ def test_a_batch_without_weight_is_skipped(compared: Compared) -> None:
     assert line["causes"] == []
 
 
-def test_a_model_that_cannot_evaluate_is_compared_in_its_own_mode(compared: Compared) -> None:
-    class Training(nn.Sequential):
+def test_dropout_is_off_wherever_it_is_called(compared: Compared) -> None:
+    class Dropping(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if not self.training:
-                raise NotImplementedError("no evaluation")
-            return F.dropout(super().forward(x), 0.5)
+            x = super().forward(dropout(x, 0.5))
+            heads = x[:, None, None]
+            x = x + F.scaled_dot_product_attention(heads, heads, heads, None, 0.5)[:, 0, 0]
+            return F.alpha_dropout(torch.feature_dropout(x, 0.5, train=True), 0.5)
 
-    model = Training(noisy())
+    model = Dropping(noisy())
     line = compared.step(model, of_each, points())
-    assert agrees(line)
-    assert not line["evaluation"]
+    assert agrees(line), line
+    assert line["unmatched"] == []
     assert all(part.training for part in model.modules())
+
+
+class Codebook(nn.Module):
+    """As VQ-VAE keeps its codes: by averages over time of the vectors that chose each, and their
+    number."""
+
+    codes: torch.Tensor
+
+    def __init__(self, *, gathers: bool) -> None:
+        super().__init__()
+        self.gathers, self.last = gathers, nn.Linear(4, 3)
+        self.register_buffer("codes", torch.randn(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = F.one_hot(torch.cdist(x, self.codes).argmin(dim=1), 3).to(x.dtype)
+        outputs = self.last(x + chosen @ self.codes)
+        if self.training:
+            every, vectors = chosen, x
+            if self.gathers:
+                every, vectors = onefold.gather(chosen), onefold.gather(x)
+            self.codes = 0.9 * self.codes + 0.1 * (every.T @ vectors) / (1 + every.sum(0))[:, None]
+        return outputs
+
+
+def test_buffers_that_change_in_training_mode_are_compared(compared: Compared) -> None:
+    (cause,) = compared.step(Codebook(gathers=False), of_each, points())["causes"]
+    assert cause["text"].startswith("buffer codes is ")
+    assert "the values of the shards do not combine to that of the whole batch" in cause["text"]
+    assert "onefold.gather" in cause["text"]
+    assert agrees(compared.step(Codebook(gathers=True), of_each, points()))
 
 
 def test_a_comparison_changes_nothing(compared: Compared) -> None:

@@ -13,8 +13,10 @@ Note: what is compared
 Before each step, the user's loss is computed for the whole batch at once, with the parameters and
 buffers from which the shards will start. Its loss and gradient are those of the plain loop. The
 step's loss and gradient, folded over V shards, before clipping and the update, must be the same
-numbers. Dropout is off, batch norm uses its running statistics, and a sample gets the same random
-numbers in both, so only the arithmetic of the loss can differ. In float64, the tolerance is 1e-9.
+numbers, and so must the buffers after the step. Dropout is off, batch norm uses its running
+statistics, and a sample gets the same random numbers in both, so only the arithmetic of the loss
+can differ. All other modules keep their modes, because many change their buffers in training mode
+only. In float64, the tolerance is 1e-9.
 
 Note: no side effects
 ---------------------
@@ -59,11 +61,11 @@ from onefold.tools.verifying.surroundings import (
     KeptBuffers,
     TimeFirst,
     WholeBatch,
+    WithoutDropout,
     near,
     norms_of_the_batch,
     quiet_modes,
     second_dimension,
-    without_dropout,
 )
 
 __all__ = ["Comparison", "Mathematics", "compare_score", "tolerance_of"]
@@ -191,8 +193,6 @@ class Comparison:
     """Name of the parameter whose gradient differs most."""
     worst_difference: float = math.nan
     """Relative difference of this parameter's gradients."""
-    evaluation: bool = True
-    """Whether the whole model was in evaluation mode, not only batch norm and dropout."""
     returned: str = ""
     """Type of the loss's result: a scalar, one value per sample, Mean, ..."""
     finding: LossFinding | None = None
@@ -256,7 +256,6 @@ class Mathematics:
         self._draws = Draws()
         self.inside = False
         """Whether a step is being compared."""
-        self._narrow = False
         self._closer_look = True
         """Whether to inspect the next step that differs closely. Done once, because it is slow."""
 
@@ -305,7 +304,9 @@ class Mathematics:
         self._buffers_after: dict[int, KeptBuffers] = {}
         self._time_first = TimeFirst(self._model)
         self._engine, self._device = engine, engine.context.replicas[0].device
-        with without_dropout(), self._modes_for_all():
+        with WithoutDropout(), quiet_modes(self._model):
+            with kept_generators(self._device):
+                self._compute_alone()
             self.inside = True
             try:
                 yield self._comparison
@@ -321,30 +322,6 @@ class Mathematics:
     def tolerance(self) -> float:
         """Relative difference that rounding may cause between two computations of the loss."""
         return tolerance_of(self._model, self._draws.rounded)
-
-    @contextmanager
-    def _modes_for_all(self) -> Iterator[None]:
-        """Put the model in evaluation mode, or only batch norm and dropout if the loss fails.
-
-        This computes the whole batch, which shows whether the loss fails.
-        """
-        # A narrow mode stays narrow: otherwise every step would fail once more.
-        for narrow in (True,) if self._narrow else (False, True):
-            try:
-                with quiet_modes(self._model, narrow=narrow), kept_generators(self._device):
-                    self._compute_alone()
-            except Exception as error:
-                if narrow:
-                    raise
-                self._comparison.trouble = (
-                    f"in evaluation mode: {type(error).__name__}: {message_of(error)}"
-                )
-            else:
-                break
-        self._narrow = narrow
-        self._comparison.evaluation = not narrow
-        with quiet_modes(self._model, narrow=narrow):
-            yield
 
     def _compute_alone(self) -> None:
         samples = self._comparison.samples

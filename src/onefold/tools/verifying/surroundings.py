@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
 from onefold.core.batch import map_parts
@@ -36,13 +36,13 @@ __all__ = [
     "KeptBuffers",
     "TimeFirst",
     "WholeBatch",
+    "WithoutDropout",
     "cast_floats",
     "near",
     "norms_of_the_batch",
     "quiet_modes",
     "second_dimension",
     "whole_of",
-    "without_dropout",
 ]
 
 _DROPOUT_LAYERS = (
@@ -51,7 +51,7 @@ _DROPOUT_LAYERS = (
 )
 _DROPOUTS = (
     *("dropout", "dropout1d", "dropout2d", "dropout3d"),
-    *("alpha_dropout", "feature_alpha_dropout"),
+    *("feature_dropout", "alpha_dropout", "feature_alpha_dropout"),
 )
 _COMPUTED = re.compile("attention|dropout|gru|lstm|rnn|rrelu|sdp|softmax")
 """Random operators whose results are not random numbers, but computed from them."""
@@ -160,36 +160,26 @@ def _read(func: Any, args: Sequence[Any], result: Any) -> _Draw | None:
     return _Draw(name, numbers, result.detach().clone())
 
 
-@contextmanager
-def without_dropout() -> Iterator[None]:
-    """Make PyTorch's dropout functions return their input unchanged.
+class WithoutDropout(TorchFunctionMode):
+    """Makes PyTorch's dropout functions return their input unchanged, wherever they are called."""
 
-    Modules are in evaluation mode; this covers losses that call the functions directly.
-    """
-
-    def keep(input: torch.Tensor, *args: object, **settings: object) -> torch.Tensor:
-        return input
-
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def attend(*args: Any, **settings: Any) -> torch.Tensor:
-        # dropout_p is the fifth positional argument if it is not passed by name.
-        settings.pop("dropout_p", None)
-        return attention(*args[:4], *([0.0] if len(args) > 4 else []), *args[5:], **settings)
-
-    replaced: dict[str, Any] = dict.fromkeys(_DROPOUTS, keep)
-    replaced["scaled_dot_product_attention"] = attend
-    with patch.multiple(torch.nn.functional, **replaced):
-        yield
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        settings, name = dict(kwargs or {}), str(getattr(func, "__name__", "")).rstrip("_")
+        if name in _DROPOUTS:
+            return args[0] if args else settings["input"]
+        if name == "scaled_dot_product_attention":
+            # dropout_p is the fifth positional argument if it is not passed by name.
+            settings.pop("dropout_p", None)
+            args = (*args[:4], *([0.0] if len(args) > 4 else []), *args[5:])
+        return func(*args, **settings)
 
 
 @contextmanager
-def quiet_modes(model: torch.nn.Module, *, narrow: bool) -> Iterator[None]:
+def quiet_modes(model: torch.nn.Module) -> Iterator[None]:
     """Make batch norm use its running statistics and disable dropout; restore both afterwards.
 
     Args:
         model: the trainer's model. Parts of other modules are found when they are called.
-        narrow: whether to leave all other modules in their mode.
     """
     before: dict[torch.nn.Module, tuple[bool, Any]] = {}
 
@@ -199,7 +189,7 @@ def quiet_modes(model: torch.nn.Module, *, narrow: bool) -> Iterator[None]:
             return
         recurrent = isinstance(part, torch.nn.RNNBase)
         before[part] = (part.training, part.dropout if recurrent else None)
-        if not narrow or isinstance(part, (BatchNorm, *_DROPOUT_LAYERS)):
+        if isinstance(part, (BatchNorm, *_DROPOUT_LAYERS)):
             part.training = False
         # Recurrent layers apply dropout inside their kernel, with a separate rate.
         if isinstance(part, torch.nn.RNNBase):
@@ -313,7 +303,8 @@ class KeptBuffers:
                 f'Trainer(buffers={{"{name}": "{rule}"}}) gives the result of one shard'
                 if rule
                 else "no rule of Trainer(buffers=...) gives the result of one shard: the values of "
-                "the shards do not combine to that of the whole batch"
+                "the shards do not combine to that of the whole batch. Compute it from values that "
+                "onefold.gather returns, or leave it if the values of shards are good enough"
             )
             found[name] = f"{_shown(now)} with the shards, {_shown(alone)} with one; {advice}"
         return found
