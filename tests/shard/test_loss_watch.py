@@ -113,6 +113,7 @@ FOUND: dict[str, dict[str, Loss]] = {
     },
     "tokens": {
         "chosen": lambda v: F.cross_entropy(v.seq.transpose(1, 2)[v.mask], v.tokens[v.mask]),
+        "sum over a count of one": lambda v: mse_sum(v) / v.mask[1].sum(),
         "sum over count": lambda v: (token_losses(v) * v.mask).sum() / v.mask.sum(),
         "mse by weights": lambda v: F.mse_loss(v.x, v.soft, weight=v.each),  # type: ignore[call-arg]
     },

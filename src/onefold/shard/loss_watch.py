@@ -173,8 +173,13 @@ def places_in(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
             number = _number_beside(place.node)
             # A graph on both sides means a product of two results, not a scaled one.
             if number is not None and len(inner) == 1:
-                by = number if name.startswith("Div") else _inverse(number, samples)
-                divisor = _times(place, by, samples)
+                divides = name.startswith("Div")
+                by = number if divides else _inverse(number, samples)
+                # A divisor below 1 is a scale. A count may be 1 if there is a single sample, or if
+                # the script has computed it: it is a tensor then.
+                computed = divides and isinstance(saved(place.node, "other"), torch.Tensor)
+                is_scale = abs(by) < 1.0 or (abs(by) == 1.0 and samples > 1 and not computed)
+                divisor = place.divisor if is_scale else by * (place.divisor or 1.0)
                 waiting.append(
                     replace(
                         place,
@@ -207,13 +212,6 @@ def _adds_losses(node: Any, samples: int) -> bool:
         return False
         # A stack as long as the batch may hold one loss per sample, from a Python loop.
     return len(inner.next_functions) == _numel_of(node) != samples
-
-
-def _times(place: _Place, divisor: float, samples: int) -> float | None:
-    # A divisor below 1 is a scale: a count is at least 1, and it is 1 only for a single sample.
-    if abs(divisor) < 1.0 or (abs(divisor) == 1.0 and samples > 1):
-        return place.divisor
-    return divisor if place.divisor is None else divisor * place.divisor
 
 
 def _inverse(factor: float, samples: int) -> float:
