@@ -52,6 +52,7 @@ TABLE: list[tuple[list[dict[str, Any]], bool, str]] = [
         ),
     ),
     ([{"worst": "w", "worst_difference": 0.1}], False, "the losses agree but the gradients do not"),
+    ([{"worst": "w", "worst_difference": 0.1}], False, "0.5 with 4 shards and 0.5 with one; the g"),
     ([CHANCE], True, "Not compared: the loss draws random numbers"),
     (
         [{"carried": ["h", "c"]}],
@@ -112,3 +113,4 @@ def test_a_score_over_a_batch_is_named_with_the_ways_out() -> None:
     assert "'hit@3' of hit (a.py:3) is 0.675 with 4 shards and 0.2 with one" in text
     assert all(way in text for way in ("trainer.predict", "onefold.Mean", "whole_batches=True"))
     assert report({}, scores=[{**line, "differ": {}}])[0]
+    assert report({}, scores=[line, {**line, "differ": {"hit@3": (0.7, 0.3)}}])[1] == text

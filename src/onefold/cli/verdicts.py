@@ -66,19 +66,23 @@ def report_mathematics(
 
 def _report_scores(console: Screen, scores: Sequence[dict[str, Any]], who: str) -> bool:
     """Report score values that depend on the batch; return whether there are none."""
+    # A lambda that is written in the loop is another function in each epoch.
+    first: dict[tuple[str, str], tuple[dict[str, Any], float, float]] = {}
     for score in scores:
         for name, (several, one) in score["differ"].items():
-            console.headed(
-                "bold red",
-                f"A score{who} differs",
-                f": {name!r} of {score['function']} is {several:.9g} with {score['shards']} shards "
-                f"and {one:.9g} with one, in the first batch of its evaluation. Either it is "
-                f"computed from a batch, and a shard has only its own samples, or it keeps state "
-                f"from call to call, such as a count. Score the values of every "
-                f"sample, from trainer.predict; return one value per sample or "
-                f"onefold.Mean(total, weight); or pass whole batches to the score with "
-                f"trainer.evaluate(..., whole_batches=True).",
-            )
+            first.setdefault((score["function"], name), (score, several, one))
+    for (function, name), (score, several, one) in first.items():
+        console.headed(
+            "bold red",
+            f"A score{who} differs",
+            f": {name!r} of {function} is {several:.9g} with {score['shards']} shards "
+            f"and {one:.9g} with one, in the first batch of its evaluation. Either it is "
+            f"computed from a batch, and a shard has only its own samples, or it keeps state "
+            f"from call to call, such as a count. Score the values of every "
+            f"sample, from trainer.predict; return one value per sample or "
+            f"onefold.Mean(total, weight); or pass whole batches to the score with "
+            f"trainer.evaluate(..., whole_batches=True).",
+        )
     return not any(score["differ"] for score in scores)
 
 
@@ -127,7 +131,8 @@ def _report_errors(
     first = next(line for line in lines if any(c["kind"] == "error" for c in line["causes"]))
     function = about["function"]
     if _largest(first) > first["tolerance"]:
-        quotient = f" ({first['alone'] / first['loss']:.6g} times)" if first["loss"] else ""
+        times = f"{first['alone'] / first['loss']:.6g}" if first["loss"] else ""
+        quotient = f" ({times} times)" if times not in ("", "1") else ""
         console.headed(
             "bold red",
             f"The mathematics{who} differ",
