@@ -1,6 +1,8 @@
 import csv
+import gzip
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,37 @@ def test_what_spreadsheets_write_is_read(tmp_path: Path, end: str) -> None:
     assert read_tsv(tsv) == ([Line("a", "x", 1), Line("b", "y", 2)], [])
 
 
+def test_a_first_line_of_names_is_no_sample_if_columns_are_numbered(tmp_path: Path) -> None:
+    """Two columns of one name can only be told apart by numbers, or renamed."""
+    path = written(tmp_path / "it.csv", "text,text,label\na,b,x\nc,d,y\n")
+    with pytest.raises(DataError, match=r"'text', got 2 of them; rename them, or name another"):
+        read_table(path, TEXT._replace(sample="text"))
+    lines, bad, _ = read_table(path, Columns("text", "2", ("3",)))
+    assert lines == [Line("b", "x", 2), Line("d", "y", 3)]
+    assert [each.line for each in bad] == [1]
+    assert bad[0].reason.startswith("expected no header, got text, text, label: remove this line")
+
+
+@for_each(
+    ("content", "words"),
+    [
+        ("text\na\n", "expected two columns, one of them with a label, got only text"),
+        (
+            "a,x,1\nb,y,2\n",
+            "which are a, x, 1; if its first line has no names, name columns by numb",
+        ),
+        (b"Gr\xf6\xdfe,label\n", "it.csv, line 1: expected UTF-8, got f6 as byte 3: if it is Lat"),
+        (gzip.compress(b"text,label\na,x\n"), "this is a gzip file: unpack it with gunzip"),
+        (b"PK\x03\x04\x14\0", "this is a zip archive, such as a workbook: save it as CSV"),
+    ],
+)
+def test_a_file_that_is_no_table_is_told_what_it_is(
+    tmp_path: Path, content: str | bytes, words: str
+) -> None:
+    with pytest.raises(DataError, match=re.escape(words)):
+        read_table(written(tmp_path / "it.csv", content), TEXT)
+
+
 def test_classes_are_switched_by_two_numbers(tmp_path: Path) -> None:
     """Of 1 and -1, as in CelebA, or of 1 and 0; with all three, one of them may be unknown."""
     columns = Columns("text", "text", ("old", "glad"))
@@ -162,10 +195,13 @@ def test_a_missing_value_is_no_class(tmp_path: Path) -> None:
     lines, bad, _ = read_table(path, TEXT)
     assert (lines, bad[0].reason) == ([Line("b", "x", 2)], "expected a label, got nothing")
     written(tmp_path / "it.csv", "text,label\na,nan\nb,x\nc,nan\nd,x\n")
-    words = r"got 'nan', which pandas and NumPy write for a missing value: .*--labels-as-is"
     labels = [each.label for each in read_table(tmp_path / "it.csv", TEXT)[0]]
-    with pytest.raises(DataError, match=words):
-        check_task(labels, "single-label", "it", labels_as_is=False)
+    for mark, who in {"nan": "pandas and NumPy write", "NA": "R writes"}.items():
+        words = f"got {mark!r}, which {who} for a missing value: .*--labels-as-is"
+        marked = [mark if label == "nan" else label for label in labels]
+        with pytest.raises(DataError, match=words):
+            check_task(marked, "single-label", "it", labels_as_is=False)
+        assert check_task(marked, "single-label", "it", labels_as_is=True) == []
 
 
 def test_a_quote_that_is_never_closed_ends_it_all(tmp_path: Path) -> None:
@@ -198,7 +234,7 @@ def test_columns_are_found_by_their_names_or_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=words):
             read_table(file, columns)
     # Two columns of one name; a file without a header, by number; one column for predictions.
-    with pytest.raises(DataError, match="expected a column 'a', got two of them"):
+    with pytest.raises(DataError, match="expected a column 'a', got 2 of them; rename them"):
         read_table(written(file, "a,a\n1,2\n"), Columns("text", "a", ("a",)))
     lines, _, _ = read_table(written(file, '1,"so, so"\n2,fine\n'), Columns("text", "2", ("1",)))
     assert lines == [Line("so, so", "1", 1), Line("fine", "2", 2)]

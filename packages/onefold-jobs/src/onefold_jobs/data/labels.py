@@ -68,7 +68,13 @@ _SEVERAL = re.compile(f"[{_SEPARATORS}]")
 _QUOTED = re.compile(r"""(['"])(.*?)\1""")
 _LIST_OF_QUOTED = re.compile(r"\[[,\s]*\]|\([,\s]*\)")
 _SWITCHES = re.compile(r"[\[(]?[01](?:[ ,;|]+[01])+[\])]?")
-_MISSING = ("nan", "NaN", "NAN", "<NA>", "NaT")
+_MISSING = {
+    **dict.fromkeys(("nan", "NaN", "NAN", "<NA>", "NaT"), "pandas and NumPy write"),
+    "NA": "R writes",
+    "#N/A": "Excel writes",
+    **dict.fromkeys(("NULL", "\\N"), "databases write"),
+}
+"""Marks of a missing value, with the programs that write them."""
 _OTHERWISE = "; or accept all labels as classes with --labels-as-is"
 
 
@@ -308,7 +314,7 @@ def _refuse_names(labels: Collection[str], where: str) -> None:
     for label in labels:
         if label in _MISSING:
             raise DataError(
-                f"{where}: expected class names, got {label!r}, which pandas and NumPy write for a "
+                f"{where}: expected class names, got {label!r}, which {_MISSING[label]} for a "
                 f"missing value: remove these rows, or rename the class{_OTHERWISE}"
             )
         other = seen.setdefault(_plain(label), label)

@@ -18,10 +18,11 @@ import codecs
 import csv
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,9 +54,18 @@ TABLES = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 _DELIMITERS = ",;\t|"
 _DATASET = "state.json"
 """File that ``datasets`` writes next to the Arrow files of a dataset."""
+_HEADER = "remove this line, or name its columns with --text-column and --label-column"
 _SHOWN = 30
 """Maximum number of columns that an error names."""
 _MOST_JSON_BYTES = 1 << 24
+_AS_CSV = "save it as CSV (UTF-8)"
+_BINARY = (
+    (b"\x1f\x8b", "a gzip file", "unpack it with gunzip"),
+    (b"\xfd7zXZ\0", "an xz file", "unpack it with unxz"),
+    (b"PK\x03\x04", "a zip archive, such as a workbook", f"{_AS_CSV}, or unpack it"),
+    (b"\xd0\xcf\x11\xe0", "a workbook of Excel", _AS_CSV),
+)
+"""Beginnings of files that are not text, with their kinds and remedies."""
 _SEP = re.compile(rb"(?i)sep=(.)")
 """First line by which Excel finds the separator of cells."""
 _SWITCHES = {
@@ -126,6 +136,8 @@ class Table:
     """Delimiter of a CSV file."""
     has_sep: bool = False
     """Whether a line such as ``sep=;`` precedes the header."""
+    numbered: bool = False
+    """Whether columns may be named by their numbers, because a CSV file may lack names."""
 
 
 def is_table(path: Path) -> bool:
@@ -261,10 +273,20 @@ def _usual(table: Table, kind: str, others: Sequence[str]) -> str:
     """Find the single column with a usual name for its role, or the only remaining one."""
     left = [name for name in table.names if name not in others]
     found = left[0] if len(left) == 1 else usual_column(left, kind)
+    if not left:
+        raise DataError(
+            f"{readable(table.path)}: expected two columns, one of them with a {kind}, got only "
+            f"{listed(table.names)}"
+        )
     if found is None:
+        numbers = (
+            "; if its first line has no names, name columns by numbers from 1"
+            if table.numbered
+            else ""
+        )
         raise DataError(
             f"{readable(table.path)}: no single column has a usual name; use --{kind}-column with "
-            f"one of its columns, which are {listed(table.names, _SHOWN)}"
+            f"one of its columns, which are {listed(table.names, _SHOWN)}{numbers}"
         )
     return found
 
@@ -284,10 +306,12 @@ def usual_column(names: Sequence[str], kind: str) -> str | None:
 def _require(table: Table, names: Sequence[str], kind: str) -> None:
     for name in names:
         if table.names.count(name) != 1:
-            came = "two of them" if name in table.names else f"only {listed(table.names, _SHOWN)}"
+            came = f"only {listed(table.names, _SHOWN)}; name another"
+            if name in table.names:
+                came = f"{table.names.count(name)} of them; rename them, or name another"
             raise DataError(
-                f"{readable(table.path)}: expected a column {name!r}, got {came}; name another "
-                f"with --{kind}-column"
+                f"{readable(table.path)}: expected a column {name!r}, got {came} with "
+                f"--{kind}-column"
             )
 
 
@@ -340,19 +364,31 @@ def _open_csv(path: Path, columns: Columns) -> Table:
     found, first = _SEP.fullmatch(line), line.decode(errors="replace")
     delimiter = found[1].decode(errors="replace") if found else max(_DELIMITERS, key=first.count)
     rows = _csv_rows(path, delimiter, skip=bool(found))
-    _, head = next(rows, (1, "an empty file"))
+    number, head = next(rows, (0, "expected a line with column names, got an empty file"))
     if isinstance(head, str):
-        raise DataError(f"{readable(path)}: expected a line with column names, got {head}")
+        place = f", line {number}" if number else ""
+        raise DataError(f"{readable(path)}{place}: {head}")
     names = [name.strip() for name in head]
     named = [*columns.label, *columns.samples(names)]
     # Column numbers from 1 refer to a file without a header, unless its first line consists of
     # numbers, as pandas writes for columns without names.
     numbers = all(map(str.isdecimal, names)) and set(named) <= set(names)
     if named and all(map(str.isdecimal, named)) and not numbers:
-        names = [str(number) for number in range(1, len(names) + 1)]
+        by_number = {str(number): name for number, name in enumerate(names, start=1)}
+        names = [*by_number]
         rows = _csv_rows(path, delimiter, skip=bool(found))
+        if _has_names(by_number, columns):
+            start, head = next(rows)
+            rows = chain([(start, f"expected no header, got {listed(head)}: {_HEADER}")], rows)
     named_rows = ((number, _by_name(names, cells)) for number, cells in rows)
-    return Table(path, names, named_rows, delimiter, bool(found))
+    return Table(path, names, named_rows, delimiter, bool(found), numbered=True)
+
+
+def _has_names(cells: Mapping[str, str], columns: Columns) -> bool:
+    """Whether the cells of the first line, by number, have the usual names of these columns."""
+    kinds = [(name, "label") for name in columns.label]
+    kinds += [(name, columns.kind) for name in columns.samples([*cells])]
+    return all(usual_column([cells.get(name, "")], kind) for name, kind in kinds)
 
 
 def _by_name(names: Sequence[str], cells: list[str] | str) -> dict[str, Any] | str:
@@ -554,7 +590,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
     Raises:
         OSError: the file cannot be read.
-        DataError: the file is UTF-16.
+        DataError: the file is UTF-16, an archive or a spreadsheet.
     """
     # Held back until a line with text follows, so never yielded at the end of the file.
     blank: list[bytes] = []
@@ -566,6 +602,9 @@ def read_lines(path: Path) -> Iterator[bytes]:
                 f"{path}: expected UTF-8, this is UTF-16: convert it with iconv "
                 f"-f UTF-16 -t UTF-8 {in_shell(path)} > utf8{path.suffix}"
             )
+        for begin, kind, advice in _BINARY:
+            if file.peek(len(begin)).startswith(begin):
+                raise DataError(f"{path}: expected text, this is {kind}: {advice}")
         if file.peek(3).startswith(codecs.BOM_UTF8):
             file.read(3)
         # Cells may contain line breaks, too. A trailing CR may be the first half of a CRLF.
@@ -609,10 +648,7 @@ def _read_line(content: bytes, number: int, task: TaskName) -> Line:
     """
     text, label = _cut(decoded(content))
     if number == 1 and label.casefold() == "label":
-        raise ValueError(
-            f"expected no header, got {shortened(content.decode())}: remove this line, or name its "
-            f"columns with --text-column and --label-column"
-        )
+        raise ValueError(f"expected no header, got {shortened(content.decode())}: {_HEADER}")
     return Line(text, read_label(label, task), number)
 
 
