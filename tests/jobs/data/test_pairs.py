@@ -183,6 +183,65 @@ def test_other_data_have_another_digest(whole: Path) -> None:
         read(whole)
 
 
+def with_palette(values: Any) -> Any:
+    """A mask of indices, whose palette has dark red, dark green and white."""
+    mask = pillow.fromarray(values)
+    mask.putpalette([0, 0, 0, 128, 0, 0, 0, 128, 0, *[0] * 756, 255, 255, 255])
+    return mask
+
+
+def colored(values: Any) -> Any:
+    """A mask of colors: red for 1, blue for 2, white for 255."""
+    table = np.zeros((256, 3), dtype=np.uint8)
+    table[1], table[2], table[255] = (255, 0, 0), (0, 0, 255), (255, 255, 255)
+    return table[values]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        # One class in each mask: no mask alone shows that there are two.
+        ((colored, 1), (colored, 2), r"has #0000ff, and .*0.png has #ff0000.*'#ff0000,#0000ff'"),
+        ((with_palette, 1), (with_palette, 2), r"has 2, and .*0.png has 1.*--foreground 1,2;"),
+        ((np.asarray, 160), (np.asarray, 255), r"has 255, and .*0.png has 160.*--foreground 160,"),
+        ((colored, 1), (np.asarray, 255), r"has 255, and .*0.png has #ff0000"),
+        # The same foreground in other files, and traces of JPEG.
+        ((with_palette, 255), (np.asarray, 255), ""),
+        ((colored, 1), (colored, 1), ""),
+        ((np.asarray, 251), (np.asarray, 255), ""),
+        ((np.asarray, 65535), (np.asarray, 255), ""),
+    ],
+)
+def test_a_foreground_that_differs_between_masks_is_refused(
+    first: Any, second: Any, words: str, tmp_path: Path
+) -> None:
+    for number in range(8):
+        draw, value = (first, second)[number % 2]
+        mask = np.zeros((12, 12), dtype=np.uint16 if value > 255 else np.uint8)
+        mask[2:8, 3:9] = value
+        save(tmp_path / "images" / f"{number}.png", gray(12, 12, seed=number))
+        (tmp_path / "masks").mkdir(exist_ok=True)
+        drawn = draw(mask)
+        picture = drawn if draw is with_palette else pillow.fromarray(drawn)
+        picture.save(tmp_path / "masks" / f"{number}.png")
+    if not words:
+        assert read(tmp_path).foreground == 36 * 6
+        return
+    words = f"(?s)masks/1.png: expected masks with one foreground value, but this one {words}"
+    with pytest.raises(DataError, match=words):
+        read(tmp_path)
+
+
+def test_soft_edges_have_no_foreground_of_their_own(tmp_path: Path) -> None:
+    for number in range(8):
+        mask = np.zeros((12, 12), dtype=np.uint8)
+        # Lines without an area: most of their pixels are edges of one brightness or another.
+        mask[2], mask[3, :4] = np.linspace(140, 250, 12), 150 + 12 * number
+        save(tmp_path / "images" / f"{number}.png", gray(12, 12, seed=number))
+        save(tmp_path / "masks" / f"{number}.png", mask)
+    assert read(tmp_path).foreground == 16 * 6
+
+
 def test_masks_of_several_classes_need_a_rule(tmp_path: Path) -> None:
     for number in range(8):
         mask = np.zeros((12, 12), dtype=np.uint8)

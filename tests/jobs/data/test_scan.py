@@ -100,7 +100,7 @@ def test_a_damaged_memory_is_none(tmp_path: Path) -> None:
 
     def remembered(kind: str, look: list[Any]) -> int:
         files = {"a.png": [kind, "digest", None, look]}
-        path.write_text(json.dumps({"format": 4, "files": files}))
+        path.write_text(json.dumps({"format": 5, "files": files}))
         return len(read_scan(path))
 
     for kind, look, other in (("picture", picture, mask), ("mask:", mask, picture)):
@@ -108,6 +108,9 @@ def test_a_damaged_memory_is_none(tmp_path: Path) -> None:
         odds: tuple[object, ...] = ("x", {})
         damaged = [[*look[:at], odd, *look[at + 1 :]] for at in range(7) for odd in odds]
         assert [remembered(kind, each) for each in (*damaged, look[:3], [], other)] == [0] * 17
+    shades = [("1", {}), ("#ff0000", {}), ("2", {"2": "#ff0000"}), ("x", {}), ("2", {"2": "red"})]
+    looks = [[*mask, {}, colors, shade] for shade, colors in shades]
+    assert [remembered("mask:", look) for look in looks] == [1, 1, 1, 0, 0]
     for content in (b"", b"{", b"[]", b'{"format": 0, "files": {}}', b"\xff"):
         path.write_bytes(content)
         assert read_scan(path) == {}
@@ -236,8 +239,8 @@ def test_what_was_seen_holds_for_the_white_that_was_found(
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("read"))
     again = read_as(tmp_path / "data", layout, known=known)
     assert (again.white, again.sums, again.scan) == (first.white, first.sums, first.scan)
-    # In format 3 a picture was remembered by its brightest pixel.
-    (tmp_path / "scan.json").write_text(first.scan.replace('"format": 4', '"format": 3'))
+    # In format 4 a mask had no shade.
+    (tmp_path / "scan.json").write_text(first.scan.replace('"format": 5', '"format": 4'))
     assert read_scan(tmp_path / "scan.json") == {}
 
 

@@ -48,6 +48,7 @@ __all__ = [
     "mask_name",
     "mask_tensor",
     "read_mask",
+    "require_one_foreground",
 ]
 
 MASK_NOTE = "onefold predict"
@@ -78,6 +79,7 @@ _MOST_CODE = 1 << 62
 _LOSSY = frozenset({".jfif", ".jpe", ".jpeg", ".jpg", ".webp"})
 # At most 18 digits, so that a value fits the int64 it is compared with.
 _NUMBERS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_SHADE = re.compile(r"|[0-9]{1,19}|#[0-9a-f]{6}")
 _COLOR = re.compile(r"#([0-9a-fA-F]{6})")
 
 
@@ -186,7 +188,20 @@ class MaskLook(msgspec.Struct, frozen=True, array_like=True, tag="mask"):
     counts: dict[str, int] = {}
     """Pixels of each class by name, for masks with classes; for `AUTO`, of each value."""
     colors: dict[str, str] = {}
-    """Colors of these values, if the file has a palette."""
+    """Colors of these values, or of ``shade``, if the file has a palette."""
+    shade: str = ""
+    """Most frequent value of the foreground's areas, if brightness decides."""
+
+    def __post_init__(self) -> None:
+        # The scan in a run's folder may come from another user.
+        if not all(map(_SHADE.fullmatch, (self.shade, self.colors.get(self.shade, "")))):
+            raise ValueError(f"expected a value of a mask, got {self.shade!r:.80}")
+
+    @property
+    def color(self) -> tuple[int, ...]:
+        """RGB of ``shade``."""
+        named = self.colors.get(self.shade, self.shade)
+        return tuple(_channels(named)) if "#" in named else (min(int(named), 255),) * 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +297,7 @@ def look_at_mask(path: Path, rule: MaskRule) -> MaskLook:
     void = pixels.matches(rule.spans("void"))
     counts: dict[str, int] = {}
     colors: dict[str, str] = {}
-    scale = 0
+    scale, shade = 0, ""
     if rule.classes:
         values, foreground = _counted(pixels.codes[~void]), ~void
         _require_classes(pixels, values, void, rule, path)
@@ -297,10 +312,14 @@ def look_at_mask(path: Path, rule: MaskRule) -> MaskLook:
         if not rule.foreground and not void.all():
             _require_two_values(pixels, ~void, path)
         foreground = _foreground(pixels, rule, ~void)
-        # Whether foreground is 1 or 255 only matters without a named foreground;
-        # `_require_one_scale` in pairs compares it between masks.
+        # Both matter only without a named foreground; `require_one_foreground` compares them
+        # between masks.
         if foreground.any() and not rule.foreground:
             scale = 1 if pixels.brightness[foreground].max() == 1 else 255
+            code = _shade(pixels, foreground)
+            shade = "" if code is None else pixels.word(code)
+            if code is not None and pixels.palette is not None:
+                colors = {shade: f"#{int(pixels.palette[code]):06x}"}
     height, width = pixels.codes.shape
     spans = [*rule.spans("foreground"), *rule.spans("void")]
     return MaskLook(
@@ -312,7 +331,58 @@ def look_at_mask(path: Path, rule: MaskRule) -> MaskLook:
         named=[span.text for span in spans if pixels.matches([span]).any()],
         counts=counts,
         colors=colors,
+        shade=shade,
     )
+
+
+def require_one_foreground(masks: Sequence[tuple[Path, MaskLook]]) -> None:
+    """Reject masks whose foregrounds have different values, which are probably classes.
+
+    Args:
+        masks: paths of the masks, and their scan results with a rule without a foreground.
+
+    Raises:
+        DataError: some have 0 and 1 and others 0 and 255, or their foregrounds differ in color.
+    """
+    # A mask with only the classes 0 and 255 looks valid; others reveal that 1 is a class.
+    first: dict[int, tuple[Path, MaskLook]] = {}
+    for path, look in masks:
+        first.setdefault(look.scale, (path, look))
+    if 1 in first and 255 in first:
+        small, large = (readable(first[scale][0]) for scale in (1, 255))
+        values = {scale: ", ".join(look.values) for scale, (_, look) in first.items()}
+        raise DataError(
+            f"{small}: expected masks with either 0 and 1, or 0 and 255; this one has "
+            f"{values[1]}, but {large} has {values[255]}. Name the foreground, such as "
+            f"--foreground 1, and the values to ignore, such as --void 255"
+        )
+    # Each mask alone looks valid if no image contains two classes.
+    shades: dict[str, tuple[Path, MaskLook]] = {}
+    for path, look in sorted(masks, key=lambda mask: mask[0]):
+        if look.shade and look.scale == 255:
+            shades.setdefault(look.shade, (path, look))
+    for path, look in list(shades.values())[1:]:
+        known, other = next(iter(shades.values()))
+        gray = len({*look.color}) == len({*other.color}) == 1
+        lossy = not gray and any(x.suffix.lower() in _LOSSY for x in (path, known))
+        apart = max(abs(a - b) for a, b in zip(look.color, other.color, strict=True))
+        if apart > (_COLOR_NOISE if lossy else _NOISE):
+            named = ",".join(list(shades)[:_LISTED])
+            named = f"'{named}'" if "#" in named else named
+            raise DataError(
+                f"{readable(path)}: expected masks with one foreground value, but this one has "
+                f"{look.shade}, and {readable(known)} has {other.shade}: they may be different "
+                f"classes. If all are foreground, name them with --foreground {named}; or train "
+                f"one class per value with --classes auto"
+            )
+
+
+def _shade(pixels: _Pixels, foreground: _Array) -> int | None:
+    """Return the most frequent value of the foreground's areas; None if it has only edges."""
+    counts = _counted(pixels.codes[foreground])
+    if len(counts) > 1:
+        counts = _counted(pixels.codes[foreground & _flat(pixels.codes)])
+    return max(counts, key=counts.__getitem__, default=None)
 
 
 def _numbers(pixels: _Pixels, rule: MaskRule) -> _Array:

@@ -23,6 +23,7 @@ from onefold_jobs.data.masks import (
     MaskRule,
     colors_of,
     look_at_mask,
+    require_one_foreground,
 )
 from onefold_jobs.data.pictures import (
     Look,
@@ -122,7 +123,7 @@ def read_pairs(
     looks = by_one_white(looks, white, bad)
     if not skip_bad:
         refuse(bad, looks)
-    _require_one_scale(looks)
+    require_one_foreground([(x.pair.mask, x.mask.look) for x in looks])
     _require_named(directory, rule, looks)
     parts = [[look for look in looks if (look.pair in known) is first] for first in (True, False)]
     if not parts[0] or not parts[1]:
@@ -161,7 +162,7 @@ def read_pairs_to_test(
     pairs, given, folders = pairs_in(directory, bad, choosing=False)
     where = folders.train if folders.test is None else folders.test
     looks = _look_through(pairs if given is None else given, where, rule, scanning, bad)
-    _require_one_scale(looks)
+    require_one_foreground([(x.pair.mask, x.mask.look) for x in looks])
     for note in notes_of([look.seen.look for look in looks]):
         tell(note)
     return where, [look.pair for look in looks]
@@ -296,26 +297,6 @@ def _look_through(
             bad.append(BadFile(pair.mask, f"expected a mask of {expected}, got {came}"))
         bad += [each for each in (picture, mask) if isinstance(each, BadFile)]
     return looks
-
-
-def _require_one_scale(looks: Sequence[_Look]) -> None:
-    """Reject a mixture of 0/1 masks and 0/255 masks, which suggests class numbers.
-
-    Raises:
-        DataError: both kinds occur.
-    """
-    # A mask with only the classes 0 and 255 looks valid; others reveal that 1 is a class.
-    first: dict[int, _Look] = {}
-    for look in looks:
-        first.setdefault(look.mask.look.scale, look)
-    if 1 in first and 255 in first:
-        small, large = (readable(first[scale].pair.mask) for scale in (1, 255))
-        values = {scale: ", ".join(look.mask.look.values) for scale, look in first.items()}
-        raise DataError(
-            f"{small}: expected masks with either 0 and 1, or 0 and 255; this one has "
-            f"{values[1]}, but {large} has {values[255]}. Name the foreground, such as "
-            f"--foreground 1, and the values to ignore, such as --void 255"
-        )
 
 
 def _require_named(directory: Path, rule: MaskRule, looks: Sequence[_Look]) -> None:

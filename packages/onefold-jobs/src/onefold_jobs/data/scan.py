@@ -80,7 +80,7 @@ class _Scan(msgspec.Struct):
     """Content of the file that `pack_scan` writes."""
 
     files: dict[str, Seen[Look | MaskLook]]
-    format: Literal[4]
+    format: Literal[5]
     """Increased whenever the format or its meaning changes; older scans are ignored."""
 
 
@@ -213,7 +213,7 @@ def pack_scan(files: Iterable[tuple[Path, Seen[Any]]], root: Path) -> str:
     """
     named = {name_below(path, root): seen for path, seen in files}
     # msgspec alone would reject names that are not UTF-8.
-    return json.dumps(msgspec.to_builtins(_Scan(named, 4)))
+    return json.dumps(msgspec.to_builtins(_Scan(named, 5)))
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
