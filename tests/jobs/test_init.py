@@ -10,9 +10,11 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -213,6 +215,84 @@ def test_scripts_for_other_data_train(
     make: Callable[[Path], Path | None], score: str, tmp_path: Path
 ) -> None:
     check(make, score, tmp_path)
+
+
+def dataset(data: Path, folder: Path) -> Any:
+    """The data as the script for them reads them."""
+    write_script(data, folder / "train.py")
+    read, _, _ = (folder / "train.py").read_text().partition("\n\ndef loss(")
+    names: dict[str, Any] = {}
+    exec(read, names)
+    return names["data"]
+
+
+def masks_of(draw: Callable[[Any, int], Any]) -> Callable[[Path], Path]:
+    """Images with masks that this draws from a square of True and a number."""
+
+    def write(folder: Path) -> Path:
+        square = np.zeros((12, 12), dtype=bool)
+        square[2:8, 3:9] = True
+        for kind in ("images", "masks"):
+            (folder / "data" / kind).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (12, 12)).save(folder / "data" / "images" / f"{number}.png")
+            draw(square, number).save(folder / "data" / "masks" / f"{number}.png")
+        return folder / "data"
+
+    return write
+
+
+def color(square: Any, *rgb: int) -> Image.Image:
+    return Image.fromarray(square[..., None] * np.array(rgb, dtype=np.uint8))
+
+
+def palette(square: Any, *rgb: int) -> Image.Image:
+    mask = Image.fromarray(square.astype(np.uint8))
+    mask.putpalette([0, 0, 0, *rgb])
+    return mask
+
+
+@for_each(
+    ("draw", "found"),
+    [
+        # The gray of a bright color may be dark.
+        (lambda square, _: color(square, 255, 0, 0), [[0, 1]] * 4),
+        (lambda square, _: color(square, 0, 0, 255), [[0, 1]] * 4),
+        (lambda square, _: palette(square, 128, 0, 0), [[0, 1]] * 4),
+        (lambda square, _: color(square, 255, 255, 255, 255), [[0, 1]] * 4),
+        (lambda square, _: color(square, 1, 1, 1), [[0, 1]] * 4),
+        (lambda square, _: Image.fromarray(square.astype(np.uint16) * 4095), [[0, 1]] * 4),
+        # Numbers in three channels.
+        (lambda square, _: color(square, 40, 40, 40), [[0, 1]] * 4),
+        # One class in each mask, as a color, a number, and the gray of a color.
+        (lambda square, n: color(square, *[(255, 0, 0), (0, 0, 255)][n % 2]), [[0, 2], [0, 1]] * 2),
+        (lambda square, n: Image.fromarray(square.astype(np.uint8) + n % 2), [[0, 1], [1, 2]] * 2),
+        (lambda square, n: color(square, *[160 + 70 * (n % 2)] * 3), [[0, 1], [0, 2]] * 2),
+    ],
+)
+def test_the_script_reads_masks_as_a_job_does(
+    draw: Callable[[Any, int], Any], found: list[list[int]], tmp_path: Path
+) -> None:
+    data = dataset(masks_of(draw)(tmp_path), tmp_path)
+    assert [mask.unique().int().tolist() for _, mask in (data[n] for n in range(4))] == found
+
+
+def turned(picture: Image.Image, path: Path) -> None:
+    """Save an image as a camera that was held upright does: lying, with a note."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.transpose(Image.Transpose.ROTATE_90).save(path, exif=exif)
+
+
+def test_the_script_turns_images_as_their_cameras_were_held(tmp_path: Path) -> None:
+    picture = Image.linear_gradient("L").convert("RGB")
+    for name in "ab":
+        (tmp_path / "data" / name).mkdir(parents=True)
+        picture.save(tmp_path / "data" / name / "0.png")
+        turned(picture, tmp_path / "data" / name / "1.png")
+    data = dataset(tmp_path / "data", tmp_path)
+    assert torch.equal(data[0][0], data[1][0])
 
 
 @for_each(

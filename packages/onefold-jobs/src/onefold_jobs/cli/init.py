@@ -28,9 +28,21 @@ from onefold_jobs.data.fetch import fetch_dataset
 from onefold_jobs.data.files import BadFile
 from onefold_jobs.data.labels import divided, parts_of, separator
 from onefold_jobs.data.layouts import refuse_other_layouts
-from onefold_jobs.data.masks import AUTO, MOST_CLASSES, MaskRule, look_at_mask
+from onefold_jobs.data.masks import (
+    AUTO,
+    MOST_CLASSES,
+    MaskRule,
+    look_at_mask,
+    require_one_foreground,
+)
 from onefold_jobs.data.pairs import Pair, pairs_in
-from onefold_jobs.data.pictures import is_picture, look_at, visible_folders, white_of
+from onefold_jobs.data.pictures import (
+    is_picture,
+    load_picture,
+    look_at,
+    visible_folders,
+    white_of,
+)
 from onefold_jobs.data.samples import read_listed
 from onefold_jobs.data.splits import Folders, find_folders
 from onefold_jobs.data.tables import (
@@ -94,7 +106,9 @@ class Data:
     values: tuple[int | tuple[int, ...], ...] = ()
     """Values of the classes of masks, numbers or RGB colors; empty for foreground masks."""
     colored: bool = False
-    """Whether the values of masks are colors."""
+    """Whether the values of masks are colors; without values, whether the foreground is one."""
+    channels: bool = False
+    """Whether masks of numbers are stored in several equal channels, or with transparency."""
     reader: str = "csv"
     """Format of a file of texts, or of a table of images."""
     goal: str = "class"
@@ -238,9 +252,13 @@ def _masks(path: Path, folders: Folders) -> Data:
         tested, tested_masks = _roots(test)
         found = replace(found, test=tested, test_masks=tested_masks)
     looked_at = [pair.mask for pair in train[:_MOST_MASKS]]
+    found = replace(found, channels=_has_channels(looked_at))
     try:
-        scales = {look_at_mask(mask, MaskRule()).scale for mask in looked_at}
-        return replace(found, bright=255 in scales)
+        looks = [(mask, look_at_mask(mask, MaskRule())) for mask in looked_at]
+        require_one_foreground(looks)
+        # Gray of a color is darker than its brightest channel, which decides.
+        colored = any(look.shade and len({*look.color}) > 1 for _, look in looks)
+        return replace(found, bright=any(look.scale == 255 for _, look in looks), colored=colored)
     except DataError:
         rule = MaskRule(classes=AUTO)
         values = {value for mask in looked_at for value in look_at_mask(mask, rule).counts}
@@ -255,6 +273,10 @@ def _masks(path: Path, folders: Folders) -> Data:
     # By convention, 255 in masks of class numbers is a border to ignore.
     numbers = sorted(int(value) for value in values if value != _BORDER)
     return replace(found, values=tuple(numbers))
+
+
+def _has_channels(masks: Iterable[Path]) -> bool:
+    return any(load_picture(mask).mode in ("LA", "RGB", "RGBA") for mask in masks)
 
 
 def _roots(pairs: Sequence[Pair]) -> tuple[str, str]:
