@@ -295,6 +295,15 @@ def test_the_script_turns_images_as_their_cameras_were_held(tmp_path: Path) -> N
     assert torch.equal(data[0][0], data[1][0])
 
 
+def test_folders_that_may_be_parts_are_classes_if_asked(tmp_path: Path) -> None:
+    output = tmp_path / "train.py"
+    asked = ["init", str(sites(tmp_path / "data")), "-o", str(output)]
+    refused = CliRunner().invoke(app, asked)
+    assert (refused.exit_code, "pass --labels-as-is" in str(refused.exception)) == (1, True)
+    assert CliRunner().invoke(app, [*asked, "--labels-as-is"]).exit_code == 0
+    assert "classes = sorted(" in output.read_text()
+
+
 @for_each(
     ("make", "words"),
     [

@@ -58,6 +58,9 @@ def _init(
         Path | None, Argument(metavar="[DATA]", help="Folder or file of the data.")
     ] = None,
     output: Annotated[Path, _output("Script to write.")] = Path("train.py"),
+    labels_as_is: Annotated[
+        bool, Option("--labels-as-is", help="Accept all folders as classes.")
+    ] = False,
 ) -> None:
     """Write the shortest training script for your data.
 
@@ -67,7 +70,7 @@ def _init(
     """
     from onefold_jobs.cli.init import write_script
 
-    write_script(data, output)
+    write_script(data, output, labels_as_is=labels_as_is)
     print(visible(str(output)))
     tell_next(f"onefold verify --devices 1,2 {shlex.quote(str(output))}")
 

@@ -132,26 +132,31 @@ class Data:
     """Names of the arrays of inputs and targets."""
 
 
-def write_script(data: Path | None, output: Path) -> None:
+def write_script(data: Path | None, output: Path, *, labels_as_is: bool = False) -> None:
     """Write a training script for data.
 
     Args:
         data: any data of a job; a CSV, TSV or NPZ file of numbers; or None.
         output: the file to write, which must not exist.
+        labels_as_is: treat folders as classes even if they may be parts of a dataset.
 
     Raises:
         DataError: the data do not exist, or are of an unsupported kind.
         FileExistsError: the output file exists.
     """
-    text = _script(look(data))
+    text = _script(look(data, labels_as_is=labels_as_is))
     try:
         write_whole(output, text.encode(), new=True)
     except FileExistsError:
         raise FileExistsError(f"--output {output}: the file exists already") from None
 
 
-def look(path: Path | None) -> Data:
+def look(path: Path | None, *, labels_as_is: bool = False) -> Data:
     """Inspect data.
+
+    Args:
+        path: argument of the command.
+        labels_as_is: treat folders as classes even if they may be parts of a dataset.
 
     Raises:
         DataError: the data do not exist, or are of an unsupported kind.
@@ -161,7 +166,7 @@ def look(path: Path | None) -> Data:
     if str(path) in ("digits", *FETCHED) and not path.exists():
         return _named(str(path))
     if path.is_dir() and not is_table(path):
-        return _folder(path)
+        return _folder(path, labels_as_is=labels_as_is)
     if path.suffix == ".npz":
         return _arrays(path)
     if path.exists() and (path.suffix.lower() in (".csv", ".tsv") or is_table(path)):
@@ -198,7 +203,7 @@ def _idx(path: Path) -> Data:
     return Data("idx", str(path), test=str(path), form=", ".join(map(str, pixels.shape[1:])))
 
 
-def _folder(path: Path) -> Data:
+def _folder(path: Path, *, labels_as_is: bool) -> Data:
     if any(path.glob("*-images-idx3-ubyte*")):
         return _idx(path)
     inside = find_folders(path, masks=True)
@@ -208,7 +213,7 @@ def _folder(path: Path) -> Data:
     if is_table(path / "train") or any(each.is_file() for each in files):
         return _texts(path)
     refuse_other_layouts(path, "classify")
-    folders = find_folders(path)
+    folders = find_folders(path, as_is=labels_as_is)
     for note in folders.notes:
         tell(note)
     inside_train = folders.train
