@@ -206,7 +206,9 @@ class TrainOptions:
     )
     batch_size: int = option(64, "Global batch size, over all devices.", COUNT)
     epochs: int | None = option(None, "Passes over the training set.", COUNT, shown="10")
-    lr: Rate = option(None, "Learning rate, or auto to find one.", FACTOR, shown="0.001; sgd: 0.05")
+    lr: Rate = option(
+        None, "Learning rate, or auto to find one.", FACTOR, shown="by model; sgd: 0.05"
+    )
     optimizer: Optimizer = option("adamw", "Optimizer.")
     momentum: float = option(0.9, "Momentum of sgd.", SHARE)
     weight_decay: float | None = option(
