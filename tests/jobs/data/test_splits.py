@@ -174,3 +174,16 @@ def test_masks_have_parts_as_well(tmp_path: Path, train: str, test: str, inside:
     assert all(test in str(pair.image) for pair in found.test)
     _, scored, _ = pairs_in(data, [], choosing=False)
     assert scored == found.test
+
+
+def test_lists_beside_class_folders_are_reported(tmp_path: Path) -> None:
+    data = moved(tmp_path, train="images")
+    for name in ("train_list.txt", "train_test_split.txt", "labels.csv", "readme.txt", ".test.csv"):
+        (data / name).write_text("")
+    first, second = read(data).notes
+    assert first.startswith(f"{data}: not used: labels.csv, train_list.txt, train_test_split.txt;")
+    assert second == f"trains on {data / 'images'}"
+    # Folders of a split are used, whatever is listed.
+    (data / "images").rename(data / "train")
+    copied(data / "train", data / "test")
+    assert not any("not used" in note for note in find_folders(data).notes)

@@ -33,6 +33,7 @@ _PARTS = {
 """Part of a dataset that each word names."""
 _WORD = re.compile(rf"(?<![a-z])({'|'.join(sorted(_PARTS, reverse=True))})(?![a-rt-z]|s(?!et))")
 _GENERAL = re.compile(r"(dataset|data|set|split|folder|images?|imgs?|pictures?|photos?)(?![a-z])")
+_TABLES = (".csv", ".jsonl", ".parquet", ".tsv")
 _MOST_WRAPPED = 3
 """Maximum number of nested folders around a dataset, each the only one in its parent."""
 _COPIED = 3
@@ -55,7 +56,7 @@ class Folders:
     is_split: bool = False
     """Whether ``train`` is a part of the data, next to other parts."""
     notes: list[str] = field(default_factory=list)
-    """Names of the chosen folders, if they are unusual."""
+    """Names of the chosen folders, if they are unusual, and of files that are not used."""
 
     def require_test(self) -> Path:
         """Return the folder of the test set.
@@ -107,6 +108,11 @@ def find_folders(
         found = Folders(root)
         if not masks and not as_is:
             _refuse_parts(root, folders)
+        if not masks and (lists := _lists(directory)):
+            found.notes.append(
+                f"{readable(directory)}: not used: {listed(lists)}; if they contain the split or "
+                f"the labels, name tables of paths and labels with --data and --dev"
+            )
     used = [each for each in (found.train, found.test) if each not in (None, directory)]
     usual = all(each and each.parent == directory and each.name in _PARTS for each in used)
     if used and not usual:
@@ -131,6 +137,19 @@ def _unwrapped(folder: Path, *, masks: bool = False) -> Path:
             return folder
         inside = inner[0]
     return folder
+
+
+def _lists(directory: Path) -> list[str]:
+    """Find files next to the folders that may contain a split or labels."""
+
+    def may_list(path: Path) -> bool:
+        if path.suffix.lower() != ".txt":
+            return path.suffix.lower() in _TABLES
+        stem = path.stem.lower()
+        return "split" in stem or _WORD.search(stem) is not None
+
+    names = [each.name for each in directory.iterdir() if may_list(each) and each.is_file()]
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def _has_pictures(folder: Path) -> bool:
