@@ -512,3 +512,8 @@ def test_a_run_that_waits_for_its_data_says_so_once(
     assert capsys.readouterr().out.count(words) == limited
     limits = [line.devices[0]["limit"] for line in read_reported(folder).epochs]
     assert [limit[:15] for limit in limits] == ["limited by data" if limited else ""] * 2
+    # The default chooses the number of processes, so the user is not asked for one.
+    assert [
+        limit.endswith("--workers auto reads ahead if waiting takes 1 s of an epoch")
+        for limit in limits
+    ] == [limited] * 2

@@ -17,9 +17,9 @@ import os
 import onefold
 from onefold.cli import counted
 
-__all__ = ["BY_DATA", "LEAST_S", "Workers"]
+__all__ = ["LEAST_S", "Workers"]
 
-BY_DATA = "limited by data"
+_BY_DATA = "limited by data"
 """Beginning of ``step.seconds.limit`` if steps wait for their batches."""
 _FIRST_STEPS = 2
 """Steps that are not measured: they compile and check, or wait for new processes."""
@@ -45,7 +45,8 @@ class Workers:
         self._measured = max(1, min(_MEASURED_STEPS, steps - _FIRST_STEPS))
         cores = len(os.sched_getaffinity(0))
         self._most = max(1, min(_MOST, cores // devices))
-        self._is_settled = given != "auto"
+        self._is_auto = given == "auto"
+        self._is_settled = not self._is_auto
         self._steps: list[onefold.Step] = []
         self._before_s = 0.0
 
@@ -58,6 +59,16 @@ class Workers:
     def was_chosen(self) -> bool:
         """Whether several processes have been tried because of the measured times."""
         return bool(self._before_s)
+
+    def advised(self, limit: str) -> str:
+        """Correct ``step.seconds.limit``: with ``auto``, another number is not the remedy."""
+        if not self._is_auto or not limit.startswith(_BY_DATA):
+            return limit
+        # More processes have been tried.
+        if self.was_chosen:
+            return ""
+        fact, _, _ = limit.partition(". Use ")
+        return f"{fact}. --workers auto reads ahead if waiting takes {LEAST_S:g} s of an epoch"
 
     def note(self, step: onefold.Step) -> str:
         """Count a step; return a remark if the number changes, otherwise nothing."""
@@ -82,7 +93,7 @@ class Workers:
                 f"--workers auto: later epochs read without extra processes, because a step takes "
                 f"{_ms(step_s)} with them and {_ms(self._before_s)} without"
             )
-        limited = seconds.limit.startswith(BY_DATA)
+        limited = seconds.limit.startswith(_BY_DATA)
         if not limited or data_s * self._steps_of_epoch < LEAST_S:
             self._is_settled = True
             return ""

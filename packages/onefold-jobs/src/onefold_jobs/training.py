@@ -41,7 +41,7 @@ from onefold_jobs.data.files import ReadData, counted_bad
 from onefold_jobs.finetune import freeze, parameter_groups
 from onefold_jobs.options import TrainOptions, make_optimizer, rate_factor
 from onefold_jobs.progress import Meter, TimeLimit, TrainingBar, epoch_line
-from onefold_jobs.reading import BY_DATA, Workers
+from onefold_jobs.reading import Workers
 from onefold_jobs.runfolder import CHECKPOINTS, RunFolder, SavedName
 from onefold_jobs.scores import (
     FEW_STEPS,
@@ -513,10 +513,8 @@ class Training:
         scores = task.score(self.trainer.predict(task.measure, task.test_set, **self._reading))
         training["evaluate_s"] = time.perf_counter() - start_s
         # gather also records its result: the report takes the numbers of the epoch from it.
-        workers, limit = self._workers, meter.limit
-        if workers and workers.was_chosen and limit.startswith(BY_DATA):
-            # More processes have been tried, so the remedy in it would be wrong.
-            limit = ""
+        workers = self._workers
+        limit = workers.advised(meter.limit) if workers else meter.limit
         own = {"epoch": epoch + 1, "scores": scores, **training, **meter.phases, "limit": limit}
         own["workers"] = workers.number if workers else 0
         devices = self.trainer.gather(own)
