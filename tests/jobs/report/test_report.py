@@ -83,7 +83,7 @@ def test_the_summary_is_whole(pages: dict[str, Page]) -> None:
         "Samples": "5,000 training, 1,000 test",
         "Classes": "3",
         "Best epoch selected by": "highest accuracy",
-        "Fingerprint of the model": "663f3e2011a53901",
+        "Fingerprint after the last epoch": "663f3e2011a53901",
         "Versions": "onefold 0.1.0, PyTorch 2.13.0",
     }
     assert pages["segment"].figures["Best test iou"] == "77.5% in epoch 4, chosen on this test set"
