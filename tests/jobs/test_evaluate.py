@@ -29,7 +29,7 @@ from tests.jobs.tiny import CLASSES, TESTED, WRITERS, run_here
 from tests.masked import on_cpu
 from tests.tables import for_each
 
-pytest.importorskip("PIL.Image", reason='needs pip install "onefold-jobs[images]"')
+Image = pytest.importorskip("PIL.Image", reason='needs pip install "onefold-jobs[images]"')
 needs_text()
 
 JOBS = tuple(WRITERS)
@@ -206,6 +206,21 @@ def test_samples_of_the_training_are_told(job: str, runs: Any, data: Any) -> Non
     assert seen.note is not None
     assert seen.note.startswith("The run was trained on samples of")
     assert unseen.note is None
+
+
+@here
+def test_images_of_the_run_in_another_folder_are_told(runs: Any, data: Any, tmp_path: Path) -> None:
+    more = tmp_path / "more"
+    shutil.copytree(data["classify"] / "train", more)
+    pictures = sorted(path for path in more.rglob("*") if path.is_file())
+    for path in pictures[:3]:
+        image = Image.open(path)
+        image.point(lambda value: 255 - value).save(path)
+    for path in pictures[3:]:
+        path.rename(path.with_stem(f"renamed-{path.stem}"))
+    known = len(pictures) - 3
+    note = str(evaluated(runs["classify"], more).note)
+    assert note.startswith(f"{known} of {len(pictures)} images are also in the data")
 
 
 @here

@@ -24,7 +24,7 @@ from onefold.weights import check_weights
 from onefold_jobs.catalog import job_of
 from onefold_jobs.data.files import BadFile, readable, refuse, require_ours
 from onefold_jobs.data.masks import MASK_NOTE, mask_name
-from onefold_jobs.data.scan import Scanning, read_scan
+from onefold_jobs.data.scan import Scanning, content_of, read_scan
 from onefold_jobs.data.splits import find_folders
 from onefold_jobs.finetune import chosen_checkpoint
 from onefold_jobs.job import (
@@ -369,6 +369,19 @@ def evaluate_run(run: Path, data: Path, options: EvaluateOptions) -> Evaluation:
     )
 
 
+def _seen_before(run: Path, found: Labeled) -> str | None:
+    """Note how many images are those of the run's own data, whatever their names."""
+    contents = {seen.content for seen in read_scan(run / SCAN).values()} - {""}
+    files = [each.path for each in found.inputs] if contents and found.arrays is None else []
+    seen = sum(content_of(path) in contents for path in files)
+    if not seen:
+        return None
+    return (
+        f"{seen:,} of {len(files):,} images are also in the data that the run was trained and "
+        f"chosen with, so it scores better here than on new images"
+    )
+
+
 def _unseen(
     job: Job, run: Path, data: Path, facts: RunFacts, found: Labeled
 ) -> tuple[Labeled, str | None]:
@@ -394,7 +407,8 @@ def _unseen(
     with suppress(OnefoldError, OSError):
         sets.add(find_folders(trained, masks=job.draws, as_is=True).train)
     if where not in sets and (where.parent, where.stem) != (trained, "train"):
-        return found, None
+        own = [trained, Path(str(config.get("dev"))).resolve()]
+        return found, None if any(map(where.is_relative_to, own)) else _seen_before(run, found)
     return found, (
         f"The run was trained on samples of {readable(found.where)}, so it scores better here than "
         f"on new samples: evaluate it on samples that it has not seen"
