@@ -5,6 +5,7 @@ Ctrl-C comes at the end of a step. What raises at once (Ctrl-C twice, a time lim
 simulated by an exception at each line of onefold that a step runs.
 """
 
+import dis
 import itertools
 import random
 import signal
@@ -12,7 +13,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dis import opmap
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -136,19 +136,28 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[
 
 
 @cache
+def blocks_of(function: CodeType) -> list[tuple[int, int]]:
+    """First and last instruction of each block that handles exceptions."""
+    entries = vars(dis)["_parse_exception_table"](function)
+    return [(entry.start, entry.end) for entry in entries]
+
+
+@cache
 def code_of(function: CodeType) -> bytes:
     return function.co_code
 
 
-def runs_handlers(frame: FrameType) -> bool:
-    """Whether Python may run signal handlers before the next instruction.
+def runs_handlers(frame: FrameType, before: int) -> bool:
+    """Whether Python may run signal handlers between two instructions.
 
-    It does not before the NOP of a ``try:``, nor before it calls ``__exit__`` with three times
-    None. An exception there would not end the blocks around it.
+    It does so when a function begins, or has returned: not before the NOP of a ``try:``, and not
+    between the last call of a block and what ends the block (``__exit__``, or a ``finally:``).
     """
-    at, code = frame.f_lasti, code_of(frame.f_code)
-    twice = code[at : at + 2] == code[at + 2 : at + 4]
-    return code[at] != opmap["NOP"] and not (twice and code[at] == opmap["LOAD_CONST"])
+    at, function = frame.f_lasti, frame.f_code
+    left = any(
+        start <= before < end and not start <= at < end for start, end in blocks_of(function)
+    )
+    return not left and code_of(function)[at] != dis.opmap["NOP"]
 
 
 class Interrupts:
@@ -162,6 +171,8 @@ class Interrupts:
         self.inside: list[int] = []
         """Numbers of the lines of some functions."""
         self._functions = functions
+        self._at_before: dict[int, int] = {}
+        """Last instruction of each frame at which this was called."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -174,12 +185,15 @@ class Interrupts:
 
     def _called(self, frame: FrameType, event: str, _: object) -> Any:
         code = frame.f_code
+        # A generator goes on at its last instruction.
+        self._at_before[id(frame)] = frame.f_lasti
         return (
             self._line if code.co_filename.startswith(SOURCE) or code.co_qualname in MODES else None
         )
 
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "line" and runs_handlers(frame):
+        before, self._at_before[id(frame)] = self._at_before[id(frame)], frame.f_lasti
+        if event == "line" and runs_handlers(frame, before):
             self.lines += 1
             if frame.f_code.co_qualname in self._functions:
                 self.inside.append(self.lines)
@@ -242,6 +256,8 @@ def left_by(run: Run, at: int, interrupt: Callable[[], object], folder: Path) ->
         left = ("before", "after")[found]
         trainer.save(folder)
     assert run.state() == run.states[found], interrupts.where
+    # Outside of a step, a plain loop may clip several parameters at once.
+    nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))], 1.0)
     trainer.step(BATCH)
     assert run.state() == run.states[found + 1], interrupts.where
     return left

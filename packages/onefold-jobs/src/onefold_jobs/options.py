@@ -206,9 +206,7 @@ class TrainOptions:
     )
     batch_size: int = option(64, "Global batch size, over all devices.", COUNT)
     epochs: int | None = option(None, "Passes over the training set.", COUNT, shown="10")
-    lr: Rate = option(
-        None, "Learning rate, or auto to find one.", FACTOR, shown="by model; sgd: 0.05"
-    )
+    lr: Rate = option(None, "Learning rate, or auto to find one.", FACTOR, shown="by model")
     optimizer: Optimizer = option("adamw", "Optimizer.")
     momentum: float = option(0.9, "Momentum of sgd.", SHARE)
     weight_decay: float | None = option(
