@@ -299,10 +299,11 @@ def _on_arguments(error: Exception, text: str, loss: Any, module: object) -> str
         return ""
     function = _function_of(loss)
     ours = f"onefold.losses.{function}" if hasattr(F, function) else _name_of(loss)
+    wrapper = "loss" if ours != "loss" else "loss_of_batch"
     return (
         f"the loss is called with the model and the batch, here as {_name_of(loss)}({kind}, "
         f"batch). If it expects outputs and targets, wrap it in a function for Trainer:\n"
-        f"    def loss(model, batch):\n"
+        f"    def {wrapper}(model, batch):\n"
         f"        inputs, targets = batch\n"
         f"        return {ours}(model(inputs), targets)"
     )
