@@ -79,11 +79,17 @@ MOST_KEPT = 20_000
 """Maximum number of operations whose result shapes PyTorch caches; each takes about 1 kB."""
 
 
+class _ShapeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    avoid_device_init = False
+    """Otherwise, on a machine without a GPU, each use of the mode replaces PyTorch's guard of GPUs,
+    which crashes if several threads do so at the same time."""
+
+
 @cache
 def _mode() -> FakeTensorMode:
     """Return the one mode that computes shapes; fake tensors of several modes do not mix."""
     # A kernel that must run to find the shape would run on arbitrary values.
-    return FakeTensorMode(allow_fallback_kernels=False)
+    return _ShapeMode(allow_fallback_kernels=False)
 
 
 @dataclass(slots=True)
