@@ -46,7 +46,6 @@ def report_mathematics(
     agree = True
     for number, ((about, *steps), compared) in enumerate(zip(trainers, scores, strict=True)):
         who = f" of trainer {number}" if len(trainers) > 1 else ""
-        agree &= _report_scores(console, compared, who)
         lines = [line for line in steps if "loss" in line]
         if len(lines) < len(steps):
             console.headed(
@@ -61,6 +60,8 @@ def report_mathematics(
             console.print(f"One shard{who}: the mathematics is the plain loop's own.")
         elif lines:
             agree &= _report(console, precision, about, lines, who)
+        # Last, so that agreement of the loss is not the last word.
+        agree &= _report_scores(console, compared, who)
     return agree
 
 
