@@ -152,7 +152,6 @@ def test_a_criterion_with_parameters_is_given_with_the_model() -> None:
     ("loss", "shards"),
     [
         (lambda m, x: m(x).std(dim=0).mean(), 8),
-        (lambda m, x: F.batch_norm(m(x), None, None, training=True).mean(1), 8),
         (lambda m, x: m(x).mean(1) / 0, 4),  # not for want of samples
     ],
 )
@@ -338,6 +337,13 @@ def test_common_mistakes_are_explained(loss: Any, batch: Any, words: str) -> Non
     with pytest.raises((AttributeError, TypeError, ValueError, RuntimeError)) as found:
         trainer.step(batch)
     assert re.search(words, "\n".join([str(found.value), *getattr(found.value, "__notes__", ())]))
+
+
+def test_batch_norm_over_one_sample_is_explained() -> None:
+    trainer = make_trainer(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), of_classes)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as found:
+        trainer.step((ROWS[:1], CLASSES[:1]))
+    assert "drop_last=True" in found.value.__notes__[-1]
 
 
 def test_texts_of_a_loader_are_named() -> None:

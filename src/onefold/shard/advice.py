@@ -214,7 +214,12 @@ def advice_on(
             'precision="bf16-params"'
         )
     if samples == 1 and "more than 1 value per channel" in text:
-        return f"{ONE_SAMPLE}. Replace batch norm by onefold.SyncBatchNorm"
+        return (
+            "Batch norm needs two or more samples in each shard, and this shard has one. If the "
+            "batch is the last, smaller one of a pass, leave it out with drop_last=True of the "
+            "loader. Otherwise use larger batches, fewer shards (both change the result), or "
+            "onefold.SyncBatchNorm, which needs two samples in the whole batch"
+        )
     if is_about_hooks(error):
         return (
             "--placement partition gathers parameters during backward by saved-tensor hooks if "
