@@ -227,6 +227,7 @@ def test_columns_are_found_by_their_names_or_named(tmp_path: Path) -> None:
     assert read[0][0] == Line("b", "5", 2)
     for columns, words in (
         (TEXT, "a.csv: .* use --label-column with one of its columns, which are id, title, body"),
+        (Columns("image", None, ("stars",)), r"; a table of numbers .*: onefold init .*a\.csv$"),
         (Columns("text", "text", ("stars",)), "expected a column 'text', got only id, title, body"),
         (Columns("text", "body", ("body",)), "in two columns, got body for both"),
         (Columns("text", "body", ("id", "stars")), "use --task multi-label for one class per"),

@@ -284,9 +284,11 @@ def _usual(table: Table, kind: str, others: Sequence[str]) -> str:
             if table.numbered
             else ""
         )
+        script = f"; a table of numbers needs a script: onefold init {in_shell(table.path)}"
         raise DataError(
             f"{readable(table.path)}: no single column has a usual name; use --{kind}-column with "
             f"one of its columns, which are {listed(table.names, _SHOWN)}{numbers}"
+            f"{'' if kind == 'label' else script}"
         )
     return found
 
