@@ -206,15 +206,17 @@ class Averaging:
         self._bring_changes()
         first, common = self._context.first, self._context.exchange.memory.is_common
         first.buffers.note_changes()
-        self._kept_buffers = first.buffers.flat.clone()
-        aside = list(zip(first.buffers.flat.sections, self._kept_buffers.sections, strict=True))
+        buffers, kept = first.buffers.flat.clone(), None
+        aside = list(zip(first.buffers.flat.sections, buffers.sections, strict=True))
         if common and first.number != 0:
             aside += [(place, place.clone()) for place in self._shown_segments()]
         else:
             # The lead copies all parameters, because it also saves them.
-            self._kept = first.trained.clone()
-            aside += zip(first.trained.sections, self._kept.sections, strict=True)
-        self._put_aside, first.buffers.carried.is_paused = aside, True
+            kept = first.trained.clone()
+            aside += zip(first.trained.sections, kept.sections, strict=True)
+        # In one line, so that Ctrl-C does not come between them.
+        self._put_aside, self._kept, self._kept_buffers = aside, kept, buffers
+        first.buffers.carried.is_paused = True
 
     def _shown_segments(self) -> list[torch.Tensor]:
         """Return the memory that models read for the segments of this process."""
