@@ -12,6 +12,11 @@ from tests.tables import for_each
 
 SYMBOLIC: list[bool] = []
 
+# Of the compiler of PyTorch 2.11.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"
+)
+
 
 def recorded(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """A backend that notes whether it was given shapes that vary."""
