@@ -301,7 +301,9 @@ class Trainer:
 
         Args:
             number: the epoch before which to stop, counted from 0. The iterator yields the
-                remaining numbers, so that a run that resumes after `load` repeats no epoch.
+                remaining numbers, so that a run that resumes after `load` repeats no epoch. If an
+                exception or ``break`` left a loop in the middle of a pass, the next loop continues
+                there, with the same loaders.
 
         >>> loader = trainer.loader(torch.ones(4, 2), batch_size=4)
         >>> [trainer.step(batch).epoch for epoch in trainer.epochs(3) for batch in loader]

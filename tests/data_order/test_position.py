@@ -1,6 +1,7 @@
 """Where a run goes on, for every way in which a script may go through its data."""
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain, islice, repeat
@@ -12,6 +13,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.randomness import sample_order
 from onefold.core.shard import Shares
 from onefold.data_order.loader import Loader
+from onefold.data_order.order import WHOLE
 from onefold.data_order.position import Position
 from onefold.errors import CheckpointError
 from tests.data_order.test_loader import make_loader
@@ -262,6 +264,107 @@ def test_a_loader_with_another_number_is_refused_by_name() -> None:
     words = "with the order and random numbers of loader 0, but this run has 1\\. .*allow_changed="
     with pytest.raises(CheckpointError, match=words):
         script.loader(samples=7, batch_size=2)
+
+
+class Notebook(Script):
+    """A script whose loop can run again, with the loaders that were created before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loaders: list[Loader] = []
+        self._requested = 0
+
+    def loader(self, samples: int = 10, batch_size: int = 3, **choices: Any) -> Loader:
+        if self.position.here is not None:
+            return super().loader(samples, batch_size, **choices)
+        if self._requested == len(self._loaders):
+            self._loaders.append(super().loader(samples, batch_size, **choices))
+        self._requested += 1
+        return self._loaders[self._requested - 1]
+
+    def run(self, body: Body, until: int = WHOLE) -> None:
+        """Run the loop, and leave it after a step."""
+        self._requested = 0
+        for _ in body(self):
+            if self.position.step >= until:
+                break
+
+
+LOOPS = [body for body in SCRIPTS if body not in (cycling, warming_up)]
+"""Scripts that use passes in epochs only: other passes begin anew in a loop that runs again."""
+
+
+@for_each("body", [*LOOPS, reading_ahead])
+def test_a_loop_that_was_left_continues_as_after_a_save_and_a_load(body: Body) -> None:
+    whole, _ = saves_of(body)
+    for stop in range(1, whole.position.step + 1):
+        script = Notebook()
+        script.run(body, stop)
+        done, loaded = len(script.used), Script(script.position.to_json())
+        deque(body(loaded), maxlen=0)
+        script.run(body)
+        assert script.used[done:] == loaded.used, stop
+
+
+@for_each("body", LOOPS)
+def test_a_loop_that_is_left_again_and_again_repeats_and_loses_nothing(body: Body) -> None:
+    whole, _ = saves_of(body)
+    script = Notebook()
+    for stop in (1, 3, 6, 7, whole.position.step):
+        script.run(body, stop)
+    assert script.used == whole.used
+
+
+def test_a_loop_that_an_exception_in_the_data_left_continues(caplog: Any) -> None:
+    class Samples(list[int]):
+        fails = True
+
+        def __getitem__(self, index: Any) -> Any:
+            if self.fails and len(script.used) == 5:
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    whole, _ = saves_of(simple)
+    script, samples = Script(), Samples(range(10))
+    loader = make_loader(samples, Shares((1,)), batch_size=3, first_epoch=0)
+    script.position.add(loader.track)
+    with suppress(KeyboardInterrupt):
+        for _ in script.position.epochs(3):
+            deque(through(script, loader), maxlen=0)
+    assert len(script.used) == 5
+    samples.fails = False
+    for _ in script.position.epochs(3):
+        deque(through(script, loader), maxlen=0)
+    assert script.used == whole.used
+    (record,) = caplog.records
+    assert "continues with the batch after step 5," in record.getMessage()
+
+
+def test_a_batch_of_a_loop_that_was_left_is_refused_once_another_runs() -> None:
+    script = Script()
+    train = script.loader()
+    for _ in script.position.epochs(1):
+        batches = iter(train)
+        script.step(next(batches))
+        break
+    late, epochs = next(batches), script.position.epochs(1)
+    assert next(epochs) == 0
+    with pytest.raises(ValueError, match=r"or in a loop over trainer.epochs that was left"):
+        script.step(late)
+
+
+def test_a_loop_without_an_epoch_left_says_so(caplog: Any) -> None:
+    """Unless the run was loaded, where this is usual."""
+    script = Script()
+    assert [*script.position.epochs(0)] == []
+    assert [*script.position.epochs(2)] == [0, 1]
+    assert not caplog.records
+    assert [*script.position.epochs(2)] == []
+    assert "trainer.epochs(2) has nothing to do: the run has finished 2." in caplog.text
+    caplog.clear()
+    loaded = Script(script.position.to_json())
+    assert [*loaded.position.epochs(2)] == []
+    assert not caplog.records
 
 
 @for_each("at", range(1, 12))

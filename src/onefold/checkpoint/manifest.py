@@ -22,9 +22,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 from msgspec import Meta, Struct
 
-from onefold.core.encoding import from_json
+from onefold.core.encoding import Count, from_json
 from onefold.core.settings import ALLOWED_AS, PRECISIONS, SchedulerEvery, Settings
-from onefold.data_order.position import Count, SavedLoader
+from onefold.data_order.position import SavedLoader
 from onefold.system.tensor_file import Seal
 
 __all__ = [

@@ -311,10 +311,8 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         dense = load("shard.advice").DENSE
         raise TypeError(f"SparseAdam requires sparse gradients, which are refused. {dense}")
-    if isinstance(optimizer, torch.optim.Adafactor):
-        load("shard.advice").check_adafactor(optimizer)
-    if isinstance(optimizer, torch.optim.SGD):
-        load("shard.advice").check_lists(optimizer)
+    if isinstance(optimizer, torch.optim.Adafactor | torch.optim.SGD):
+        load("shard.advice").check_dtypes(optimizer)
     if optimizer in TAKEN:
         gone = TAKEN[optimizer]() is None
         raise ValueError(

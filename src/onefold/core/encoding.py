@@ -22,16 +22,18 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from io import BytesIO
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from msgspec import MsgspecError, msgpack
+from msgspec import Meta, MsgspecError, msgpack
 
 from onefold.core.flat import bits_of
 
-__all__ = ["decode", "encode", "from_json", "to_json"]
+__all__ = ["Count", "decode", "encode", "from_json", "to_json"]
 
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+"""An integer of a checkpoint: steps and sizes fit, and the sum of two is below 2**63."""
 _LENGTH_BYTES = 8
 _DEEPEST = 50
 """Maximum nesting of containers; each takes up to three levels of JSON."""

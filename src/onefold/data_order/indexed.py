@@ -31,8 +31,8 @@ from onefold.core.randomness import (
     sample_order,
     seed_generators,
 )
-from onefold.data_order.order import Order
-from onefold.data_order.position import BATCH_FUNCTION, LoaderSize, LoaderTrack
+from onefold.data_order.order import LoaderSize, Order
+from onefold.data_order.position import BATCH_FUNCTION, LoaderTrack
 from onefold.data_order.reader import (
     Answer,
     BadSample,

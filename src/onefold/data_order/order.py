@@ -1,27 +1,77 @@
 """The order of a pass, the requests for its batches, and the processes that read them.
 
-`Order` cuts the batches of a pass; `onefold.data_order.from_pytorch` draws one from a sampler.
-`Requests` yields the requests for batches, and `Workers` starts the processes that answer them.
+`LoaderSize` determines the batches of all passes. `Order` cuts the batches of one pass;
+`onefold.data_order.from_pytorch` draws one from a sampler. `Requests` yields the requests for
+batches, and `Workers` starts the processes that answer them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from msgspec import Meta, Struct
 from torch.utils.data import Dataset
 
+from onefold.core.encoding import Count
 from onefold.core.late import load
 from onefold.core.numbers import check_whole
 from onefold.core.randomness import kept_generators
+from onefold.core.settings import check_same
 from onefold.core.shard import Shares, cut_bounds
-from onefold.data_order.position import WHOLE
 from onefold.data_order.reader import Answer, Request, one_thread
 
-__all__ = ["Order", "Requests", "Workers", "disown"]
+__all__ = ["WHOLE", "LoaderSize", "Order", "Requests", "Workers", "disown"]
+
+WHOLE = 1 << 60
+"""Stands for a whole pass whose length is unknown until its order is drawn or it is read."""
+_PLAIN = "samples by number"
+
+
+class LoaderSize(Struct, frozen=True, kw_only=True):
+    """All properties that determine the batches of a loader's passes, except the seed."""
+
+    samples: Count
+    """Number of samples in the data set."""
+    batch_size: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    drop_last: bool = False
+    shuffle: bool = False
+    lengths: str = ""
+    """Digest of the samples' lengths if batches are made by length; otherwise empty."""
+    subset: str = ""
+    """Digest of the selected samples if the data set is a `Subset`; otherwise empty."""
+    kind: str = ""
+    """Source of the order if it also determines the length of a pass; otherwise empty."""
+
+    def batches(self, samples: int) -> int:
+        """Return the number of batches in so many samples of a pass."""
+        whole, rest = divmod(samples, self.batch_size)
+        return whole + bool(rest and not self.drop_last)
+
+    def check_same(self, now: LoaderSize, allow_changed: Collection[str]) -> None:
+        """Refuse a loader that differs from this saved one.
+
+        Raises:
+            CheckpointError: the loaders differ.
+        """
+        rows: list[tuple[str, str, object, object]] = [
+            ("dataset", "a loader of", self.kind or _PLAIN, now.kind or _PLAIN),
+            ("dataset", "a data set of length", self.samples, now.samples),
+            ("batch_size", "batch_size", self.batch_size, now.batch_size),
+            ("batch_size", "drop_last", self.drop_last, now.drop_last),
+            ("dataset", "shuffle", self.shuffle, now.shuffle),
+            ("dataset", "lengths of samples, as a digest", self.lengths, now.lengths),
+            ("dataset", "a subset of samples, as a digest,", self.subset, now.subset),
+        ]
+        # Batches by length are shuffled as units, so batch_size determines the order of samples.
+        if self.lengths:
+            name = "batches by length, of batch_size"
+            rows.insert(3, ("dataset", name, self.batch_size, now.batch_size))
+        for what, name, saved, value in rows:
+            check_same(what, saved, value, allow_changed, name)
 
 
 class Numbers(Protocol):

@@ -10,7 +10,7 @@ read again after a resume. An epoch counts as done if a pass over a data set has
 early, since the epoch's last step. For batches that the script makes itself, nothing of this is
 known; an epoch then counts as done once it contains a step. If the script leaves both the pass and
 the loop over epochs early, it may have been interrupted: the epoch then continues in the middle of
-the pass.
+the pass, in a resumed run and in the script's next loop.
 
 Note: what a resumed script sees
 --------------------------------
@@ -32,16 +32,14 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from onefold.core.batch import DataPass, ShardedBatch
-from onefold.core.encoding import from_json
+from onefold.core.encoding import Count, from_json
 from onefold.core.settings import PROMISES, check_same
+from onefold.data_order.order import WHOLE, LoaderSize
 from onefold.errors import CheckpointError
 
 __all__ = [
     "BATCH_FUNCTION",
     "STREAM",
-    "WHOLE",
-    "Count",
-    "LoaderSize",
     "LoaderTrack",
     "Position",
     "Reached",
@@ -85,6 +83,8 @@ class Position:
         # How often a load moved the run: a loop over epochs that started before a load must not
         # count epochs.
         self._visit = 0
+        # Whether a loop left the current epoch before its end.
+        self._has_left = False
         # The existing loaders, and the saved ones that the script has not created again yet. Keys:
         # epoch of the loader's creation (None: outside), and its number there. Loaders in
         # `_expected` are only compared: during replay the script itself moves them to their place.
@@ -112,8 +112,17 @@ class Position:
 
     def epochs(self, number: int) -> Iterator[int]:
         """Yield the epochs from the run's position up to ``number``, and count them."""
+        if self.epoch >= number > 0 == self._visit and not self.replaying():
+            _log.warning(
+                "trainer.epochs(%d) has nothing to do: the run has finished %d. The number counts "
+                "from the first epoch of the run",
+                number,
+                self.epoch,
+            )
         while self.epoch < number:
             self.reached("epoch")
+            if self._has_left:
+                self._return()
             epoch, visit = self.epoch, self._visit
             self.inside, self._epoch_used, self._saved_as_done = True, False, False
             try:
@@ -122,14 +131,38 @@ class Position:
                 self.inside = False
                 # The loop ended by an exception or a `break`. In the middle of a pass this does not
                 # end the epoch: see the note on what counts as done.
-                if visit == self._visit and self._epoch_used and self._exhausted:
-                    self._end_epoch()
+                if visit == self._visit:
+                    if self._epoch_used and self._exhausted:
+                        self._end_epoch()
+                    else:
+                        self._has_left = True
                 raise
             self.inside = False
             # If a load moved the run meanwhile, this generator must no longer end that epoch.
             if visit == self._visit:
                 self._end_epoch()
         self.reached("over")
+
+    def _return(self) -> None:
+        """Prepare the rest of an epoch that a loop left, as a load would.
+
+        The loop goes through the passes of the epoch again, which have only their unused samples.
+        """
+        self._has_left = False
+        were_used = False
+        for place, track in list(self._tracks.items()):
+            passes = track.turn_back(self.epoch)
+            were_used |= passes.were_used
+            if place[0] is not None:
+                self._waiting[place] = SavedLoader(*place, track.number, track.size, passes)
+                del self._tracks[place]
+        if were_used:
+            _log.warning(
+                "epoch %d continues with the batch after step %d, because a loop left it there; a "
+                "loader that was created since begins a new pass",
+                self.epoch,
+                self.step,
+            )
 
     def _end_epoch(self) -> None:
         # Loaders created in the epoch end with it. The others continue, and forget its passes.
@@ -169,8 +202,9 @@ class Position:
         """
         if any(part.data_pass and part.data_pass.abandoned for part in batch.read):
             raise ValueError(
-                "this batch belongs to a pass that started before trainer.load. Start "
-                "a new pass, which continues at the checkpoint's position"
+                "this batch belongs to a pass that started before trainer.load, or in a loop over "
+                "trainer.epochs that was left before its end. Start a new pass, which continues "
+                "at the run's position"
             )
 
     def has_used(self, batch: ShardedBatch) -> bool:
@@ -265,7 +299,7 @@ class Position:
             allow_changed: the keys of `PROMISES` that may differ.
         """
         self.step, self.epoch = saved["step"], saved["epoch"]
-        self._epoch_used = False
+        self._epoch_used = self._has_left = False
         self._visit += 1
         self._allow_changed = tuple(allow_changed)
         self._waiting, self._expected = _by_place(saved), {}
@@ -295,58 +329,10 @@ def _by_place(saved: Mapping[str, Any]) -> dict[tuple[int | None, int], SavedLoa
     return {(each.made_in_epoch, each.number): each for each in loaders}
 
 
-Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
-"""An integer of a checkpoint: steps and sizes fit, and the sum of two is below 2**63."""
 BATCH_FUNCTION = "batches from a function"
 """`LoaderSize.kind` of a loader whose batches come from a function of the script."""
-WHOLE = 1 << 60
-"""Stands for a whole pass whose length is unknown until its order is drawn or it is read."""
-_PLAIN = "samples by number"
 STREAM = "the stream "
 """Prefix of `LoaderSize.kind` of streams."""
-
-
-class LoaderSize(Struct, frozen=True, kw_only=True):
-    """All properties that determine the batches of a loader's passes, except the seed."""
-
-    samples: Count
-    """Number of samples in the data set."""
-    batch_size: Annotated[int, Meta(ge=1, lt=1 << 62)]
-    drop_last: bool = False
-    shuffle: bool = False
-    lengths: str = ""
-    """Digest of the samples' lengths if batches are made by length; otherwise empty."""
-    subset: str = ""
-    """Digest of the selected samples if the data set is a `Subset`; otherwise empty."""
-    kind: str = ""
-    """Source of the order if it also determines the length of a pass; otherwise empty."""
-
-    def batches(self, samples: int) -> int:
-        """Return the number of batches in so many samples of a pass."""
-        whole, rest = divmod(samples, self.batch_size)
-        return whole + bool(rest and not self.drop_last)
-
-    def check_same(self, now: LoaderSize, allow_changed: Collection[str]) -> None:
-        """Refuse a loader that differs from this saved one.
-
-        Raises:
-            CheckpointError: the loaders differ.
-        """
-        rows: list[tuple[str, str, object, object]] = [
-            ("dataset", "a loader of", self.kind or _PLAIN, now.kind or _PLAIN),
-            ("dataset", "a data set of length", self.samples, now.samples),
-            ("batch_size", "batch_size", self.batch_size, now.batch_size),
-            ("batch_size", "drop_last", self.drop_last, now.drop_last),
-            ("dataset", "shuffle", self.shuffle, now.shuffle),
-            ("dataset", "lengths of samples, as a digest", self.lengths, now.lengths),
-            ("dataset", "a subset of samples, as a digest,", self.subset, now.subset),
-        ]
-        # Batches by length are shuffled as units, so batch_size determines the order of samples.
-        if self.lengths:
-            name = "batches by length, of batch_size"
-            rows.insert(3, ("dataset", name, self.batch_size, now.batch_size))
-        for what, name, saved, value in rows:
-            check_same(what, saved, value, allow_changed, name)
 
 
 class StreamState(Struct, frozen=True):
@@ -583,6 +569,17 @@ class LoaderTrack:
         if {"seed", "dataset"} & set(allow_changed):
             self._coming = [replace(each, order="") for each in self._coming]
             self._length, self._last, self._has_resumed = 0, None, False
+
+    def turn_back(self, epoch: int) -> SavedPasses:
+        """Go through the passes of an epoch again, and return them; see `Position.epochs`."""
+        others = [each for each in self._passes if each.epoch != epoch]
+        self._passes = [each for each in self._passes if each.epoch == epoch]
+        used_up, self._used_up = self._used_up, 0
+        again = self.saved(epoch_done=False)
+        if self._passes:
+            self.go_to(again, self._allow_changed)
+        self._passes, self._used_up = others, used_up
+        return again
 
     def expect(self, saved: SavedPasses) -> None:
         """Set the saved passes to compare with the script's passes during replay."""

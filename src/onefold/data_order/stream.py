@@ -65,8 +65,8 @@ from onefold.core.settings import PROMISES
 from onefold.core.shard import cut_bounds
 from onefold.data_order.indexed import Choices
 from onefold.data_order.kept_state import CLOSED, MOST, generators_in, reachable
-from onefold.data_order.order import Order
-from onefold.data_order.position import STREAM, LoaderSize, LoaderTrack, StreamState
+from onefold.data_order.order import LoaderSize, Order
+from onefold.data_order.position import STREAM, LoaderTrack, StreamState
 from onefold.data_order.reader import (
     Answer,
     BadSample,

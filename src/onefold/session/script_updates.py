@@ -27,11 +27,19 @@ from onefold.core.options import RunOptions
 from onefold.core.settings import Precision
 from onefold.step.hook import ScriptCall
 from onefold.step.result import Step
+from onefold.update.optimizer import PartitionedOptimizer
 
 if TYPE_CHECKING:
     from onefold.session.session import Session
 
-__all__ = ["NO_STEP", "GradientSteps", "ScriptOptimizer", "check_by_script", "stand_in"]
+__all__ = [
+    "NO_STEP",
+    "GradientSteps",
+    "ScriptOptimizer",
+    "check_by_script",
+    "check_gradient",
+    "stand_in",
+]
 
 _log = logging.getLogger("onefold")
 
@@ -89,6 +97,27 @@ def check_by_script(scheduler: LRScheduler | None, precision: Precision) -> None
             f'precision="{precision.name}" needs an optimizer in Trainer: it updates float32 '
             f"values, of which the model holds rounded copies. Pass an optimizer, or "
             f'precision="{str(precision.name).removesuffix("-params")}" or "fp32"'
+        )
+
+
+def check_gradient(update: PartitionedOptimizer) -> None:
+    """Refuse `trainer.gradient` if the script's update would be wrong.
+
+    Raises:
+        ValueError: the model holds rounded copies of the values that the optimizer updates, or an
+            EMA is kept.
+    """
+    if update.storage.rounds:
+        raise ValueError(
+            "trainer.gradient does not support this precision: the optimizer updates float32 "
+            "values and the model holds rounded copies of them, so rounding would discard the "
+            'script\'s updates. Use precision="bf16", "fp16", "fp32" or None'
+        )
+    if update.averages.rule is not None:
+        raise ValueError(
+            "trainer.gradient was called while trainer.average keeps an average, which follows "
+            "only the updates of trainer.step. Keep the average in the script, with "
+            "torch.optim.swa_utils.AveragedModel, or use trainer.step"
         )
 
 
@@ -201,6 +230,7 @@ class GradientSteps:
     def _gradient(self, asked: ScriptCall, place: Place, note: Callable[[], None]) -> Step:
         session, name = self._session, asked.name
         with session.telling_others():
+            check_gradient(session.engine.context.update)
             cut, waited = session.batches.cut(asked.given, asked.dim)
             with session.changes.closed(place.step + 1):
                 session.start_step(asked, cut)

@@ -9,13 +9,14 @@ import difflib
 import inspect
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from onefold.core.flat import all_finite
 from onefold.core.mean import Mean
 from onefold.core.structure import parts_of
 from onefold.errors import GradientError
@@ -27,10 +28,10 @@ __all__ = [
     "DENSE",
     "FINDINGS",
     "LEFT_READ",
-    "ONE_SAMPLE",
+    "NOT_FINITE",
     "advice_on",
-    "check_adafactor",
-    "check_lists",
+    "bad_gradient_of",
+    "check_dtypes",
     "explain",
     "inspect_totals",
     "is_about_hooks",
@@ -42,6 +43,7 @@ __all__ = [
     "uneven",
     "unknown_name",
     "words_of_left",
+    "words_of_loss",
 ]
 
 _log = logging.getLogger("onefold")
@@ -50,12 +52,17 @@ _log = logging.getLogger("onefold")
 _SHORTAGE = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")
 """Fragments of errors without a specific type: PyTorch's on CPUs, and cuBLAS's."""
 
-ONE_SAMPLE = (
+_ONE_SAMPLE = (
     "This shard has one sample, so a loss cannot compare the samples of a batch (negatives, a "
     "variance). Use onefold.gather(rows) to get the rows of the whole batch; fewer shards also "
     "give the loss more samples, but change the result"
 )
 
+NOT_FINITE = (
+    "Check these samples: a mean over nothing (all targets ignored, an empty mask) is NaN, which "
+    "onefold.losses and onefold.Mean avoid. Otherwise lower the learning rate, set clip_norm, or "
+    'skip such steps with Trainer(on_nonfinite="skip")'
+)
 
 _FROZEN = (
     "A loss that calls onefold.gather runs twice per step. In the first run, parameters do not "
@@ -136,6 +143,42 @@ def explain(error: Exception, replica: Any, shard: int, task: Any, where: str) -
     if advice:
         error.add_note(advice)
     replica.buffers.check_shapes()
+
+
+def words_of_loss(task: Any, shard: int, total: float) -> str:
+    """Describe a shard's loss that is not finite."""
+    batch = task.batch
+    alone = f". {_ONE_SAMPLE}" if batch.size_of(shard) == 1 < batch.samples else ""
+    return (
+        f"the loss of step {task.step}, shard {shard} is {total}, but must be finite. It is the "
+        f"loss of {batch.describe(shard)}{alone}"
+    )
+
+
+def bad_gradient_of(
+    replica: Any, task: Any, done: Mapping[int, Any]
+) -> tuple[int, str, str] | None:
+    """Find the first of a device's shards whose gradient is not finite, and name the parameter.
+
+    Args:
+        replica: the model on the device.
+        task: the task that all shards of the step share.
+        done: results of shards that were already recomputed.
+    """
+    batch = task.batch
+    replica.start_step(task)
+    try:
+        for shard in batch.shares.shards_of(replica.number):
+            if shard not in batch.shards:
+                continue
+            gradients = (done.get(shard) or replica.compute(shard, task)).gradients
+            for name, gradient in zip(replica.parts.trained, gradients, strict=True):
+                if gradient is not None and not all_finite(gradient):
+                    where = f"step {task.step}, shard {shard} ({batch.describe(shard)})"
+                    return shard, name, where
+    finally:
+        replica.end()
+    return None
 
 
 def refuse_gradients(
@@ -434,7 +477,12 @@ def words_of_left(where: str, place: str, kind: str) -> str:
 _LOW = {torch.bfloat16, torch.float16}
 
 
-def check_lists(optimizer: torch.optim.SGD) -> None:
+def check_dtypes(optimizer: torch.optim.SGD | torch.optim.Adafactor) -> None:
+    """Refuse an optimizer whose groups have dtypes that make its bits depend on the partition."""
+    (_check_lists if isinstance(optimizer, torch.optim.SGD) else _check_adafactor)(optimizer)
+
+
+def _check_lists(optimizer: torch.optim.Optimizer) -> None:
     """Refuse foreach kernels for low-precision parameters on a CPU."""
     # foreach kernels round differently from single-tensor ones. SGD uses the latter while any
     # parameter of the step() call lacks momentum, which depends on the segments of its device.
@@ -449,7 +497,7 @@ def check_lists(optimizer: torch.optim.SGD) -> None:
             )
 
 
-def check_adafactor(optimizer: torch.optim.Adafactor) -> None:
+def _check_adafactor(optimizer: torch.optim.Optimizer) -> None:
     """Refuse groups with several dtypes and the default eps, which depends on parameter order."""
     # PyTorch derives eps from the first parameter of a step() call and uses it for all others.
     # Which parameter comes first depends on the device's partition.

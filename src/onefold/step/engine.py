@@ -31,7 +31,6 @@ from onefold.step.rules import (
     FiniteCheck,
     GradientRules,
     bad_gradient,
-    check_gradient,
     write_gradient,
 )
 from onefold.update.norms import allow_clipping
@@ -163,7 +162,6 @@ class Engine:
         every parameter is None.
         """
         context = self.context
-        check_gradient(context.update)
         allow_clipping(context.parts.trained.values())
         agreed = self._agree_on_step(batch, number, Call.GRADIENT, name, requests)
         totals, weight = self._compute(batch, number)

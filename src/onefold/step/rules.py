@@ -28,19 +28,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from onefold.core.flat import FlatTensors, all_finite
+from onefold.core.flat import FlatTensors
 from onefold.core.late import load
 from onefold.core.results import StepWeight
 from onefold.core.settings import LossScale, Settings
 from onefold.errors import GradientError, LossError
 from onefold.exchange.shard_table import ShardTable
 from onefold.placement.base import Done, StepContext, StepTotals
-from onefold.shard.replica import Replica, ShardTask
+from onefold.shard.replica import ShardTask
 from onefold.system.accelerator import HostCopy
 from onefold.update.norms import Share, exact_norms, exact_total, plain_norm
 from onefold.update.optimizer import PartitionedOptimizer
 
-__all__ = ["FiniteCheck", "GradientRules", "bad_gradient", "check_gradient", "write_gradient"]
+__all__ = ["FiniteCheck", "GradientRules", "bad_gradient", "write_gradient"]
 
 
 class GradientRules:
@@ -151,34 +151,6 @@ def write_gradient(context: StepContext) -> None:
         parameter.grad = view.to(parameter.dtype) if given else None
 
 
-def check_gradient(update: PartitionedOptimizer) -> None:
-    """Refuse `trainer.gradient` if the script's update would be wrong.
-
-    Raises:
-        ValueError: the model holds rounded copies of the values that the optimizer updates, or an
-            EMA is kept.
-    """
-    if update.storage.rounds:
-        raise ValueError(
-            "trainer.gradient does not support this precision: the optimizer updates float32 "
-            "values and the model holds rounded copies of them, so rounding would discard the "
-            'script\'s updates. Use precision="bf16", "fp16", "fp32" or None'
-        )
-    if update.averages.rule is not None:
-        raise ValueError(
-            "trainer.gradient was called while trainer.average keeps an average, which follows "
-            "only the updates of trainer.step. Keep the average in the script, with "
-            "torch.optim.swa_utils.AveragedModel, or use trainer.step"
-        )
-
-
-_ADVICE = (
-    "Check these samples: a mean over nothing (all targets ignored, an empty mask) is NaN, which "
-    "onefold.losses and onefold.Mean avoid. Otherwise lower the learning rate, set clip_norm, or "
-    'skip such steps with Trainer(on_nonfinite="skip")'
-)
-
-
 @dataclass(frozen=True, slots=True)
 class _Unread:
     """Numbers that are not read yet, so that the host does not block on a GPU."""
@@ -275,7 +247,7 @@ class FiniteCheck:
             return f"a gradient overflowed with losses scaled by {self._rules.loss_scale:.0f}"
         if self._skips:
             return f"the gradient of step {step} is not finite"
-        raise GradientError(f"{name()}. {_ADVICE}")
+        raise GradientError(f"{name()}. {load('shard.advice').NOT_FINITE}")
 
     def check_last(self) -> None:
         """Check the last step's loss and gradient, if they are still unread.
@@ -290,7 +262,7 @@ class FiniteCheck:
             if last.norm is not None and not math.isfinite(float(last.norm.read())):
                 raise GradientError(
                     f"the gradient of step {last.task.step} is not finite, and its update was "
-                    f"already made. Resume from a checkpoint. {_ADVICE}"
+                    f"already made. Resume from a checkpoint. {load('shard.advice').NOT_FINITE}"
                 )
 
     def __enter__(self) -> None:
@@ -309,7 +281,7 @@ class FiniteCheck:
 
     def _checked(self, failure: str) -> str:
         if failure and not self._skips:
-            raise LossError(f"{failure}. {_ADVICE}")
+            raise LossError(f"{failure}. {load('shard.advice').NOT_FINITE}")
         return failure
 
 
@@ -320,16 +292,10 @@ def _bad_loss(totals: torch.Tensor, task: ShardTask) -> str:
         totals: (V,) float64, the shards' parts of the loss.
         task: the task that all shards of the step share.
     """
-    batch = task.batch
     for shard, total in enumerate(totals.tolist()):
-        # Look up samples and advice only on a failure, because it takes time.
         if not math.isfinite(total):
-            advice = load("shard.advice").ONE_SAMPLE
-            alone = f". {advice}" if batch.size_of(shard) == 1 < batch.samples else ""
-            return (
-                f"the loss of step {task.step}, shard {shard} is {total}, but must be finite. "
-                f"It is the loss of {batch.describe(shard)}{alone}"
-            )
+            words: str = load("shard.advice").words_of_loss(task, shard, total)
+            return words
     return ""
 
 
@@ -343,10 +309,10 @@ def bad_gradient(context: StepContext, task: ShardTask, done: Done) -> str:
     """
     # The sum does not show which shard the value came from, so compute the shards again: they are
     # pure functions of the state before the step, and nothing is updated yet.
-    found = {}
+    found, find_bad = {}, load("shard.advice").bad_gradient_of
     for replica in context.replicas:
         with context.attached(replica):
-            found[replica.number] = _of_shards(replica, task, done)
+            found[replica.number] = find_bad(replica, task, done)
     # All devices take part, even those whose shards are finite, so that all raise the same error.
     rows = context.exchange.transport.all_gather_values(found)
     first = min(filter(None, rows), default=None)
@@ -357,21 +323,3 @@ def bad_gradient(context: StepContext, task: ShardTask, done: Done) -> str:
         )
     _, name, where = first
     return f"{where}: the gradient of {name} is not finite"
-
-
-def _of_shards(replica: Replica, task: ShardTask, done: Done) -> tuple[int, str, str] | None:
-    """Find the first of a device's shards whose gradient is not finite, and name the parameter."""
-    batch = task.batch
-    replica.start_step(task)
-    try:
-        for shard in batch.shares.shards_of(replica.number):
-            if shard not in batch.shards:
-                continue
-            gradients = (done.get(shard) or replica.compute(shard, task)).gradients
-            for name, gradient in zip(replica.parts.trained, gradients, strict=True):
-                if gradient is not None and not all_finite(gradient):
-                    where = f"step {task.step}, shard {shard} ({batch.describe(shard)})"
-                    return shard, name, where
-    finally:
-        replica.end()
-    return None
