@@ -340,6 +340,20 @@ def test_a_loop_that_an_exception_in_the_data_left_continues(caplog: Any) -> Non
     assert "continues with the batch after step 5," in record.getMessage()
 
 
+@for_each(("size", "first"), [(3, 3), (4, 0)])
+def test_a_loader_that_the_next_loop_creates_otherwise_begins_a_new_pass(
+    size: int, first: int
+) -> None:
+    script = Script()
+    for _ in script.position.epochs(1):
+        script.step(next(iter(script.loader())))
+        break
+    order = sample_order(10, seed=3, epoch=0, loader=0).tolist()
+    for _ in script.position.epochs(1):
+        deque(through(script, script.loader(batch_size=size)), maxlen=0)
+    assert [sample for step in script.used[1:] for sample in step[2]] == order[first:]
+
+
 def test_a_batch_of_a_loop_that_was_left_is_refused_once_another_runs() -> None:
     script = Script()
     train = script.loader()

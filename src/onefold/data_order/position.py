@@ -83,8 +83,8 @@ class Position:
         # How often a load moved the run: a loop over epochs that started before a load must not
         # count epochs.
         self._visit = 0
-        # Whether a loop left the current epoch before its end.
-        self._has_left = False
+        # Whether a loop left the current epoch before its end, and whether this is its next loop.
+        self._has_left = self._has_returned = False
         # The existing loaders, and the saved ones that the script has not created again yet. Keys:
         # epoch of the loader's creation (None: outside), and its number there. Loaders in
         # `_expected` are only compared: during replay the script itself moves them to their place.
@@ -148,7 +148,7 @@ class Position:
 
         The loop goes through the passes of the epoch again, which have only their unused samples.
         """
-        self._has_left = False
+        self._has_left, self._has_returned = False, True
         were_used = False
         for place, track in list(self._tracks.items()):
             passes = track.turn_back(self.epoch)
@@ -170,7 +170,7 @@ class Position:
         for track in self._tracks.values():
             track.end_epoch()
         self.epoch += 1
-        self._epoch_used = False
+        self._epoch_used = self._has_returned = False
         self._epoch_ended()
 
     def add(self, track: LoaderTrack) -> None:
@@ -184,6 +184,8 @@ class Position:
         # Number loaders created in an epoch after those outside, and identically in every epoch:
         # the first loader of each epoch has the same seeds, apart from the pass number.
         track.number = place[1] if where is None else made[None] + place[1]
+        if self._has_returned and (left := self._waiting.get(place)) and left.size != track.size:
+            del self._waiting[place]  # the script has changed this loader on purpose
         # Check before changing the position: a script may catch the error.
         if saved := self._waiting.get(place) or self._expected.get(place):
             _check_loader(saved, track, self._allow_changed)
@@ -299,7 +301,7 @@ class Position:
             allow_changed: the keys of `PROMISES` that may differ.
         """
         self.step, self.epoch = saved["step"], saved["epoch"]
-        self._epoch_used = self._has_left = False
+        self._epoch_used = self._has_left = self._has_returned = False
         self._visit += 1
         self._allow_changed = tuple(allow_changed)
         self._waiting, self._expected = _by_place(saved), {}
