@@ -13,9 +13,9 @@ from PIL import Image
 
 from onefold.errors import DataError, LaunchError
 from onefold_jobs.data.classes import PictureClasses, read_classes
+from onefold_jobs.data.columns import Columns
 from onefold_jobs.data.layouts import refuse_other_layouts
 from onefold_jobs.data.samples import read_listed
-from onefold_jobs.data.tables import Columns
 from onefold_jobs.run import read_options, run_job
 from tests.jobs.tiny import job_of, write_masks, write_pictures, write_texts
 from tests.tables import for_each

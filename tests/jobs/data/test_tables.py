@@ -11,18 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.errors import DataError
+from onefold_jobs.data.columns import Columns, usual_column
 from onefold_jobs.data.files import BadFile
 from onefold_jobs.data.labels import check_task
 from onefold_jobs.data.samples import TextSplits, read_listed
 from onefold_jobs.data.samples import read_splits as make_splits
 from onefold_jobs.data.tables import (
-    Columns,
     Line,
     column_names,
     is_table,
     read_table,
     read_tsv,
-    usual_column,
 )
 from tests.jobs.data.pictures import memory_limited
 from tests.tables import for_each
@@ -187,6 +186,23 @@ def test_classes_are_switched_by_two_numbers(tmp_path: Path) -> None:
     assert read("1,0", "0,1", "0,0") == expected
     with pytest.raises(DataError, match="0 and 1 in the class columns, or -1 and 1, got"):
         read("1,0", "-1,1", "0,0")
+
+
+def test_names_of_class_columns_may_contain_commas(tmp_path: Path) -> None:
+    rows = 'text,"big, red",old,"a,b",b\nx,1,0,1,1\ny,0,1,0,0\n'
+    path = written(tmp_path / "it.csv", rows)
+    # As the command line and a config file divide a list at its commas.
+    for named in (("big", "red", "old", "a", "b", "b"), ("big, red", "old", "a,b", "b")):
+        lines, bad, columns = read_table(path, Columns("text", "text", named), "multi-label")
+        assert columns.label == ("big, red", "old", "a,b", "b")
+        assert [line.label for line in lines] == [("big, red", "a,b", "b"), ("old",)]
+        assert bad == []
+    with pytest.raises(DataError, match="expected a column 'big', got only text, big, red, old"):
+        read_table(path, Columns("text", "text", ("big", "old")), "multi-label")
+    # A column of labels, and a text in two columns, one of them with a comma in its name.
+    written(path, '"title, short",body,"kind, if any"\nx,y,good\n')
+    lines, _, _ = read_table(path, Columns("text", "body,title, short", ("kind", "if any")))
+    assert lines == [Line("y\nx", "good", 2)]
 
 
 def test_a_missing_value_is_no_class(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from onefold_jobs.data.classes import (
     listed_files,
     read_classes,
 )
+from onefold_jobs.data.columns import Columns
 from onefold_jobs.data.fetch import fetch_dataset
 from onefold_jobs.data.files import BadFile, name_below, readable
 from onefold_jobs.data.labels import spelled
@@ -39,7 +40,7 @@ from onefold_jobs.data.pictures import ArrayPictures, Mode, require_folder
 from onefold_jobs.data.samples import files_to_test, read_listed
 from onefold_jobs.data.scan import Scanning
 from onefold_jobs.data.splits import find_folders
-from onefold_jobs.data.tables import Columns, is_table
+from onefold_jobs.data.tables import is_table
 from onefold_jobs.job import (
     Batch,
     EvaluateOptions,

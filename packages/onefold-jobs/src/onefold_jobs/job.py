@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import onefold
+from onefold_jobs.data.columns import Columns
 from onefold_jobs.data.files import BadFile
 from onefold_jobs.data.labels import Label, TaskName, divided, parts_of, separator
 from onefold_jobs.data.pictures import ArrayPictures
 from onefold_jobs.data.scan import Scanning
-from onefold_jobs.data.tables import Columns
 from onefold_jobs.finetune import load_finite
 from onefold_jobs.options import (
     COUNT,

@@ -18,6 +18,7 @@ from onefold_jobs import require
 from onefold_jobs.audience import tell
 from onefold_jobs.data.augment import IMAGENET, Change, LabeledPictures, Normalize
 from onefold_jobs.data.classes import listed_files
+from onefold_jobs.data.columns import Columns
 from onefold_jobs.data.files import BadFile, name_below
 from onefold_jobs.data.pictures import (
     Mode,
@@ -29,7 +30,7 @@ from onefold_jobs.data.pictures import (
 )
 from onefold_jobs.data.scan import Scanning, Seen, notes_of, scan_pictures
 from onefold_jobs.data.splits import find_folders, is_mask
-from onefold_jobs.data.tables import Columns, is_table, read_table
+from onefold_jobs.data.tables import is_table, read_table
 from onefold_jobs.finetune import run_of
 from onefold_jobs.job import Input, Use, check_scales
 from onefold_jobs.models.catalog import TIMM_PREFIX

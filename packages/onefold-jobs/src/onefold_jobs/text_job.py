@@ -19,11 +19,12 @@ from torch import nn
 from onefold.cli import counted
 from onefold.errors import CheckpointError, DataError
 from onefold_jobs import require, text_models
+from onefold_jobs.data.columns import Columns
 from onefold_jobs.data.files import BadFile, read_whole, readable, refuse
 from onefold_jobs.data.labels import Sample, check_same, check_task, numbered, parts_of, untested
 from onefold_jobs.data.samples import TextSplits, read_listed, read_splits
 from onefold_jobs.data.scan import Scanning
-from onefold_jobs.data.tables import Columns, Line, decoded, is_table, read_lines, read_table
+from onefold_jobs.data.tables import Line, decoded, is_table, read_lines, read_table
 from onefold_jobs.job import (
     Batch,
     EvaluateOptions,

@@ -24,6 +24,7 @@ from onefold_jobs import require
 from onefold_jobs.classify_job import FETCHED
 from onefold_jobs.data.arrays import read_labeled
 from onefold_jobs.data.classes import class_files, listed_files
+from onefold_jobs.data.columns import Columns, usual_column
 from onefold_jobs.data.fetch import fetch_dataset
 from onefold_jobs.data.files import BadFile
 from onefold_jobs.data.labels import divided, parts_of, separator
@@ -45,15 +46,7 @@ from onefold_jobs.data.pictures import (
 )
 from onefold_jobs.data.samples import read_listed
 from onefold_jobs.data.splits import Folders, find_folders
-from onefold_jobs.data.tables import (
-    TABLES,
-    Columns,
-    Line,
-    Table,
-    is_table,
-    open_table,
-    usual_column,
-)
+from onefold_jobs.data.tables import TABLES, Line, Table, is_table, open_table
 
 __all__ = ["write_script"]
 

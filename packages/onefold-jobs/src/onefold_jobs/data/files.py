@@ -70,7 +70,7 @@ class ReadData:
     own_test: bool = False
     """Whether there is a separate test set, so that none was held out."""
     columns: tuple[str, str | None, tuple[str, ...]] | None = None
-    """The `onefold_jobs.data.tables.Columns` of its tables, if it was read from tables."""
+    """The `onefold_jobs.data.columns.Columns` of its tables, if it was read from tables."""
     scan: str = ""
     """Result of scanning the files, for `onefold_jobs.data.scan.read_scan`."""
     digest: str

@@ -15,10 +15,11 @@ from pathlib import Path
 from onefold.cli import in_shell, listed
 from onefold.errors import DataError
 from onefold.files import open_plain
+from onefold_jobs.data.columns import Columns, usual_column
 from onefold_jobs.data.files import readable
 from onefold_jobs.data.labels import TaskName, check_task
 from onefold_jobs.data.pictures import is_picture, visible_folders
-from onefold_jobs.data.tables import Columns, column_names, is_table, read_table, usual_column
+from onefold_jobs.data.tables import column_names, is_table, read_table
 
 __all__ = ["refuse_other_layouts"]
 

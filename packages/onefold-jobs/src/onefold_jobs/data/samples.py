@@ -16,6 +16,7 @@ import torch
 
 from onefold.cli import counted, listed
 from onefold.errors import DataError
+from onefold_jobs.data.columns import Columns
 from onefold_jobs.data.files import BadFile, ReadData, digest_of, readable
 from onefold_jobs.data.folds import Fold, deal, unused
 from onefold_jobs.data.labels import (
@@ -30,11 +31,11 @@ from onefold_jobs.data.labels import (
 )
 from onefold_jobs.data.tables import (
     TABLES,
-    Columns,
     Line,
     column_names,
     is_table,
     none_of,
+    part_notes,
     read_table,
     read_tsv,
 )
@@ -218,7 +219,7 @@ def read_listed(
             f"{len(several.split())} classes; --labels-as-is makes it one class"
         )
     train = [replace(line, label=divided(line.label, sign)) for line in train]
-    notes += settled.part_note(train_path) if settled.label else []
+    notes += part_notes(train_path, settled) if settled.label else []
     for other in others:
         # A test set of a competition has no labels, so it is ignored unless it was named.
         names = column_names(other) if settled.label else []

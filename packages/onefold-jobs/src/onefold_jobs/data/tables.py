@@ -25,28 +25,28 @@ from io import BufferedReader, TextIOWrapper
 from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from onefold.cli import in_shell, listed
 from onefold.errors import DataError
 from onefold.files import open_plain, parse_json
 from onefold_jobs import require
+from onefold_jobs.data.columns import Columns, rejoined, usual_column
 from onefold_jobs.data.files import BadFile, read_json, readable
 from onefold_jobs.data.labels import Label, TaskName, read_label, shortened
 
 __all__ = [
     "TABLES",
-    "Columns",
     "Line",
     "column_names",
     "decoded",
     "is_table",
     "none_of",
     "open_table",
+    "part_notes",
     "read_lines",
     "read_table",
     "read_tsv",
-    "usual_column",
 ]
 
 TABLES = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
@@ -78,48 +78,6 @@ _SWITCHES = {
     "1.0": True,
     "True": True,
 }
-_USUAL = {
-    "text": frozenset({
-        "text", "sentence", "review", "reviewtext", "content", "comment", "commenttext", "message",
-        "tweet", "document", "body",
-    }),
-    "image": frozenset({
-        "image", "imagepath", "imagename", "imagefile", "imageid", "img", "imgpath", "file",
-        "filename", "filepath", "path", "picture", "photo",
-    }),
-    "label": frozenset({
-        "label", "labels", "class", "classname", "labelname", "target", "category", "sentiment",
-        "tags", "score", "rating",
-    }),
-    "part": frozenset({"fold", "part", "partition", "set", "split", "subset"}),
-}  # fmt: skip
-"""Usual column names, in lower case without spaces, underscores and dots."""
-
-
-class Columns(NamedTuple):
-    """Roles of a table's columns; empty ones are found by their usual names."""
-
-    kind: str
-    """Type of the samples: ``text`` or ``image``."""
-    sample: str | None = None
-    """Sample column; for text also several, separated by commas."""
-    label: tuple[str, ...] = ()
-    """Label column; for ``multi-label`` also one column of 0 and 1 per class."""
-
-    def samples(self, names: Sequence[str]) -> list[str]:
-        """Return the columns of a sample, in a table with these column names."""
-        if self.sample is None:
-            return []
-        one = self.kind != "text" or self.sample in names
-        return [self.sample] if one else [part.strip() for part in self.sample.split(",")]
-
-    def part_note(self, path: Path) -> list[str]:
-        """Report a column whose name suggests that it splits the data."""
-        name = usual_column(column_names(path), "part")
-        if name in (None, self.sample, *self.label):
-            return []
-        return [f"{readable(path)}: column {name} is not used; name a test file with --dev"]
-
 
 Row = tuple[int, dict[str, Any] | str]
 """Number of a row, and its cells by column, or what is wrong with it."""
@@ -187,6 +145,7 @@ def read_table(
     no: set[float] = set()
     with _longer_fields():
         table = open_table(path, columns)
+        columns = columns._replace(label=tuple(rejoined(columns.label, table.names)))
         columns = _settled(table, columns, task)
         names = columns.samples(table.names)
         for number, cells in table.rows:
@@ -211,6 +170,14 @@ def read_table(
     if not lines:
         raise DataError(f"{readable(path)}: expected rows of a table, got {none_of(bad)}")
     return lines, bad, columns
+
+
+def part_notes(path: Path, columns: Columns) -> list[str]:
+    """Report a column whose name suggests that it splits the data."""
+    name = usual_column(column_names(path), "part")
+    if name in (None, columns.sample, *columns.label):
+        return []
+    return [f"{readable(path)}: column {name} is not used; name a test file with --dev"]
 
 
 def _sample_of(value: object, kind: str) -> str:
@@ -291,18 +258,6 @@ def _usual(table: Table, kind: str, others: Sequence[str]) -> str:
             f"{'' if kind == 'label' else script}"
         )
     return found
-
-
-def usual_column(names: Sequence[str], kind: str) -> str | None:
-    """Find the single column with a usual name for its role; None if there is not exactly one.
-
-    >>> usual_column(["id", "Review Text", "stars"], "text")
-    'Review Text'
-    """
-    found = [
-        name for name in names if "".join(filter(str.isalnum, name.casefold())) in _USUAL[kind]
-    ]
-    return found[0] if len(found) == 1 else None
 
 
 def _require(table: Table, names: Sequence[str], kind: str) -> None:

@@ -1,0 +1,72 @@
+"""The roles of a table's columns, which the user names, or which usual names and values reveal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Columns", "rejoined", "usual_column"]
+
+_USUAL = {
+    "text": frozenset({
+        "text", "sentence", "review", "reviewtext", "content", "comment", "commenttext", "message",
+        "tweet", "document", "body",
+    }),
+    "image": frozenset({
+        "image", "imagepath", "imagename", "imagefile", "imageid", "img", "imgpath", "file",
+        "filename", "filepath", "path", "picture", "photo",
+    }),
+    "label": frozenset({
+        "label", "labels", "class", "classname", "labelname", "target", "category", "sentiment",
+        "tags", "score", "rating",
+    }),
+    "part": frozenset({"fold", "part", "partition", "set", "split", "subset"}),
+}  # fmt: skip
+"""Usual column names, in lower case without spaces, underscores and dots."""
+
+
+class Columns(NamedTuple):
+    """Roles of a table's columns; empty ones are found by their usual names."""
+
+    kind: str
+    """Type of the samples: ``text`` or ``image``."""
+    sample: str | None = None
+    """Sample column; for text also several, separated by commas."""
+    label: tuple[str, ...] = ()
+    """Label column; for ``multi-label`` also one column of 0 and 1 per class."""
+
+    def samples(self, names: Sequence[str]) -> list[str]:
+        """Return the columns of a sample, in a table with these column names."""
+        if self.sample is None:
+            return []
+        several = self.kind == "text" and self.sample not in names
+        return rejoined(self.sample.split(","), names) if several else [self.sample]
+
+
+def rejoined(parts: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the columns that a list names, which was also split at the commas within names.
+
+    >>> rejoined(["title", "size", "large", "other"], ["title", "size, large"])
+    ['title', 'size, large', 'other']
+    """
+    by_parts = {tuple(map(str.strip, name.split(","))): name for name in names}
+    left = [part.strip() for each in parts for part in each.split(",")]
+    found = []
+    while left:
+        ends = (end for end in range(1, len(left) + 1) if tuple(left[:end]) in by_parts)
+        end = next(ends, 1)
+        found.append(by_parts.get(tuple(left[:end]), left[0]))
+        left = left[end:]
+    return found
+
+
+def usual_column(names: Sequence[str], kind: str) -> str | None:
+    """Find the single column with a usual name for its role; None if there is not exactly one.
+
+    >>> usual_column(["id", "Review Text", "stars"], "text")
+    'Review Text'
+    """
+    found = [
+        name for name in names if "".join(filter(str.isalnum, name.casefold())) in _USUAL[kind]
+    ]
+    return found[0] if len(found) == 1 else None
