@@ -203,11 +203,24 @@ def test_a_list_is_not_divided_as_texts_are(tmp_path: Path) -> None:
     assert [x.label for x in found.train] == [("x, y", "z"), ("z", "w"), (), ("x, y",)]
 
 
-@for_each(("name", "noted"), [("Split", True), ("fold", True), ("length", False)])
-def test_a_column_of_parts_is_noted(name: str, noted: bool, tmp_path: Path) -> None:
-    put(tmp_path / "a.csv", f"image,label,{name}\n0,a,0\n1,b,1\n")
+@for_each(
+    ("name", "values", "noted"),
+    [
+        ("Split", "01", True),
+        ("fold", "01", True),
+        ("length", "01", False),
+        ("Aufteilung", ("Training", "Test"), True),
+        ("jeu", ("entraînement", "validation"), True),
+        ("conjunto", ("Entrenamiento", "prueba"), True),
+        ("vehicle", ("train", "bus"), False),
+        ("vehicle", ("train", "train"), False),
+    ],
+)
+def test_a_column_of_parts_is_noted(name: str, values: Any, noted: bool, tmp_path: Path) -> None:
+    rows = "".join(f"{n},{'ab'[n]},{value}\n" for n, value in enumerate(values))
+    (tmp_path / "a.csv").write_text(f"image,label,{name}\n{rows}", encoding="utf-8")
     found = read_listed(tmp_path / "a.csv", None, Columns("image"))
-    said = f"column {name} is not used; name a test file with --dev"
+    said = f"column {name} is not used; in onefold train, --dev names a table"
     assert any(said in note for note in found.notes) == noted
 
 

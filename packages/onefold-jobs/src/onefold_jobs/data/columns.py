@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-__all__ = ["Columns", "rejoined", "usual_column"]
+__all__ = ["Columns", "part_column", "rejoined", "usual_column"]
 
 _USUAL = {
     "text": frozenset({
@@ -23,6 +24,11 @@ _USUAL = {
     "part": frozenset({"fold", "part", "partition", "set", "split", "subset"}),
 }  # fmt: skip
 """Usual column names, in lower case without spaces, underscores and dots."""
+_MOST_PARTS = 5
+"""Maximum number of different values in a column that splits the data."""
+_TRAINED = re.compile(r"train|entra[iî]n|entrena|trein|addestr|apprenti")
+_TESTED = re.compile(r"test|val|dev|eval|hold|prueba|prova")
+"""Beginnings of the names of training and test sets, in several languages."""
 
 
 class Columns(NamedTuple):
@@ -70,3 +76,26 @@ def usual_column(names: Sequence[str], kind: str) -> str | None:
         name for name in names if "".join(filter(str.isalnum, name.casefold())) in _USUAL[kind]
     ]
     return found[0] if len(found) == 1 else None
+
+
+def part_column(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str | None:
+    """Find the column that splits the data, by its values in any of the rows, or by its name.
+
+    >>> part_column(["a", "Menge"], [{"a": 1, "Menge": "Training"}, {"a": 2, "Menge": "Test"}])
+    'Menge'
+    """
+    values: dict[str, set[str]] = {name: set() for name in names}
+    for row in rows:
+        for name in [*values]:
+            if row.get(name) not in ("", None):
+                values[name].add(str(row[name]).strip().casefold())
+            if len(values[name]) > _MOST_PARTS:
+                del values[name]
+        if not values:
+            break
+    for name, found in values.items():
+        tested = {each for each in found if _TESTED.match(each)}
+        trained = {each for each in found if _TRAINED.match(each)}
+        if trained and tested and found == trained | tested:
+            return name
+    return usual_column(names, "part")

@@ -31,7 +31,7 @@ from onefold.cli import in_shell, listed
 from onefold.errors import DataError
 from onefold.files import open_plain, parse_json
 from onefold_jobs import require
-from onefold_jobs.data.columns import Columns, rejoined, usual_column
+from onefold_jobs.data.columns import Columns, part_column, rejoined, usual_column
 from onefold_jobs.data.files import BadFile, read_json, readable
 from onefold_jobs.data.labels import Label, TaskName, read_label, shortened
 
@@ -173,11 +173,14 @@ def read_table(
 
 
 def part_notes(path: Path, columns: Columns) -> list[str]:
-    """Report a column whose name suggests that it splits the data."""
-    name = usual_column(column_names(path), "part")
-    if name in (None, columns.sample, *columns.label):
-        return []
-    return [f"{readable(path)}: column {name} is not used; name a test file with --dev"]
+    """Report a column of a table that splits the data, which is not used."""
+    with _longer_fields():
+        table = open_table(path, columns)
+        roles = {*columns.label, *columns.samples(table.names)}
+        rows = (cells for _, cells in table.rows if isinstance(cells, dict))
+        name = part_column([name for name in table.names if name not in roles], rows)
+    advice = "in onefold train, --dev names a table of the rows to test on"
+    return [f"{readable(path)}: column {name} is not used; {advice}"] if name else []
 
 
 def _sample_of(value: object, kind: str) -> str:
