@@ -71,7 +71,8 @@ def test_what_is_left_of_a_repeated_reason_is_whole(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_bytes(b"fine\t1\n" + b"caf\xe9\t1\n" * 3)
     _, bad = read_tsv(tmp_path / "a.tsv")
     first, *others = (note.partition(".tsv, ")[2] for note in left_out_notes(bad))
-    assert first.endswith("if it is Latin-1, convert the file with iconv -f WINDOWS-1252 -t UTF-8")
+    name = tmp_path / "a.tsv"
+    assert first.endswith(f"file with iconv -f WINDOWS-1252 -t UTF-8 {name} > utf8.tsv")
     assert others == [f"line {n}: likewise, got e9 as byte 4" for n in (3, 4)]
     words = "expected a label, got {!r}: name it, such as: a"
     bad = [

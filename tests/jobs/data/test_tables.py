@@ -345,7 +345,7 @@ UNSPLIT = st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r\0\
 TEXTS = st.text(UNSPLIT, min_size=1).filter(str.strip)
 LATIN_1 = (
     "expected UTF-8, got e9 as byte 4: if it is Latin-1, convert the file with iconv -f "
-    "WINDOWS-1252 -t UTF-8"
+    "WINDOWS-1252 -t UTF-8 {} > utf8.tsv"
 )
 
 
@@ -387,7 +387,7 @@ def test_a_bad_line_is_named_and_others_read(tmp_path: Path, content: bytes, rea
         file.write_bytes(end.join([b"good\t1", content, b"better\t 2 "]))
         lines, bad = read_tsv(file)
         assert lines == [Line("good", "1", 1), Line("better", "2", 3)]
-        assert bad == [BadFile(file, reason, 2)]
+        assert bad == [BadFile(file, reason.format(file), 2)]
 
 
 def test_a_file_without_a_sound_line_is_refused(tmp_path: Path) -> None:

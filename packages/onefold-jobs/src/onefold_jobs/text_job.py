@@ -354,7 +354,7 @@ def _read(run: Path, paths: Sequence[Path], columns: Columns) -> tuple[list[Inpu
             raise DataError(f"{path}: expected a file with one text per line, got {came}")
         for number, content in enumerate(read_lines(path), start=1):
             try:
-                line, *labels = decoded(content).split("\t")
+                line, *labels = decoded(content, path).split("\t")
                 if not line.strip():
                     raise ValueError("expected a text, but the line has none")
                 # With more columns, the second one is not a label.

@@ -293,7 +293,7 @@ class _Decoded(Iterator[str]):
     """The lines of a file for csv; lines that cannot be decoded are recorded."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = read_lines(path)
+        self._path, self._lines = path, read_lines(path)
         self.number = 0
         self.wrong: list[tuple[int, str]] = []
 
@@ -302,7 +302,7 @@ class _Decoded(Iterator[str]):
         self.number += 1
         # Raising here would end the reading of all lines.
         try:
-            return decoded(content) + "\n"
+            return decoded(content, self._path) + "\n"
         except ValueError as wrong:
             self.wrong.append((self.number, str(wrong)))
             # Keep its quotes, or the rows after it would be parsed differently.
@@ -407,7 +407,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
         if not content.strip():
             continue
         try:
-            line = decoded(content)
+            line = decoded(content, path)
             value = parse_json(line)
             if not isinstance(value, dict):
                 raise ValueError("if the file is one list, convert it with jq -c '.[]'")
@@ -535,7 +535,7 @@ def read_tsv(
     lines, bad = [], []
     for number, content in enumerate(read_lines(path), start=1):
         try:
-            lines.append(_read_line(content, number, task))
+            lines.append(_read_line(decoded(content, path), number, task))
         except ValueError as wrong:
             bad.append(BadFile(path, str(wrong), number))
     if not lines:
@@ -559,8 +559,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
         # UTF-16 as "Unicode text".
         if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise DataError(
-                f"{path}: expected UTF-8, this is UTF-16: convert it with iconv "
-                f"-f UTF-16 -t UTF-8 {in_shell(path)} > utf8{path.suffix}"
+                f"{path}: expected UTF-8, this is UTF-16: convert it with {_iconv('UTF-16', path)}"
             )
         for begin, kind, advice in _BINARY:
             if file.peek(len(begin)).startswith(begin):
@@ -582,6 +581,11 @@ def read_lines(path: Path) -> Iterator[bytes]:
                 blank.clear()
 
 
+def _iconv(encoding: str, path: Path) -> str:
+    """Return the command that converts a file to UTF-8."""
+    return f"iconv -f {encoding} -t UTF-8 {in_shell(path)} > utf8{path.suffix}"
+
+
 class _ReturnEnded:
     """A file with CR line endings, as Excel for Mac writes them."""
 
@@ -600,20 +604,24 @@ def _skip_rest(file: BufferedReader | _ReturnEnded) -> None:
         pass
 
 
-def _read_line(content: bytes, number: int, task: TaskName) -> Line:
+def _read_line(line: str, number: int, task: TaskName) -> Line:
     """Parse one line.
 
     Raises:
         ValueError: the line is not a text, a tab and a label.
     """
-    text, label = _cut(decoded(content))
+    text, label = _cut(line)
     if number == 1 and label.casefold() == "label":
-        raise ValueError(f"expected no header, got {shortened(content.decode())}: {_HEADER}")
+        raise ValueError(f"expected no header, got {shortened(line)}: {_HEADER}")
     return Line(text, read_label(label, task), number)
 
 
-def decoded(content: bytes) -> str:
+def decoded(content: bytes, path: Path) -> str:
     """Decode a line from `read_lines`.
+
+    Args:
+        content: the line.
+        path: file of the line, for errors.
 
     Raises:
         ValueError: the line is too long, is not UTF-8, or contains a NUL.
@@ -626,7 +634,7 @@ def decoded(content: bytes) -> str:
         byte = f"{content[wrong.start]:02x}"
         raise ValueError(
             f"expected UTF-8, got {byte} as byte {wrong.start + 1}: if it is Latin-1, convert the "
-            f"file with iconv -f WINDOWS-1252 -t UTF-8"
+            f"file with {_iconv('WINDOWS-1252', path)}"
         ) from None
     # NUL is valid UTF-8, but in practice a sign of a binary file.
     if "\0" in line:
