@@ -213,7 +213,7 @@ def test_a_missing_value_is_no_class(tmp_path: Path) -> None:
     written(tmp_path / "it.csv", "text,label\na,nan\nb,x\nc,nan\nd,x\n")
     labels = [each.label for each in read_table(tmp_path / "it.csv", TEXT)[0]]
     for mark, who in {"nan": "pandas and NumPy write", "NA": "R writes"}.items():
-        words = f"got {mark!r}, which {who} for a missing value: .*--labels-as-is"
+        words = f"got {mark!r} for 2 samples, which {who} for a missing value: .*--labels-as-is"
         marked = [mark if label == "nan" else label for label in labels]
         with pytest.raises(DataError, match=words):
             check_task(marked, "single-label", "it", labels_as_is=False)

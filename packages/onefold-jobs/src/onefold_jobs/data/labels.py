@@ -19,11 +19,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from onefold.cli import listed
+from onefold.cli import counted, listed
 from onefold.errors import DataError
 from onefold_jobs.data.files import readable
 
 __all__ = [
+    "MISSING",
     "Label",
     "Sample",
     "TaskName",
@@ -68,7 +69,7 @@ _SEVERAL = re.compile(f"[{_SEPARATORS}]")
 _QUOTED = re.compile(r"""(['"])(.*?)\1""")
 _LIST_OF_QUOTED = re.compile(r"\[[,\s]*\]|\([,\s]*\)")
 _SWITCHES = re.compile(r"[\[(]?[01](?:[ ,;|]+[01])+[\])]?")
-_MISSING = {
+MISSING = {
     **dict.fromkeys(("nan", "NaN", "NAN", "<NA>", "NaT"), "pandas and NumPy write"),
     "NA": "R writes",
     "#N/A": "Excel writes",
@@ -303,7 +304,7 @@ def check_task(
     return []
 
 
-def _refuse_names(labels: Collection[str], where: str) -> None:
+def _refuse_names(counts: Mapping[str, int], where: str) -> None:
     """Reject names that a reader cannot distinguish, or that contain control characters.
 
     Raises:
@@ -311,11 +312,12 @@ def _refuse_names(labels: Collection[str], where: str) -> None:
             control characters.
     """
     seen: dict[str, str] = {}
-    for label in labels:
-        if label in _MISSING:
+    for label in counts:
+        if label in MISSING:
             raise DataError(
-                f"{where}: expected class names, got {label!r}, which {_MISSING[label]} for a "
-                f"missing value: remove these rows, or rename the class{_OTHERWISE}"
+                f"{where}: expected class names, got {label!r} for "
+                f"{counted(counts[label], 'sample')}, which {MISSING[label]} for a missing value: "
+                f"remove these rows, or rename the class{_OTHERWISE}"
             )
         other = seen.setdefault(_plain(label), label)
         if other != label:
