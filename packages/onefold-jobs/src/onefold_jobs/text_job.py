@@ -142,7 +142,7 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
     how: Any = {"holdout": options.holdout, "seed": options.seed}
     splits = read_splits(samples, **how, fold=options.fold)
     if not options.skip_bad:
-        refuse(splits.left_out, splits.train)
+        refuse(splits.left_out, [*splits.train, *splits.dev])
     tested = {name for line in splits.dev for name in parts_of(line.label)}
     notes += untested(splits.classes, tested, readable(splits.paths[1]))
     # A text in both sets would make the score too good.

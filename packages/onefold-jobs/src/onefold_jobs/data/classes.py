@@ -155,7 +155,7 @@ def read_classes(
     train, test = (by_one_white(part, white, bad) for part in parts)
     test = _learned(train, test, readable(trained), bad)
     if not skip_bad:
-        refuse(bad, train)
+        refuse(bad, [*train, *test] if train else [])
     # Use only readable images, or a class without one would keep a useless logit. Sorted, because
     # the number of a class must not depend on the order in which the file system lists folders.
     classes = tuple(sorted({name for picture in train for name in parts_of(picture.label)}))

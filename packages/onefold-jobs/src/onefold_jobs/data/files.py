@@ -102,7 +102,7 @@ def refuse(bad: Sequence[BadFile], others: Sized) -> None:
 
     Args:
         bad: unusable files and lines.
-        others: usable samples; if there are none, skipping the bad ones is not a remedy.
+        others: all usable samples; if there are none, skipping the bad ones is not a remedy.
 
     Raises:
         DataError: ``bad`` is not empty.
@@ -111,8 +111,10 @@ def refuse(bad: Sequence[BadFile], others: Sized) -> None:
         return
     named = "\n".join(f"  {each}" for each in _shortly(bad))
     more = f"\n  and {len(bad) - _TOLD:,} more{_written(bad)}" if len(bad) > _TOLD else ""
-    advice = "fix or remove them, or skip them with --skip-bad"
-    advice = advice if others else "nothing else can be used"
+    advice, all_samples = "nothing else can be used", len(bad) + len(others)
+    if others:
+        share = f"{len(bad):,} of {counted(all_samples, 'sample')} ({len(bad) / all_samples:.1%})"
+        advice = f"fix or remove them, or skip them with --skip-bad, which drops {share}"
     raise DataError(f"{counted_bad(bad)} cannot be used:\n{named}{more}\n{advice}")
 
 
