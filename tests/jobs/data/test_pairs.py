@@ -139,6 +139,9 @@ def test_what_is_bad_is_named_or_left_out(tmp_path: Path, spoil: Any) -> None:
     assert {str(bad.path.relative_to(tmp_path)) for bad in data.left_out} == set(reasons)
     bad = {Path(path).stem for path in reasons}
     train, test = names(data)
+    images = 8 - (spoil is one_missing) + (spoil is twice)
+    share = f"--skip-bad, which drops {images - len(train + test)} of {images} samples ("
+    assert share in str(caught.value)
     assert sorted(train + test) == [f"{n}.png" for n in range(8) if str(n) not in bad]
     for path in (tmp_path / "masks").iterdir():
         path.write_bytes(b"")

@@ -95,7 +95,7 @@ def name_below(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
-def refuse(bad: Sequence[BadFile], others: Sized) -> None:
+def refuse(bad: Sequence[BadFile], others: Sized, samples: int | None = None) -> None:
     """Raise an error that names the first bad files and lines, if there are any.
 
     If there are more, all of them are written to a file that the error names.
@@ -103,6 +103,7 @@ def refuse(bad: Sequence[BadFile], others: Sized) -> None:
     Args:
         bad: unusable files and lines.
         others: all usable samples; if there are none, skipping the bad ones is not a remedy.
+        samples: number of all samples; None if each of ``bad`` is one.
 
     Raises:
         DataError: ``bad`` is not empty.
@@ -111,9 +112,10 @@ def refuse(bad: Sequence[BadFile], others: Sized) -> None:
         return
     named = "\n".join(f"  {each}" for each in _shortly(bad))
     more = f"\n  and {len(bad) - _TOLD:,} more{_written(bad)}" if len(bad) > _TOLD else ""
-    advice, all_samples = "nothing else can be used", len(bad) + len(others)
+    advice, samples = "nothing else can be used", samples or len(bad) + len(others)
     if others:
-        share = f"{len(bad):,} of {counted(all_samples, 'sample')} ({len(bad) / all_samples:.1%})"
+        dropped = samples - len(others)
+        share = f"{dropped:,} of {counted(samples, 'sample')} ({dropped / samples:.1%})"
         advice = f"fix or remove them, or skip them with --skip-bad, which drops {share}"
     raise DataError(f"{counted_bad(bad)} cannot be used:\n{named}{more}\n{advice}")
 

@@ -43,7 +43,7 @@ from onefold_jobs.data.scan import (
     pack_scan,
     scan_files,
 )
-from onefold_jobs.data.splits import Folders, find_folders
+from onefold_jobs.data.splits import Folders, find_folders, is_mask
 
 __all__ = ["MaskedPictures", "Pair", "read_pairs", "read_pairs_to_test"]
 
@@ -116,13 +116,14 @@ def read_pairs(
         if given is not None
         else hold_out(train, [""] * len(train), **how, content=lambda pair: content_of(pair.image))
     )
+    images = len(train) + len(test) + sum(not is_mask(each.path, directory) for each in bad)
     looks = _look_through([*train, *test], directory, rule, scanning, bad)
     # Split again, because both sets were scanned together, and some pairs may be dropped.
     known = set(train)
     white = white_of(x.seen.look for x in looks if x.pair in known)
     looks = by_one_white(looks, white, bad)
     if not skip_bad:
-        refuse(bad, looks)
+        refuse(bad, looks, images)
     require_one_foreground([(x.pair.mask, x.mask.look) for x in looks])
     _require_named(directory, rule, looks)
     parts = [[look for look in looks if (look.pair in known) is first] for first in (True, False)]
