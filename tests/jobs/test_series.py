@@ -274,6 +274,23 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 SPACE = ["lr=1e-4:1", "optimizer=sgd,adamw"]
 
 
+@for_each("folds", [None, "2"])
+def test_a_series_that_learned_nothing_says_so(
+    folds: str | None, unreported: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One step with a tiny rate: the result is that of always predicting one class."""
+    pytest.importorskip("optuna")
+    data = write_pictures(tmp_path / "data", train=4) / "train"
+    options = asked(data, tmp_path, lr=1e-6, batch_size=12, folds=folds)
+    found = search(CLASSIFY, options, ["momentum=0.5,0.9"], trials=1, resumed_by="")
+    assert found.table is not None
+    who = "2 of 2 runs" if folds else "Trial 1"
+    words = f"Warning: {who} learned nothing. This model is no better than the baseline"
+    assert found.table.notes[0].startswith(words)
+    command_line.tell_series(found)
+    assert words in capsys.readouterr().out
+
+
 def test_a_search_is_the_same_again_and_when_it_is_resumed(
     scored: list[Any], data: dict[str, Path], tmp_path: Path
 ) -> None:

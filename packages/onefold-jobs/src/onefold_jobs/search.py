@@ -24,7 +24,7 @@ from onefold_jobs.job import Job
 from onefold_jobs.options import TrainOptions, from_mapping
 from onefold_jobs.run import MAY_CHANGE
 from onefold_jobs.scores import spell
-from onefold_jobs.series import Outcome, Series, Table, opened
+from onefold_jobs.series import Outcome, Series, Table, opened, warned
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -232,7 +232,7 @@ def _compared(series: Series, study: Study, given: Sequence[str]) -> Outcome:
         for each in (*done, *failed)
         for shown in ["failed" if each.value is None else spell(target, each.value)]
     ]
-    again = _command(series, best.params)
+    again, warning = _command(series, best.params), outcome.warning
     table = Table(
         title=f"Search: {counted(len(rows), 'trial')}",
         words=["trial", *names],
@@ -240,6 +240,7 @@ def _compared(series: Series, study: Study, given: Sequence[str]) -> Outcome:
         rows=rows,
         notes=[
             *(f"Trial {each.number + 1} failed: {each.user_attrs['error']}." for each in failed),
+            *warned(warning and warning.replace("This run", f"Trial {best.number + 1}", 1)),
             f"Best: trial {best.number + 1}, in {outcome.folder}.",
             f"The same run again: {again}",
         ],

@@ -36,7 +36,7 @@ from onefold_jobs.run import (
 from onefold_jobs.runfolder import CONFIG, RUN, RunFolder, read_run
 from onefold_jobs.scores import rule_of, spell
 
-__all__ = ["Outcome", "Series", "Table", "cross_validate", "opened"]
+__all__ = ["Outcome", "Series", "Table", "cross_validate", "opened", "warned"]
 
 _Scores = dict[str, float]
 
@@ -68,6 +68,8 @@ class Outcome:
     """Scores after the last epoch."""
     epoch: int | None = None
     """The best epoch, from 1; None for several runs."""
+    warning: str | None = None
+    """Warning that the run, or several of them, learned nothing."""
     table: Table | None = None
     report: Path | None = None
 
@@ -145,6 +147,7 @@ def outcome_of(folder: Path) -> Outcome:
         scores={name: scores[name] for name in names},
         last={name: last[name] for name in names},
         epoch=best["epoch"] if best else None,
+        warning=run.warning,
     )
 
 
@@ -217,10 +220,29 @@ def cross_validate(job: Job, options: TrainOptions, resumed_by: str = "") -> Out
         }
         results["folds"] = [each.scores for each in outcomes]
         table, runs = _table(outcomes, means, spreads, last, last_spread), [*_runs(outcomes)]
+        warning = _warning(outcomes)
+        table = replace(table, notes=[*warned(warning), *table.notes])
         report = series.finish(table, results, runs)
     return Outcome(
-        folder=options.folder, runs=runs, scores=means, last=last, table=table, report=report
+        folder=options.folder,
+        runs=runs,
+        scores=means,
+        last=last,
+        warning=warning,
+        table=table,
+        report=report,
     )
+
+
+def warned(warning: str | None) -> list[str]:
+    """Return a warning as a note of a table; no note without one."""
+    return [f"Warning: {warning}."] if warning else []
+
+
+def _warning(outcomes: Sequence[Outcome]) -> str | None:
+    found = [each.warning.partition(". ")[2] for each in outcomes if each.warning]
+    runs = counted(len(outcomes), "run")
+    return f"{len(found)} of {runs} learned nothing. {found[0]}" if found else None
 
 
 def _runs(outcomes: Sequence[Outcome]) -> Iterator[Path]:

@@ -28,6 +28,7 @@ from onefold.errors import DataError, RecordError
 from onefold.files import read_plain
 from onefold_jobs.options import parse_toml
 from onefold_jobs.runfolder import CONFIG, FAULTS, read_object, read_run
+from onefold_jobs.scores import Baseline, verdict_of
 
 __all__ = ["EpochLine", "ReportedRun", "StepsLine", "finite_or_zero", "number", "read_reported"]
 
@@ -143,6 +144,22 @@ class ReportedRun:
         """Return the score of a constant prediction; NaN if there is none."""
         baseline = self.facts.get("baseline")
         return number(baseline["scores"].get(name)) if baseline else math.nan
+
+    @property
+    def warning(self) -> str | None:
+        """Headline of a run that learned nothing, as the terminal shows it; None for others."""
+        if not self.best or not self.facts.get("baseline"):
+            return None
+        facts, scores = self.facts["baseline"], {self.target: self.baseline(self.target)}
+        baseline = Baseline(str(facts.get("answer")), scores, str(facts.get("each", "sample")))
+        return verdict_of(
+            str(self.facts.get("score")),
+            self.best[1],
+            baseline,
+            steps=self.steps[-1].step if self.steps else 0,
+            examples=self.examples,
+            shrunk=bool(self.facts.get("shrunk")),
+        )
 
     @property
     def last_score(self) -> float:

@@ -29,7 +29,7 @@ from onefold_jobs.report.curves import Runs, curves_of_one, curves_of_several
 from onefold_jobs.report.folder import EpochLine, ReportedRun, finite_or_zero, number, read_reported
 from onefold_jobs.report.words import NOTHING, amount, option, plain
 from onefold_jobs.runfolder import path_inside
-from onefold_jobs.scores import Baseline, ClassScores, frequent_confusions, verdict_of
+from onefold_jobs.scores import ClassScores, frequent_confusions
 
 if TYPE_CHECKING:
     from onefold_jobs.series import Table
@@ -72,29 +72,13 @@ def _page(run: ReportedRun) -> str:
         tests={f"test {name}": name for name in ("loss", *run.score_names)},
         devices=device_times(run),
         all_phases=ALL_PHASES,
-        warning=_warning(run),
+        warning=run.warning,
         class_scores=ClassScores(np.array(counts)) if counts else None,
         class_samples=_class_samples(run, len(counts)),
         confusions=frequent_confusions(counts)[:_SHOWN_CONFUSIONS],
         confused=_confused(run, len(counts)),
         number=number,
         picture_of=partial(read_picture, run.folder),
-    )
-
-
-def _warning(run: ReportedRun) -> str | None:
-    """Return the headline of a run that learned nothing, as the terminal shows it."""
-    if not run.best or not run.facts.get("baseline"):
-        return None
-    facts, scores = run.facts["baseline"], {run.target: run.baseline(run.target)}
-    baseline = Baseline(str(facts.get("answer")), scores, str(facts.get("each", "sample")))
-    return verdict_of(
-        str(run.facts.get("score")),
-        run.best[1],
-        baseline,
-        steps=run.steps[-1].step if run.steps else 0,
-        examples=run.examples,
-        shrunk=bool(run.facts.get("shrunk")),
     )
 
 
@@ -260,7 +244,7 @@ def compare_runs(runs: Sequence[Path], output: Path, series: Table | None = None
         runs=named,
         links={name: _link(run, output.parent) for name, run in named.items()},
         same=_same_models(named),
-        warnings={name: found for name, run in named.items() if (found := _warning(run))},
+        warnings={name: found for name, run in named.items() if (found := run.warning)},
         charts=curves_of_several(named),
         differences=_differences(read),
     )
