@@ -350,6 +350,27 @@ def test_notes_and_the_want_of_a_report_are_mentioned_before_training(
     )
 
 
+@for_each(
+    ("job", "chosen"), [("classify", {}), ("classify", {"seed": 1}), ("segment", {"seed": 1})]
+)
+def test_test_images_that_a_pretrained_run_was_trained_on_are_counted(
+    job: str, chosen: Any, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, runs = WRITERS[job](tmp_path / "data") / "train", tmp_path / "runs"
+    first, _ = run_here(job, data, runs, name="first", holdout=0.4)
+    # Elsewhere, the images are the same ones.
+    moved = data.rename(tmp_path / "moved")
+    how: dict[str, Any] = {"name": "next", "holdout": 0.4, "pretrained": str(first)}
+    options = [options_of(job, moved, runs, **how), options_of(job, moved, runs, **how, **chosen)]
+    tested = [{*job_of(job).tested(job_of(job).prepare(each, None))} for each in options]
+    monkeypatch.setattr(onefold, "launch", lambda *_, **__: {"is_lead": False})
+    capsys.readouterr()
+    run_job(job_of(job), options[1])
+    seen = len(tested[1] - tested[0])
+    said = f"{seen} of {len(tested[1])} test images are in the training set of {first}, so the"
+    assert (seen > 0) == bool(chosen) == (said in capsys.readouterr().err)
+
+
 @pytest.mark.processes
 def test_a_job_is_a_function(tmp_path: Path) -> None:
     data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"

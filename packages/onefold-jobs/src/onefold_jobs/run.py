@@ -29,7 +29,8 @@ from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, 
 from onefold_jobs.audience import Audience, audience, speaking_to, tell
 from onefold_jobs.data.files import left_out_notes
 from onefold_jobs.data.layouts import refuse_other_layouts
-from onefold_jobs.data.scan import Scanning, read_scan
+from onefold_jobs.data.scan import Scanning, read_scan, unpack_scan
+from onefold_jobs.finetune import run_of
 from onefold_jobs.job import Job
 from onefold_jobs.loggers import require_logger
 from onefold_jobs.options import TrainOptions, from_mapping, read_config
@@ -76,12 +77,13 @@ _OUTER = frozenset({
 
 
 class _Before(TypedDict, total=False):
-    """The entries of ``run.json`` that a resume needs."""
+    """The entries of ``run.json`` that a resume, or a run that starts from this one, needs."""
 
     epochs: int
     data: str
     ended: str | None
     stale: int
+    train_samples: int
 
 
 def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainOptions:
@@ -162,6 +164,7 @@ def run_job(job: Job, options: TrainOptions, resumed_by: str = "") -> dict[str, 
     if data.own_test and options.holdout != TrainOptions.__dataclass_fields__["holdout"].default:
         unused = f"--holdout {options.holdout} is not used, because the data have a test set"
         data = replace(data, notes=[*data.notes, unused])
+    data = replace(data, notes=[*data.notes, *_seen_by_pretrained(options, data)])
     notes = [*left_out_notes(data.left_out), *data.notes]
     drawn = importlib.util.find_spec("matplotlib") is not None
     if not drawn:
@@ -212,6 +215,25 @@ def run_job(job: Job, options: TrainOptions, resumed_by: str = "") -> dict[str, 
         with _unstoppable():
             report = str(build_report(settled.folder))
     return {**result, "folder": str(settled.folder), "report": report}
+
+
+def _seen_by_pretrained(options: TrainOptions, data: Any) -> list[str]:
+    """Report test images that the run of ``--pretrained`` was trained on."""
+    run = run_of(getattr(options, "pretrained", None))
+    if run is None or not data.scan:
+        return []
+    scans = read_scan(run / SCAN), unpack_scan(data.scan)
+    # Of both scans, the training set comes first.
+    before, now = ([x.content for x in scan.values() if x.kind == "picture"] for scan in scans)
+    trained = {*before[: read_run(run, shape=_Before).get("train_samples")]} - {""}
+    tested = now[len(data.train) :]
+    seen = sum(content in trained for content in tested)
+    note = (
+        f"{seen:,} of {counted(len(tested), 'test image')} are in the training set of {run}, so "
+        f"the score is better than on new images: use the --holdout and --seed of that run, or "
+        f"test images that it was not trained on"
+    )
+    return [note] if seen else []
 
 
 def resume_command(command: str, job: Job, options: TrainOptions) -> str:

@@ -17,6 +17,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ __all__ = [
     "read_scan",
     "scan_files",
     "scan_pictures",
+    "unpack_scan",
 ]
 
 MOST_SCAN_BYTES = 1 << 29
@@ -197,11 +199,19 @@ def scan_files(
 
 def read_scan(path: Path) -> Mapping[str, Seen[Any]]:
     """Read a stored scan; empty if the file is missing or damaged."""
-    try:
-        return msgspec.convert(parse_json(read_whole(path, MOST_SCAN_BYTES)), _Scan).files
     # A scan only saves time: without it, the images are read again.
-    except (OSError, ValueError):
-        return {}
+    with suppress(OSError, ValueError):
+        return unpack_scan(read_whole(path, MOST_SCAN_BYTES))
+    return {}
+
+
+def unpack_scan(scan: str | bytes) -> Mapping[str, Seen[Any]]:
+    """Parse a scan, whose files are in the order in which `pack_scan` received them.
+
+    Raises:
+        ValueError: the scan is damaged.
+    """
+    return msgspec.convert(parse_json(scan), _Scan).files
 
 
 def pack_scan(files: Iterable[tuple[Path, Seen[Any]]], root: Path) -> str:
