@@ -150,12 +150,32 @@ def test_pictures_are_found_by_their_paths_in_a_table(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         pictures(table)
     for words in (
-        r"line 10: expected an image at .*data/gone.png, got none",
+        r"line 10: expected an image at .*data/gone.png or .*/gone.png, got none",
         r"line 11: expected the path of one image, got '3': 2 have that name",
         r"line 12: expected an image at /nowhere/3.png, got none",
     ):
         assert caught.match(words)
     assert len(pictures(table, skip=True).left_out) == 3
+
+
+def test_pictures_may_be_found_from_the_folder_around_the_table(tmp_path: Path) -> None:
+    for number in range(8):
+        put(tmp_path / "shots" / f"{number}.png")
+    rows = "".join(f"shots/{n}.png,{'ab'[n % 2]}\n" for n in range(8))
+    put(tmp_path / "lists" / "train.csv", f"path,label\n{rows}")
+    found = pictures(tmp_path / "lists" / "train.csv")
+    assert (len(found.train), len(found.test), found.left_out) == (6, 2, [])
+    # The names, and so the digest of the data, do not depend on where they are.
+    assert found.train.pictures.name(0).startswith("../shots/")
+    (tmp_path / "moved").mkdir()
+    for name in ("shots", "lists"):
+        (tmp_path / name).rename(tmp_path / "moved" / name)
+    assert pictures(tmp_path / "moved" / "lists" / "train.csv").digest == found.digest
+    # Images next to the table take precedence.
+    put(tmp_path / "moved" / "lists" / "shots" / "0.png")
+    again = pictures(tmp_path / "moved" / "lists" / "train.csv")
+    names = [part.pictures.name(n) for part in (again.train, again.test) for n in range(len(part))]
+    assert [name for name in names if ".." not in name] == ["shots/0.png"]
 
 
 def test_spaces_between_several_classes_divide_them_in_all_tables(tmp_path: Path) -> None:

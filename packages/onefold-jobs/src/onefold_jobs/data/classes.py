@@ -108,7 +108,7 @@ def read_classes(
 
     Args:
         source: a folder with a training and a test set, as `find_folders` finds them, or with the
-            class folders themselves; or the rows of tables, with paths relative to the table.
+            class folders themselves; or the rows of tables, with paths as in `listed_files`.
         holdout: fraction of each class for the test set, if there is none, 0 to 1.
         seed: seed of the generator that draws the test set.
         skip_bad: skip unusable files instead of rejecting the dataset.
@@ -215,17 +215,18 @@ def listed_files(
     """Find the images that the rows of a table refer to.
 
     Args:
-        lines: the rows. Paths are relative to the table's folder; a bare name, with or without
-            suffix, may refer to a single image anywhere below.
+        lines: the rows. Paths are relative to the table's folder, or to the folder around it; a
+            bare name, with or without suffix, may refer to a single image anywhere below the first.
         table: path of the table.
         bad: list that receives rows without an image.
     """
     by_name: dict[str, list[Path]] = {}
-    files = []
+    files, roots = [], (table.parent, table.parent / os.pardir)
     for line in lines:
-        path = table.parent / line.text
         # Windows writes paths with backslashes.
-        path = path if path.is_file() else table.parent / line.text.replace("\\", "/")
+        texts = dict.fromkeys((line.text, line.text.replace("\\", "/")))
+        tried = [root / text for root in roots for text in texts]
+        path = next(filter(Path.is_file, tried), tried[0])
         if not path.is_file() and Path(line.text).name == line.text:
             # Search once, and only for bare names, as in tables of competitions.
             if not by_name:
@@ -242,7 +243,9 @@ def listed_files(
         if path.is_file():
             files.append((path, line.label))
         else:
-            reason = f"expected an image at {readable(path)}, got none"
+            missing = (Path(os.path.normpath(each)) for each in (path, tried[-1]))
+            places = " or ".join(dict.fromkeys(map(readable, missing)))
+            reason = f"expected an image at {places}, got none"
             bad.append(BadFile(table, reason, line.line_number))
     return files
 
