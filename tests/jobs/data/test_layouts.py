@@ -229,6 +229,7 @@ def test_a_list_is_not_divided_as_texts_are(tmp_path: Path) -> None:
         ("Split", "01", True),
         ("fold", "01", True),
         ("length", "01", False),
+        ("part", range(11), False),
         ("Aufteilung", ("Training", "Test"), True),
         ("jeu", ("entraînement", "validation"), True),
         ("conjunto", ("Entrenamiento", "prueba"), True),
@@ -237,7 +238,7 @@ def test_a_list_is_not_divided_as_texts_are(tmp_path: Path) -> None:
     ],
 )
 def test_a_column_of_parts_is_noted(name: str, values: Any, noted: bool, tmp_path: Path) -> None:
-    rows = "".join(f"{n},{'ab'[n]},{value}\n" for n, value in enumerate(values))
+    rows = "".join(f"{n},{'ab'[n % 2]},{value}\n" for n, value in enumerate(values))
     (tmp_path / "a.csv").write_text(f"image,label,{name}\n{rows}", encoding="utf-8")
     found = read_listed(tmp_path / "a.csv", None, Columns("image"))
     said = f"column {name} is not used; in onefold train, --dev names a table"

@@ -24,7 +24,7 @@ _USUAL = {
     "part": frozenset({"fold", "part", "partition", "set", "split", "subset"}),
 }  # fmt: skip
 """Usual column names, in lower case without spaces, underscores and dots."""
-_MOST_PARTS = 5
+_MOST_PARTS = 10
 """Maximum number of different values in a column that splits the data."""
 _TRAINED = re.compile(r"train|entra[iî]n|entrena|trein|addestr|apprenti")
 _TESTED = re.compile(r"test|val|dev|eval|hold|prueba|prova")
@@ -79,7 +79,7 @@ def usual_column(names: Sequence[str], kind: str) -> str | None:
 
 
 def part_column(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str | None:
-    """Find the column that splits the data, by its values in any of the rows, or by its name.
+    """Find the column with few values that splits the data, by these values or by its name.
 
     >>> part_column(["a", "Menge"], [{"a": 1, "Menge": "Training"}, {"a": 2, "Menge": "Test"}])
     'Menge'
@@ -98,4 +98,4 @@ def part_column(names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str 
         trained = {each for each in found if _TRAINED.match(each)}
         if trained and tested and found == trained | tested:
             return name
-    return usual_column(names, "part")
+    return usual_column([*values], "part")
