@@ -123,6 +123,8 @@ GAPS = "id;body mass;blood group;what it is\n" + "".join(
     f"P-{n};{'NA' if n == 3 else f'{n},5'};A;{'' if n == 4 else 'xyz'[n % 3]}\n" for n in range(20)
 )
 TOWNS = "town,name,price\n" + "".join(f"{'ab'[n % 2]},n{n},{n / 3}\n" for n in range(20))
+QUOTED = '"1,5"'
+TAGGED = "a,tags\n" + "".join(f"{n},{('x|y', 'x', 'y|z', 'z')[n % 4]}\n" for n in range(20))
 WHOLE = '"a""b",what\n' + "".join(f"{n},{n % 4}\n" for n in range(20))
 
 
@@ -159,7 +161,7 @@ def check(make: Callable[[Path], Path | None], score: str, folder: Path) -> None
     ("make", "score"),
     [
         (photos, "accuracy"),
-        (table(NUMBERS, "<PATH>.tsv"), "squared error"),
+        (table(NUMBERS, "<PATH>.tsv"), "absolute error"),
         (table(GAPS), 'LEFT_OUT = ["id", "blood group"]'),
         (table(TOWNS), 'CHOICES = ["town"]'),
         (
@@ -180,6 +182,7 @@ def test_the_script_trains(make: Callable[[Path], Path | None], score: str, tmp_
     [
         (lambda _: None, "accuracy"),
         (table(CLASSES), "accuracy"),
+        (table(TAGGED), 'row[-1].split("|")'),
         (table(WHOLE), "accuracy"),
         (table(f"sep=,\n{WHOLE}"), "_, names, *rows = "),
         (arrays, "accuracy"),
@@ -189,13 +192,13 @@ def test_the_script_trains(make: Callable[[Path], Path | None], score: str, tmp_
         ),
         (lambda folder: arrays(folder, x=np.ones((20, 3, 8, 9)), y=np.ones(20)), ".float()\n"),
         (lambda folder: arrays(folder, x=np.ones((20, 9, 3)), y=np.ones(20)), ".flatten(1)"),
-        (lambda folder: arrays(folder, y=np.ones(20)), "squared error"),
+        (lambda folder: arrays(folder, y=np.ones(20)), "absolute error"),
         (lambda folder: arrays(folder, labels=np.arange(20) % 2), 'arrays["labels"]).long()'),
         (
             table(GAPS.replace("xyz"[0], "1,5").replace("y\n", "2\n").replace("z\n", "3\n")),
             "number(row[-1])",
         ),
-        (listed(lambda n: n / 7, "img\\p{}.png"), "squared error"),
+        (listed(lambda n: n / 7, "img\\p{}.png"), "absolute error"),
         (texts(lambda n: TAGS[n % 4]), 'split("|")'),
         (folder_of(write_class_masks), "VALUES = [0, 3, 15]"),
         (folder_of(lambda root: write_class_masks(root, kind="colors")), "VALUES = [(0, 0, 0), ("),
@@ -217,13 +220,19 @@ def test_scripts_for_other_data_train(
     check(make, score, tmp_path)
 
 
+def variables(script: Path, until: str = "\n\ndef loss(") -> dict[str, Any]:
+    """The variables of a script's beginning."""
+    read, found, _ = script.read_text().partition(until)
+    assert found
+    names: dict[str, Any] = {}
+    exec(read, names)
+    return names
+
+
 def dataset(data: Path, folder: Path) -> Any:
     """The data as the script for them reads them."""
     write_script(data, folder / "train.py")
-    read, _, _ = (folder / "train.py").read_text().partition("\n\ndef loss(")
-    names: dict[str, Any] = {}
-    exec(read, names)
-    return names["data"]
+    return variables(folder / "train.py")["data"]
 
 
 def masks_of(draw: Callable[[Any, int], Any]) -> Callable[[Path], Path]:
@@ -310,7 +319,7 @@ def test_folders_that_may_be_parts_are_classes_if_asked(tmp_path: Path) -> None:
         (lambda folder: folder / "none", "none does not exist: expected a folder of class folders"),
         (table("x", "a.py"), "a.py: expected a folder of class folders"),
         (lambda folder: folder, "expected two or more class folders with images, found none"),
-        (table("a,b\nhello,2\n"), "expected two or more classes, got 2"),
+        (table("a,b\nhello,2\n"), "expected two different labels, got only '2', on 1 usable"),
         (table("a,b\n"), "expected a header with two or more column names, and rows of data"),
         (table("1,2\n3,4\n"), "expected a header with two or more column names"),
         (table("a,b\n1,2\n3\n"), "line 3: expected 2 cells, got 1"),
@@ -431,3 +440,142 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     result = CliRunner().invoke(app, ["init"])
     assert isinstance(result.exception, FileExistsError)
     assert Path("train.py").read_text() == "mine"
+
+
+def houses(**changed: tuple[int, str]) -> Callable[[Path], Path]:
+    """A table of numbers, with one other cell in some columns: row number and content."""
+    columns = ["size", "age", "sold", "part", "price"]
+
+    def cell(name: str, number: int) -> str:
+        usual = {
+            "sold": f"2024-{1 + number % 12}-{1 + number % 28}",
+            "part": ("Training", "Test")[number % 5 == 0],
+            "price": f"{50_000 + 1000 * number}",
+        }
+        place, content = changed.get(name, (-1, ""))
+        return content if number == place else usual.get(name, str(number))
+
+    lines = [",".join(columns)]
+    lines += [",".join(cell(name, number) for name in columns) for number in range(40)]
+    return table("\n".join(lines) + "\n")
+
+
+@for_each("unreadable", ["NULL", '"12,345"', "n/a", "inf", "abc", ""])
+def test_a_few_cells_that_are_no_numbers_change_no_column(
+    unreadable: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = houses(price=(3, unreadable), age=(7, unreadable))(tmp_path)
+    write_script(path, tmp_path / "train.py")
+    told = capsys.readouterr().err.splitlines()
+    shown = unreadable.strip('"')
+    reason = f"onefold: left out: {path}, line 5: expected a number, such as 3.5, got {shown!r}"
+    assert [line.startswith(reason) for line in told if "onefold: left out" in line] == [True]
+    found = [line for line in told if "read as missing" in line]
+    words = f"column age: 1 cell of 40 read as missing, such as {shown!r} in line 9; to keep"
+    assert found == ([] if unreadable == "" else [found[0]])
+    assert all(words in line for line in found)
+    assert f"onefold: {path}: column sold is left out: it contains dates, such as '20" in told[0]
+    assert f"onefold: {path}: column part is left out: it seems to split the data" in told[1]
+    names = variables(tmp_path / "train.py")
+    assert names["x"].shape == (39, 2)
+    # The missing cell is the mean of its column, which is standardized.
+    assert names["x"].abs().max() < 2
+    assert names["x"][6, 1] == pytest.approx(0, abs=1e-6)
+    assert names["y"].tolist() == [50_000.0 + 1000 * n for n in range(40) if n != 3]
+
+
+@for_each(
+    ("make", "words"),
+    [
+        (houses(price=(3, "1")), ["sold is left out", "part is left out"]),
+        (
+            table("a,code,what\n" + "".join(f'{n},"{n},5",{"xy"[n % 2]}\n' for n in range(20))),
+            ["column code is left out: it contains numbers with commas, such as '0,5': write"],
+        ),
+        (
+            table("a,void,same,what\n" + "".join(f"{n},,u,{'xy'[n % 2]}\n" for n in range(20))),
+            ["void is left out: it contains no values", "same is left out: all of its cells are"],
+        ),
+        (
+            table("a,name,what\n" + "".join(f"{n},m{n},{'xy'[n % 2]}\n" for n in range(20))),
+            ["column name is left out: it contains free text, such as 'm0'"],
+        ),
+        (
+            table("a,land,n\n" + "".join(f"{n},{('DE', 'NA')[n % 2]},{n}\n" for n in range(40))),
+            [],
+        ),
+        (listed(lambda n: f"{'ab'[n % 2]}", "img/p{}.png"), []),
+    ],
+)
+def test_every_column_that_is_no_input_is_told_with_its_reason(
+    make: Callable[[Path], Path],
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_script(make(tmp_path), tmp_path / "train.py")
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == len(words)
+    assert [word in line for word, line in zip(words, told, strict=True)] == [True] * len(words)
+
+
+@for_each(
+    ("make", "words"),
+    [
+        (
+            table("a,b\n" + "".join(f'{n},"{n},5"\n' for n in range(20))),
+            r"20 others are unusable, such as .*, line 2: .* write a point for the decimal comma",
+        ),
+        (
+            table("a,b\n" + "".join(f"{n},{(QUOTED, n)[n % 2]}\n" for n in range(60))),
+            r"30 lines of 60: .*, line 2: expected a number, .*, got '1,5': write a point",
+        ),
+        (
+            table("a,b\n" + "".join(f"{n},{('yes', 'no', 'NA')[n % 3]}\n" for n in range(20))),
+            "got 'NA' for 6 samples, which R writes for a missing value: .*--labels-as-is",
+        ),
+        (
+            table("a,b\n" + "".join(f"{n},name {n}\n" for n in range(40))),
+            "expected labels that name classes, got 40 different ones on 40 samples, 40 of them",
+        ),
+        (
+            table("a,b\n" + "".join(f"2024-01-{n:02},{n}\n" for n in range(1, 29))),
+            "expected columns of inputs before the target: column a is left out: it contains dates",
+        ),
+    ],
+)
+def test_a_target_is_what_a_job_accepts(
+    make: Callable[[Path], Path], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=words):
+        write_script(make(tmp_path), tmp_path / "train.py")
+
+
+def test_a_missing_value_is_a_class_if_asked(tmp_path: Path) -> None:
+    rows = "".join(f"{n},{('yes', 'no', 'NA')[n % 3]}\n" for n in range(20))
+    write_script(table(f"a,b\n{rows}")(tmp_path), tmp_path / "train.py", labels_as_is=True)
+    assert variables(tmp_path / "train.py")["classes"] == ["NA", "no", "yes"]
+
+
+def test_images_may_be_named_relative_to_the_folder_around_the_table(tmp_path: Path) -> None:
+    table = listed(lambda n: "ab"[n % 2], "img/p{}.png")(tmp_path)
+    (tmp_path / "lists").mkdir()
+    table = table.rename(tmp_path / "lists" / "labels.csv")
+    write_script(table, tmp_path / "train.py")
+    files = [file for file, _ in variables(tmp_path / "train.py")["data"].files]
+    assert files == [tmp_path / "img" / f"p{n}.png" for n in range(40)]
+
+
+@pytest.mark.processes
+def test_a_model_of_numbers_is_saved_with_their_scale(tmp_path: Path) -> None:
+    check(houses(), "absolute error", tmp_path)
+    names = variables(tmp_path / "train.py", until="\noptimizer = ")
+    model, x, y = names["model"], names["x"], names["y"]
+    saved = torch.load(tmp_path / "model.pt")
+    assert (saved["5.bias"], saved["5.weight"]) == (y.mean(), y.std())
+    torch.nn.init.zeros_(model[5].weight)
+    model.load_state_dict(saved)
+    with torch.no_grad():
+        error = (model(x).squeeze(1) - y).abs().mean()
+    # Two epochs are few: it is about as good as the mean, in the unit of the target.
+    assert error < 2 * (y - y.mean()).abs().mean()

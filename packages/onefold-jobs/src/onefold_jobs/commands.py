@@ -59,7 +59,7 @@ def _init(
     ] = None,
     output: Annotated[Path, _output("Script to write.")] = Path("train.py"),
     labels_as_is: Annotated[
-        bool, Option("--labels-as-is", help="Accept all folders as classes.")
+        bool, Option("--labels-as-is", help="Accept all folders and labels as classes.")
     ] = False,
 ) -> None:
     """Write the shortest training script for your data.

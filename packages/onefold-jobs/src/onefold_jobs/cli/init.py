@@ -22,12 +22,13 @@ from onefold.errors import DataError
 from onefold.files import open_plain, write_whole
 from onefold_jobs import require
 from onefold_jobs.classify_job import FETCHED
+from onefold_jobs.cli.columns import Cell, goal_of, number_of, sort_inputs
 from onefold_jobs.data.arrays import read_labeled
 from onefold_jobs.data.classes import class_files, listed_files
 from onefold_jobs.data.columns import Columns, usual_column
 from onefold_jobs.data.fetch import fetch_dataset
 from onefold_jobs.data.files import BadFile
-from onefold_jobs.data.labels import divided, parts_of, separator
+from onefold_jobs.data.labels import Label
 from onefold_jobs.data.layouts import refuse_other_layouts
 from onefold_jobs.data.masks import (
     AUTO,
@@ -46,11 +47,11 @@ from onefold_jobs.data.pictures import (
 )
 from onefold_jobs.data.samples import read_listed
 from onefold_jobs.data.splits import Folders, find_folders
-from onefold_jobs.data.tables import TABLES, Line, Table, is_table, open_table
+from onefold_jobs.data.tables import TABLES, Line, Table, is_table, open_table, part_notes
 
 __all__ = ["write_script"]
 
-_MOST_ROWS = 1000
+_MOST_ROWS = 100_000
 """Maximum number of table rows to inspect."""
 _TABLES = {
     ".feather": "read_feather",
@@ -60,12 +61,8 @@ _TABLES = {
     ".xlsx": "read_excel",
 }
 """pandas functions that read other kinds of tables."""
-_MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "None", "?")
-"""Cells that stand for a missing value."""
 _INPUTS = ("x", "X", "images", "inputs", "data", "features")
 _TARGET_ARRAYS = ("y", "Y", "labels", "targets", "target", "label")
-_FEW = 20
-"""Up to this number of different integers, or strings, are treated as classes."""
 _MOST_HEADER_BYTES = 16384
 """Maximum size of an array's header in an NPZ file; NumPy writes about a hundred bytes."""
 _MOST_MASKS = 50
@@ -85,6 +82,8 @@ class Data:
     """``none``, ``folders`` of images, ``files`` of images in a table, ``masks``, ``idx``,
     ``digits``, ``texts``, ``table`` or ``arrays``."""
     path: str = ""
+    folder: str = ""
+    """Folder that the paths of images in a table are relative to."""
     test: str = ""
     """Test folder or file; empty if a fraction of the samples is held out."""
     masks: str = ""
@@ -116,7 +115,7 @@ class Data:
     has_sep: bool = False
     """Whether a table has a line such as ``sep=;`` before its header."""
     left_out: tuple[str, ...] = ()
-    """Names of a table's columns that are not inputs, because they contain free text."""
+    """Names of a table's columns that are not inputs, such as free text."""
     choices: tuple[str, ...] = ()
     """Names of a table's columns with few different strings."""
     form: str | None = None
@@ -131,7 +130,7 @@ def write_script(data: Path | None, output: Path, *, labels_as_is: bool = False)
     Args:
         data: any data of a job; a CSV, TSV or NPZ file of numbers; or None.
         output: the file to write, which must not exist.
-        labels_as_is: treat folders as classes even if they may be parts of a dataset.
+        labels_as_is: accept all labels, and all folders, as classes.
 
     Raises:
         DataError: the data do not exist, or are of an unsupported kind.
@@ -149,7 +148,7 @@ def look(path: Path | None, *, labels_as_is: bool = False) -> Data:
 
     Args:
         path: argument of the command.
-        labels_as_is: treat folders as classes even if they may be parts of a dataset.
+        labels_as_is: accept all labels, and all folders, as classes.
 
     Raises:
         DataError: the data do not exist, or are of an unsupported kind.
@@ -163,7 +162,7 @@ def look(path: Path | None, *, labels_as_is: bool = False) -> Data:
     if path.suffix == ".npz":
         return _arrays(path)
     if path.exists() and (path.suffix.lower() in (".csv", ".tsv") or is_table(path)):
-        return _table(path)
+        return _table(path, labels_as_is=labels_as_is)
     raise _unknown(path)
 
 
@@ -204,7 +203,7 @@ def _folder(path: Path, *, labels_as_is: bool) -> Data:
         return _masks(path, inside)
     files = () if visible_folders(path) else (path / f"train{end}" for end in (".tsv", *TABLES))
     if is_table(path / "train") or any(each.is_file() for each in files):
-        return _texts(path)
+        return _texts(path, labels_as_is=labels_as_is)
     refuse_other_layouts(path, "classify")
     folders = find_folders(path, as_is=labels_as_is)
     for note in folders.notes:
@@ -284,7 +283,7 @@ def _roots(pairs: Sequence[Pair]) -> tuple[str, str]:
     return str(images), str(masks)
 
 
-def _texts(path: Path, columns: Columns = Columns("text")) -> Data:  # noqa: B008
+def _texts(path: Path, columns: Columns = Columns("text"), *, labels_as_is: bool) -> Data:  # noqa: B008
     """Describe a file of texts and labels, or a folder of a training and a test file."""
     samples = read_listed(path, None, columns)
     for note in samples.notes:
@@ -300,7 +299,8 @@ def _texts(path: Path, columns: Columns = Columns("text")) -> Data:  # noqa: B00
         target=label,
         **_format(train),
     )
-    return _with_goal(found, [str(line.label) for line in samples.train])
+    labels = [(line.line_number, str(line.label)) for line in samples.train]
+    return _with_goal(found, labels, labels_as_is=labels_as_is)
 
 
 def _reader(path: Path, *, named: bool) -> str:
@@ -317,28 +317,10 @@ def _format(path: Path) -> dict[str, Any]:
     return {"delimiter": table.delimiter, "has_sep": table.has_sep}
 
 
-def _with_goal(found: Data, labels: Sequence[str]) -> Data:
-    """Determine what the labels of samples are: classes, several classes each, or numbers."""
-    known = [label for label in labels if label.strip()]
-    if not _are_classes(known):
-        return replace(found, goal="number")
-    sign = separator(known, spaces=False)
-    names = {name.strip() for label in known for name in parts_of(divided(label, sign))}
-    # The same names must be combined repeatedly: "Washington, D.C." is one.
-    if sign and len(names) < len(set(known)):
-        return replace(found, goal="labels", sign=sign)
-    if len(set(known)) < 2:
-        raise DataError(
-            f"{found.path}: expected two or more classes, got "
-            f"{listed(sorted(set(known))) or 'none'}"
-        )
-    return found
-
-
-def _are_classes(targets: Sequence[str], delimiter: str = ",") -> bool:
-    whole = all(target.strip().lstrip("-").isdecimal() for target in targets)
-    few = whole and len(set(targets)) <= _FEW
-    return few or not all(_is_number(target, delimiter) for target in targets)
+def _with_goal(found: Data, labels: Sequence[Cell], *, labels_as_is: bool) -> Data:
+    how: Any = {"delimiter": found.delimiter, "labels_as_is": labels_as_is}
+    goal, sign = goal_of(Path(found.path), labels, **how)
+    return replace(found, goal=goal, sign=sign)
 
 
 def _arrays(path: Path) -> Data:
@@ -385,47 +367,47 @@ def _form(shape: tuple[int, ...], kind: str) -> str | None:
     return f"{form} / 255" if kind == "u" else form
 
 
-def _table(path: Path) -> Data:
+def _table(path: Path, *, labels_as_is: bool) -> Data:
     if _is_tsv_of_texts(path):
-        return _texts(path)
+        return _texts(path, labels_as_is=labels_as_is)
     table = open_table(path)
-    names, delimiter = table.names, table.delimiter
-    rows = []
-    for number, cells in islice(table.rows, _MOST_ROWS):
+    names, rows = table.names, []
+    for line, cells in islice(table.rows, _MOST_ROWS):
         if isinstance(cells, str):
-            raise DataError(f"{path}, line {number}: {cells}")
-        rows.append({name: "" if cell is None else str(cell) for name, cell in cells.items()})
-    if len(names) < 2 or not rows or all(map(_is_number, names)):
+            raise DataError(f"{path}, line {line}: {cells}")
+        texts = {name: "" if cell is None else str(cell) for name, cell in cells.items()}
+        rows.append((line, texts))
+    if len(names) < 2 or not rows or all(number_of(name) is not None for name in names):
         raise DataError(
             f"{path}: expected a header with two or more column names, and rows of data, got "
             f"{listed(names) or 'nothing'}"
         )
-    if (images := _files(table, rows)) is not None:
+    if (images := _files(table, rows, labels_as_is=labels_as_is)) is not None:
         return images
-    texts = {
-        name: len({row[name] for row in rows})
-        for name in names[:-1]
-        if not all(_is_number(row[name], delimiter) for row in rows)
-    }
-    # A string that is unique to each row, such as a name, carries no information about others.
-    choices = tuple(name for name, count in texts.items() if 1 < count <= min(_FEW, len(rows) // 2))
-    left_out = tuple(name for name in texts if name not in choices)
-    text = usual_column(names, "text")
-    if path.suffix.lower() not in (".csv", ".tsv") and not (text or left_out):
+    inputs = sort_inputs(path, names[:-1], rows, table.delimiter)
+    is_csv = path.suffix.lower() in (".csv", ".tsv")
+    text = usual_column(names, "text") or next(iter(inputs.texts), None)
+    nothing = len(inputs.left_out) == len(names) - 1
+    if text and (not is_csv or nothing or text == usual_column(names, "text")):
+        return _texts(path, Columns("text", text), labels_as_is=labels_as_is)
+    if not is_csv:
         raise _unknown(path)
-    if path.suffix.lower() not in (".csv", ".tsv") or text or len(left_out) == len(names) - 1:
-        return _texts(path, Columns("text", text or (left_out[0] if left_out else None)))
-    targets = [row[names[-1]] for row in rows if row[names[-1]].strip()]
-    return Data(
+    notes = [f"column {name} is left out: {why}" for name, why in inputs.left_out.items()]
+    if nothing:
+        raise DataError(f"{path}: expected columns of inputs before the target: {'; '.join(notes)}")
+    for note in [*(f"{path}: {note}" for note in notes), *inputs.notes]:
+        tell(note)
+    found = Data(
         "table",
         str(path),
-        goal="class" if _are_classes(targets, delimiter) else "number",
         target=names[-1],
-        delimiter=delimiter,
+        delimiter=table.delimiter,
         has_sep=table.has_sep,
-        left_out=left_out,
-        choices=choices,
+        left_out=tuple(inputs.left_out),
+        choices=tuple(inputs.choices),
     )
+    labels = [(line, row[names[-1]]) for line, row in rows]
+    return _with_goal(found, labels, labels_as_is=labels_as_is)
 
 
 def _is_tsv_of_texts(path: Path) -> bool:
@@ -438,27 +420,34 @@ def _is_tsv_of_texts(path: Path) -> bool:
     if len(cells) < 2 or any(len(row) != 2 for row in cells):
         return False
     # The label of a first line that is not a header occurs again.
-    return cells[0][1] in {label for _, label in cells[1:]} and not _is_number(cells[0][0])
+    return cells[0][1] in {label for _, label in cells[1:]} and number_of(cells[0][0]) is None
 
 
-def _files(table: Table, rows: Sequence[dict[str, str]]) -> Data | None:
+def _files(
+    table: Table, rows: Sequence[tuple[int, dict[str, str]]], *, labels_as_is: bool
+) -> Data | None:
     """Describe a table of images and labels; None if no column names images."""
     path, names = table.path, table.names
-    usual, found = usual_column(names, "image"), []
+    usual, roots = usual_column(names, "image"), (path.parent, path.parent / os.pardir)
+    found: list[tuple[Path, Label]] = []
     for name in names:
-        exact = (path.parent / row[name].replace("\\", "/") for row in rows)
+        cells = [row[name].replace("\\", "/") for _, row in rows]
+        exact = (root / cell for cell in cells for root in roots if is_picture(Path(cell)))
         # A name without its folder is searched for, as the other one of two columns is by a job.
-        short = len(names) == 2 and not any(" " in row[name] for row in rows)
+        short = len(names) == 2 and not any(" " in cell for cell in cells)
         short &= usual_column(names, "label") not in (None, name)
-        if name == usual or short or any(is_picture(each) and each.is_file() for each in exact):
-            lines = [Line(row[name], "", 0) for row in rows if row[name]]
+        if name == usual or short or any(each.is_file() for each in exact):
+            lines = [Line(row[name], "", line) for line, row in rows if row[name]]
             found = listed_files(lines, path, [])
         if found:
             others = [each for each in names if each != name]
             label = usual_column(others, "label") or others[-1]
+            outside = any(file.is_relative_to(roots[1]) for file, _ in found)
+            outside &= not any((roots[0] / cell).is_file() for cell in cells)
             data = Data(
                 "files",
                 str(path),
+                folder=os.path.normpath(roots[outside]),
                 suffixes=_suffixes(found),
                 white=_white(file for file, _ in found[:_MOST_MASKS]),
                 reader=_reader(path, named=True),
@@ -467,21 +456,11 @@ def _files(table: Table, rows: Sequence[dict[str, str]]) -> Data | None:
                 delimiter=table.delimiter,
                 has_sep=table.has_sep,
             )
-            return _with_goal(data, [row[label] for row in rows])
+            for note in part_notes(path, Columns("image", name, (label,))):
+                tell(note)
+            labels = [(line, row[label]) for line, row in rows]
+            return _with_goal(data, labels, labels_as_is=labels_as_is)
     return None
-
-
-def _is_number(text: str, delimiter: str = ",") -> bool:
-    """Whether a cell is a number or missing; a decimal comma is accepted, too."""
-    try:
-        float("nan" if text.strip() in _MISSING else _with_point(text, delimiter))
-    except ValueError:
-        return False
-    return True
-
-
-def _with_point(text: str, delimiter: str) -> str:
-    return text if delimiter == "," else text.replace(",", ".")
 
 
 def _script(data: Data) -> str:
@@ -495,7 +474,6 @@ def _script(data: Data) -> str:
     )
     return environment.get_template("train.py.j2").render(
         data=data,
-        missing=_MISSING,
         quoted=_quoted,
         listed=lambda texts: ", ".join(map(_quoted, texts)),
     )

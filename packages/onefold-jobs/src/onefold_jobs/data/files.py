@@ -159,11 +159,17 @@ def _written(bad: Sequence[BadFile]) -> str:
     return f"; all of them are listed in {path}"
 
 
-def left_out_notes(bad: Sequence[BadFile]) -> list[str]:
-    """Describe the first files and lines that a run skips, and count all."""
+def left_out_notes(bad: Sequence[BadFile], listed_in: str | None = "run.json") -> list[str]:
+    """Describe the first files and lines that are skipped, and count all.
+
+    Args:
+        bad: unusable files and lines.
+        listed_in: file that lists all of them; None without one.
+    """
     notes = [f"left out: {each}" for each in _shortly(bad)]
     if len(bad) > _TOLD:
-        notes.append(f"left out in all: {counted_bad(bad)}, which run.json lists")
+        place = f", which {listed_in} lists" if listed_in else ""
+        notes.append(f"left out in all: {counted_bad(bad)}{place}")
     return notes
 
 

@@ -1,0 +1,202 @@
+"""Decides what the columns of a table are for ``onefold init``: inputs, choices, or a target.
+
+`sort_inputs` looks at the input columns, and `goal_of` at the labels. Both report what the script
+leaves out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from onefold.cli import counted, tell
+from onefold.errors import DataError
+from onefold_jobs.data.columns import part_column
+from onefold_jobs.data.files import BadFile, left_out_notes, readable
+from onefold_jobs.data.labels import (
+    MISSING,
+    TaskName,
+    check_task,
+    divided,
+    parts_of,
+    read_label,
+    separator,
+    shortened,
+)
+from onefold_jobs.data.samples import require_two
+
+__all__ = ["Cell", "Inputs", "goal_of", "number_of", "sort_inputs"]
+
+Cell = tuple[int, str]
+"""Line number and content of a cell."""
+_MISSING = frozenset({"", "?", "n/a", "none", *map(str.casefold, MISSING)})
+"""Cells that stand for a missing value, in lower case."""
+_FEW = 20
+"""Up to this number of different integers, or strings, are treated as classes."""
+_MOST_TEXTS = 0.1
+"""Maximum fraction of texts in a column of numbers, where they are probably mistakes."""
+_DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}(?!\d)")
+_FREE = "it contains free text"
+_SPLIT = "it seems to split the data; to use it as an input, move it to CHOICES in the script"
+_COMMAS = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?:\.\d{3})+,\d+|\d+,\d+)")
+"""A number with a decimal comma, or with separators of thousands."""
+
+
+class _Sorted(NamedTuple):
+    """The cells of a column by their content, without empty ones."""
+
+    numbers: list[Cell]
+    unknown: list[Cell]
+    """Marks of missing values, and numbers that are not finite."""
+    texts: list[Cell]
+
+    @classmethod
+    def of(cls, cells: Iterable[Cell], delimiter: str) -> _Sorted:
+        found = cls([], [], [])
+        for line, cell in cells:
+            number = number_of(cell, delimiter)
+            if number is None:
+                found.texts.append((line, cell))
+            elif math.isfinite(number):
+                found.numbers.append((line, cell))
+            elif cell.strip():
+                found.unknown.append((line, cell))
+        return found
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether all cells, but for a few, are numbers."""
+        both = len(self.numbers) + len(self.texts)
+        return bool(self.numbers) and len(self.texts) <= _MOST_TEXTS * both
+
+
+class Inputs(NamedTuple):
+    """The columns of a table that are not inputs as numbers."""
+
+    left_out: dict[str, str]
+    """Columns to leave out, with reasons."""
+    choices: list[str]
+    """Columns with few different strings."""
+    texts: list[str]
+    """Columns to leave out that contain free text."""
+    notes: list[str]
+    """Messages about cells that are read as missing."""
+
+
+def number_of(cell: str, delimiter: str = ",") -> float | None:
+    """Return the number of a cell, as the script reads it; None if it is text.
+
+    A missing value and a number that is not finite are NaN. If the delimiter is not a comma, a
+    decimal comma is accepted, too.
+    """
+    try:
+        missing = cell.strip().casefold() in _MISSING
+        number = math.nan if missing else float(_with_point(cell, delimiter))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else math.nan
+
+
+def _with_point(text: str, delimiter: str) -> str:
+    return text if delimiter == "," else text.replace(",", ".")
+
+
+def sort_inputs(
+    path: Path, names: Sequence[str], rows: Sequence[tuple[int, dict[str, str]]], delimiter: str
+) -> Inputs:
+    """Decide which columns of a table are inputs.
+
+    Args:
+        path: path of the table, for messages.
+        names: names of the columns.
+        rows: line number and cells of each row.
+        delimiter: delimiter of the table.
+    """
+    found = Inputs({}, [], [], [])
+    part = part_column(names, (row for _, row in rows))
+    for name in names:
+        cells = [(line, row[name]) for line, row in rows]
+        column, different = _Sorted.of(cells, delimiter), len({cell for _, cell in cells})
+        if name == part:
+            found.left_out[name] = _SPLIT
+        # A string that is unique to each row, such as a name, carries no information about others.
+        elif column.texts and 1 < different <= min(_FEW, len(rows) // 2):
+            found.choices.append(name)
+        elif column.is_numeric:
+            if strange := [*column.texts, *column.unknown]:
+                (line, cell), count = min(strange), counted(len(strange), "cell")
+                found.notes.append(
+                    f"{readable(path)}: column {name}: {count} of {len(rows):,} read as missing, "
+                    f"such as {shortened(cell)} in line {line}; to keep them as text, add the "
+                    f"column to CHOICES in the script"
+                )
+        else:
+            found.left_out[name] = _reason(column.texts, different, len(rows))
+            if found.left_out[name].startswith(_FREE):
+                found.texts.append(name)
+    return found
+
+
+def _reason(texts: Sequence[Cell], different: int, rows: int) -> str:
+    """Return why a column of texts is not an input."""
+    if not texts:
+        return "it contains no values"
+    example = f"such as {shortened(texts[0][1])}"
+    if different == 1 < rows:
+        return "all of its cells are the same"
+    if all(_DATE.match(cell.strip()) for _, cell in texts):
+        return f"it contains dates, {example}: write them as numbers, such as year and weekday"
+    if all(_COMMAS.fullmatch(cell.strip()) for _, cell in texts):
+        return f"it contains numbers with commas, {example}: write them with a decimal point only"
+    return f"{_FREE}, {example}"
+
+
+def goal_of(
+    path: Path, labels: Sequence[Cell], *, delimiter: str = ",", labels_as_is: bool = False
+) -> tuple[Literal["class", "labels", "number"], str]:
+    """Decide what labels are: classes, several classes each, or numbers.
+
+    Reports samples without a usable label, which the script leaves out.
+
+    Args:
+        path: path of the table, for messages.
+        labels: labels of the samples, with their line numbers.
+        delimiter: delimiter of the table.
+        labels_as_is: accept all labels as class names.
+
+    Returns:
+        The goal, and the separator of several classes.
+
+    Raises:
+        DataError: there are fewer than two different labels, or they are probably neither classes
+            nor numbers.
+    """
+    column = _Sorted.of(labels, delimiter)
+    numbers = {cell.strip() for _, cell in column.numbers}
+    few = len(numbers) <= _FEW and all(each.lstrip("-").isdecimal() for each in numbers)
+    commas = all(_COMMAS.fullmatch(cell.strip()) for _, cell in column.texts)
+    is_number = (column.is_numeric and not few) or bool(column.texts and commas)
+    task: TaskName = "regression" if is_number else "single-label"
+    bad, known = [], []
+    for line, label in labels:
+        try:
+            known.append(read_label(_with_point(label, delimiter) if is_number else label, task))
+        except ValueError as wrong:
+            bad.append(BadFile(path, str(wrong), line))
+    require_two(known, path, bad)
+    if is_number and not column.is_numeric:
+        raise DataError(f"{counted(len(bad), 'line')} of {len(labels):,}: {bad[0]}")
+    for note in left_out_notes(bad, listed_in=None):
+        tell(note)
+    if is_number:
+        return "number", ""
+    sign = separator(known, spaces=False)
+    names = {name for label in known for name in parts_of(divided(label, sign))}
+    # The same names must be combined repeatedly: "Washington, D.C." is one.
+    if sign and len(names) < len(set(known)):
+        return "labels", sign
+    check_task(known, task, readable(path), labels_as_is=labels_as_is)
+    return "class", ""
