@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
-WITHOUT_END = {"meta", "img", "br"}
+WITHOUT_END = {"meta", "img", "br", "wbr"}
 
 
 class Page(HTMLParser):

@@ -236,6 +236,21 @@ def test_the_confusion_matrix_opens_the_examples(pages: dict[str, Page]) -> None
     assert f"{runs.EVIL_CLASS} predicted as cat: 2 of 7" in page.text
 
 
+def test_class_names_break_at_their_separators(tmp_path: Path) -> None:
+    """A narrow screen would break them anywhere."""
+    classes = ["golden_retriever", "basalCell", "cat"]
+    names = ["golden_<wbr>retriever", "basal<wbr>Cell", "cat"]
+    pictures = [f"pictures/{number}.png" for number in range(6)]
+    examples = runs.examples_of("classify", classes, 6, picture=pictures)
+    page = page_of(tmp_path / "run", facts=runs.facts_of("classify"), examples=examples)
+    scores, _, rest = page.source.partition("<h2>Confusion matrix</h2>")
+    matrix, _, confusions = rest.partition("<h3>Most frequent confusions</h3>")
+    assert [scores.count(f'<th scope="row">{name}</th>') for name in names] == [1, 1, 1]
+    assert "<wbr>" not in matrix
+    assert f"<h4>{names[1]} predicted as {names[0]}:" in confusions
+    assert [confusions.count(f"<b>{name}</b>") > 2 for name in names] == [True] * 3
+
+
 @for_each("kind", ["classify", "segment", "text"])
 def test_everything_a_run_says_is_escaped(tmp_path: Path, kind: str) -> None:
     evil = "</b><img src=http://x onerror=alert(1)>{{ 7 * 7 }}'\""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from datetime import UTC, datetime
+
+from markupsafe import Markup, escape
 
 from onefold_jobs.scores import is_share
 
 __all__ = [
     "NOTHING",
     "amount",
+    "breakable",
     "duration",
     "is_share",
     "option",
@@ -32,6 +36,16 @@ def plain(value: float) -> str:
     ('0.1235', '1.235e+07', '–')
     """
     return f"{value:.4g}" if math.isfinite(value) else NOTHING
+
+
+def breakable(name: object) -> Markup:
+    """Let a name break after its separators, because a break within a word is hard to read.
+
+    >>> breakable("golden_retriever<"), breakable("BasalCell")
+    (Markup('golden_<wbr>retriever&lt;'), Markup('Basal<wbr>Cell'))
+    """
+    ends = re.compile("(?<=[_/])(?=[^_/])|(?<=[a-z])(?=[A-Z])")
+    return Markup(ends.sub("<wbr>", escape(str(name))))
 
 
 def percent(share: float) -> str:
