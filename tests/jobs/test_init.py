@@ -551,10 +551,19 @@ def test_a_target_is_what_a_job_accepts(
         write_script(make(tmp_path), tmp_path / "train.py")
 
 
-def test_a_missing_value_is_a_class_if_asked(tmp_path: Path) -> None:
-    rows = "".join(f"{n},{('yes', 'no', 'NA')[n % 3]}\n" for n in range(20))
+@for_each(
+    ("label", "classes"),
+    [
+        (lambda n: ("yes", "no", "NA")[n % 3], ["NA", "no", "yes"]),
+        (lambda n: 100 + n % 30, [str(n) for n in range(100, 130)]),
+    ],
+)
+def test_labels_are_classes_as_they_are_if_asked(
+    label: Callable[[int], object], classes: list[str], tmp_path: Path
+) -> None:
+    rows = "".join(f"{n},{label(n)}\n" for n in range(60))
     write_script(table(f"a,b\n{rows}")(tmp_path), tmp_path / "train.py", labels_as_is=True)
-    assert variables(tmp_path / "train.py")["classes"] == ["NA", "no", "yes"]
+    assert variables(tmp_path / "train.py")["classes"] == classes
 
 
 def test_images_may_be_named_relative_to_the_folder_around_the_table(tmp_path: Path) -> None:

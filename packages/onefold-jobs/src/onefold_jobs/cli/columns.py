@@ -179,6 +179,7 @@ def goal_of(
     few = len(numbers) <= _FEW and all(each.lstrip("-").isdecimal() for each in numbers)
     commas = all(_COMMAS.fullmatch(cell.strip()) for _, cell in column.texts)
     is_number = (column.is_numeric and not few) or bool(column.texts and commas)
+    is_number &= not labels_as_is
     task: TaskName = "regression" if is_number else "single-label"
     bad, known = [], []
     for line, label in labels:
@@ -189,14 +190,12 @@ def goal_of(
     require_two(known, path, bad)
     if is_number and not column.is_numeric:
         raise DataError(f"{counted(len(bad), 'line')} of {len(labels):,}: {bad[0]}")
-    for note in left_out_notes(bad, listed_in=None):
-        tell(note)
-    if is_number:
-        return "number", ""
-    sign = separator(known, spaces=False)
+    sign = "" if is_number else separator(known, spaces=False)
     names = {name for label in known for name in parts_of(divided(label, sign))}
     # The same names must be combined repeatedly: "Washington, D.C." is one.
-    if sign and len(names) < len(set(known)):
-        return "labels", sign
-    check_task(known, task, readable(path), labels_as_is=labels_as_is)
-    return "class", ""
+    sign = sign if len(names) < len(set(known)) else ""
+    if not sign:
+        check_task(known, task, readable(path), labels_as_is=labels_as_is)
+    for note in left_out_notes(bad, listed_in=None):
+        tell(note)
+    return "labels" if sign else "number" if is_number else "class", sign
