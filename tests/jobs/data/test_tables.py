@@ -84,7 +84,7 @@ def test_what_csv_and_json_write_is_read(
             "a.jsonl",
             "[1]",
             2,
-            "expected a JSON object: if the file is one list, convert it with jq",
+            "a.jsonl > lines.jsonl",
         ),
         ("a.jsonl", '{"text": "dull"}', 2, "expected a label, got nothing"),
         ("a.jsonl", '{"text": 7, "label": 1}', 2, "expected a text, got 7"),

@@ -410,7 +410,8 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             line = decoded(content, path)
             value = parse_json(line)
             if not isinstance(value, dict):
-                raise ValueError("if the file is one list, convert it with jq -c '.[]'")
+                command = f"jq -c '.[]' {in_shell(path)} > lines.jsonl"
+                raise ValueError(f"if the file is one list, convert it with {command}")
             yield number, dict(_flat(value))
         except json.JSONDecodeError as wrong:
             yield number, f"expected a JSON object, got {shortened(line)}: {wrong}"
