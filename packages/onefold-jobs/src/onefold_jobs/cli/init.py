@@ -61,6 +61,8 @@ _TABLES = {
     ".xlsx": "read_excel",
 }
 """pandas functions that read other kinds of tables."""
+_MOST_EXACT = 1000
+"""Maximum number of cells of a column to look at as paths."""
 _INPUTS = ("x", "X", "images", "inputs", "data", "features")
 _TARGET_ARRAYS = ("y", "Y", "labels", "targets", "target", "label")
 _MOST_HEADER_BYTES = 16384
@@ -432,7 +434,8 @@ def _files(
     found: list[tuple[Path, Label]] = []
     for name in names:
         cells = [row[name].replace("\\", "/") for _, row in rows]
-        exact = (root / cell for cell in cells for root in roots if is_picture(Path(cell)))
+        first = [cell for cell in cells[:_MOST_EXACT] if is_picture(Path(cell))]
+        exact = (root / cell for cell in first for root in roots)
         # A name without its folder is searched for, as the other one of two columns is by a job.
         short = len(names) == 2 and not any(" " in cell for cell in cells)
         short &= usual_column(names, "label") not in (None, name)
