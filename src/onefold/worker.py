@@ -177,7 +177,7 @@ def _call(payload: int, result: int) -> None:
     """Call the function in one descriptor, and write its result to the other.
 
     Unpickling runs code; `onefold.launcher.launch.launch` explains why it can only be the
-    launcher's.
+    launcher's. Classes that the launcher sent by value are returned by number.
     """
     import cloudpickle
 
@@ -188,14 +188,21 @@ def _call(payload: int, result: int) -> None:
         sys.path[:], call = pickle.loads(packed)
     os.close(payload)
     process = os.getpid()
-    function, values = cloudpickle.loads(call)
+    function, values, classes = cloudpickle.loads(call)
     # The pickle may hold large arguments a second time.
     del call
+    # A function may delete its class, and another object may then have its id: `classes` stays.
+    numbers = {id(kind): number for number, kind in enumerate(classes)}
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+        def persistent_id(self, obj: Any) -> int | None:
+            return numbers.get(id(obj))
+
     returned = function(*values)
     # A child that the function forked arrives here, too.
     if os.getpid() == process and current_context().rank == 0:
         with os.fdopen(result, "wb") as file:
-            file.write(cloudpickle.dumps(returned))
+            Pickler(file).dump(returned)
 
 
 def _leave_word(error: BaseException) -> None:

@@ -2,14 +2,17 @@
 
 import threading
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import onefold
 from onefold.errors import RunFailed
-from tests.small import make_trainer
+from tests.small import make_trainer, points
 from tests.tables import for_each
 
 
@@ -27,6 +30,36 @@ def test_what_cannot_be_sent_is_refused(make: Callable[[], object], text: str) -
         onefold.launch(lambda: made, devices="cpu:2")
     if hasattr(made, "close"):
         made.close()
+
+
+@pytest.mark.processes
+def test_what_comes_back_leaves_the_classes_of_the_caller_as_they_are() -> None:
+    class Net(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2.0
+
+    class Color(Enum):
+        RED = 1
+
+    def main() -> Any:
+        class Local(Net):
+            pass
+
+        Net.calls += 1
+        model = Net(3, 1)
+        trainer = make_trainer(model, devices=None)
+        trainer.step(points(8))
+        return trainer.model, trainer.fingerprint(), Net, Color.RED, Local(3, 1), type(None)
+
+    before = dict(vars(Net)), dict(vars(Color))
+    model, fingerprint, kind, color, local, nothing = onefold.launch(main, devices="cpu:2")
+    assert (dict(vars(Net)), dict(vars(Color))) == before
+    assert (type(model), kind, color, nothing) == (Net, Net, Color.RED, type(None))
+    assert type(local).__mro__[1] is Net
+    assert make_trainer(model, shards=1).fingerprint() == fingerprint
+    assert model(torch.ones(2, 3)).shape == (2, 1)
 
 
 def test_a_notebook_shows_the_message_alone() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import mmap
 import os
 import pickle
 import re
@@ -22,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from onefold.core.late import load
 from onefold.core.numbers import check_seconds
@@ -123,14 +122,12 @@ def launch(
                 f"placement={DEFAULT_PLACEMENT!r}"
             )
         return main(*args)
-    import cloudpickle
-
     if not callable(main):
         raise TypeError(
             f"main must be a function, but got {type(main).__name__}. Write onefold.launch(main, "
             f"args=(...)), without calling main"
         )
-    call = _packed(main, args)
+    call, classes = _packed(main, args)
     selection = select_devices(devices)
     options = RunOptions(
         placement=placement or os.environ.get(PLACEMENT_VARIABLE) or DEFAULT_PLACEMENT,
@@ -162,9 +159,9 @@ def launch(
             )
         if not os.fstat(result.fileno()).st_size:
             raise RunFailed("main ended the program (SystemExit) on device 0 before it returned")
-        with mmap.mmap(result.fileno(), 0, access=mmap.ACCESS_READ) as returned:
-            value: _Value = cloudpickle.loads(returned)
-            return value
+        result.seek(0)
+        value: _Value = _Unpickler(result, classes).load()
+        return value
 
 
 _USELESS = {
@@ -177,8 +174,12 @@ _USELESS = {
 """Objects of which every process would get a separate copy, by package and class, with advice."""
 
 
-def _packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+def _packed(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[bytes, list[type]]:
     """Pickle a function and its arguments by value, with everything they refer to.
+
+    Returns:
+        The pickle, and the classes in it that are sent by value. The worker returns such a class by
+        its place in this list: unpickling it by value would replace the methods of the class here.
 
     Raises:
         TypeError: they refer to an object that another process cannot have or use.
@@ -186,6 +187,7 @@ def _packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
     import cloudpickle
 
     useless: list[str] = []
+    classes: list[type] = []
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         def reducer_override(self, obj: Any) -> Any:
@@ -194,11 +196,15 @@ def _packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
             if words is not None and obj not in (sys.stdout, sys.stderr):
                 useless.append(words)
                 raise pickle.PicklingError
-            return super().reducer_override(obj)
+            reduced = super().reducer_override(obj)
+            if isinstance(obj, type) and isinstance(reduced, tuple):
+                classes.append(obj)
+            return reduced
 
     packed = io.BytesIO()
     try:
-        Pickler(packed).dump((function, tuple(arguments)))
+        # The list comes last: it is complete by then, and its classes are pickled already.
+        Pickler(packed).dump((function, tuple(arguments), classes))
     except (AttributeError, TypeError, ValueError, RuntimeError, pickle.PicklingError) as error:
         name = getattr(function, "__qualname__", None) or type(function).__name__
         text = f"{name} cannot be sent to the devices' processes"
@@ -209,7 +215,18 @@ def _packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
             f"this process, such as a lock, a thread, an open file or a generator. Pass plain "
             f"values, and create the rest inside the function"
         ) from error
-    return packed.getvalue()
+    return packed.getvalue(), classes
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what a function returned, with the classes that were sent to it."""
+
+    def __init__(self, file: IO[bytes], classes: Sequence[type]) -> None:
+        super().__init__(file)
+        self._classes = classes
+
+    def persistent_load(self, number: int) -> type:
+        return self._classes[number]
 
 
 def supervise(
