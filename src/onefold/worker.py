@@ -202,7 +202,13 @@ def _call(payload: int, result: int) -> None:
     # A child that the function forked arrives here, too.
     if os.getpid() == process and current_context().rank == 0:
         with os.fdopen(result, "wb") as file:
-            Pickler(file).dump(returned)
+            try:
+                Pickler(file).dump(returned)
+            except Exception as error:
+                raise TypeError(
+                    f"the function returned an object of {type(returned).__name__} that cannot be "
+                    f"sent back: {message_of(error)}. Return values, or trainer.model.state_dict()"
+                ) from error
 
 
 def _leave_word(error: BaseException) -> None:

@@ -62,6 +62,12 @@ def test_what_comes_back_leaves_the_classes_of_the_caller_as_they_are() -> None:
     assert model(torch.ones(2, 3)).shape == (2, 1)
 
 
+@pytest.mark.processes
+def test_what_cannot_come_back_is_named() -> None:
+    with pytest.raises(RunFailed, match=r"returned an object of dict that cannot be sent back: .*"):
+        onefold.launch(lambda: {"lock": threading.Lock()}, devices="cpu:1")
+
+
 def test_a_notebook_shows_the_message_alone() -> None:
     failure = RunFailed("stopped by Ctrl-C in step 3 (device 0)", 130)
     shown = vars(RunFailed)["_render_traceback_"](failure)
