@@ -53,6 +53,27 @@ def test_no_more_devices_than_shards(devices: str, code: int, words: str, tmp_pa
     assert done.stdout.startswith("1 " if not code else "")
 
 
+FAILING = """
+def loss(m, b):
+    if {inside} and trainer.steps == 1:
+        raise ArithmeticError
+    return m(b).square().mean(dim=1)
+trainer = onefold.Trainer(model, optimizer, loss, shards=2)
+for _ in range(1 + {inside}):
+    trainer.step(torch.randn(6, 4))
+raise ArithmeticError
+"""
+
+
+@processes
+@for_each(("inside", "when"), [(True, "in step 2"), (False, "after step 1")])
+def test_a_failure_between_steps_is_not_in_one(inside: bool, when: str, tmp_path: Path) -> None:
+    lines = TRAINING.partition("trainer =")[0] + FAILING.format(inside=inside)
+    (tmp_path / "train.py").write_text(lines)
+    done = ended("run", "--devices", "cpu:1", "train.py", cwd=tmp_path)
+    assert f") failed {when}: ArithmeticError" in done.stderr.splitlines()[-1]
+
+
 @processes
 def test_the_scripts_own_arguments_and_the_record(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING.format(shards=2))

@@ -101,8 +101,8 @@ def is_collected(pid: int) -> bool:
     ("lines", "code", "words"),
     [
         ("", 0, ""),
-        ("sys.exit(7)", 7, "ended with exit code 7 in step 0 (before the first step)"),
-        ("os.kill(os.getpid(), 15)", 143, "was killed by SIGTERM in step 0"),
+        ("sys.exit(7)", 7, "ended with exit code 7 before the first step"),
+        ("os.kill(os.getpid(), 15)", 143, "was killed by SIGTERM before the first step"),
     ],
 )
 def test_how_a_worker_ended_is_known_and_no_number_is_used_that_may_be_anothers(
@@ -289,7 +289,7 @@ def test_a_signal_ends_the_workers_and_leaves_nothing(
         outcome = start(f"pathlib.Path({str(tmp_path / 'ready')!r}).touch(); time.sleep(600)")
     assert (outcome.exit_code, outcome.stopped_by) == (128 + number, number)
     name = "Ctrl-C" if number == signal.SIGINT else number.name
-    assert outcome.message.startswith(f"stopped by {name} in step 0")
+    assert outcome.message.startswith(f"stopped by {name} before the first step")
     assert list(temporary.iterdir()) == []
 
 

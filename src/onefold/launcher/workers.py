@@ -45,6 +45,7 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 
+from onefold.core.call_digest import Call
 from onefold.core.options import RECORD_FILE, LaunchContext
 from onefold.errors import LaunchError
 from onefold.exchange.progress import Progress
@@ -332,7 +333,7 @@ class WorkerGroup:
         by = self._signals.came[0] if self._signals.came else signal.SIGINT
         name = "Ctrl-C" if by == signal.SIGINT else by.name
         first = self._place.rank
-        text = f"stopped by {name} in step {self._step_text(first)} (device {first})"
+        text = f"stopped by {name} {self._when(first)} (device {first})"
         return Outcome(128 + by, text, final=True, stopped_by=by)
 
     def _stopped_outcome(self) -> Outcome:
@@ -354,8 +355,8 @@ class WorkerGroup:
         if failed.exit_code:
             return replace(failed, final=True)
         why = "a second signal arrived" if self._signals.drain() > 1 else "its grace period ended"
-        text = f"stopped by {name} in step {self._step_text(first)} (device {first}) before it had "
-        text += f"saved, because {why}"
+        text = f"stopped by {name} {self._when(first)} (device {first}) before it had saved, "
+        text += f"because {why}"
         if checkpoint:
             text += f"; earlier checkpoints, if any, are in {checkpoint}"
         by = by or signal.SIGTERM
@@ -378,7 +379,7 @@ class WorkerGroup:
         ended_s = worker.ended_s or time.time()
         # The worker's report says more than its exit code, so it comes first.
         report = self._status.report(worker.rank)
-        step, code, lost = self._step_text(worker.rank), worker.code, worker.rank
+        code, lost = worker.code, worker.rank
         if report.kind:
             return report.caused_by_peer, report.time_s, self._told(worker, report)
         if worker.unresponsive:
@@ -390,23 +391,27 @@ class WorkerGroup:
             text, exit_code = f"was killed by {signal.Signals(-code).name}{hint}", 128 - code
         else:
             text, exit_code, lost = f"ended with exit code {code}", code, -1
-        return False, ended_s, Outcome(exit_code, f"{worker} {text} in step {step}", lost=lost)
+        text = f"{worker} {text} {self._when(worker.rank)}"
+        return False, ended_s, Outcome(exit_code, text, lost=lost)
 
     def _told(self, worker: Worker, report: WorkerReport) -> Outcome:
-        step = self._step_text(worker.rank)
         if report.caused_by_peer:  # the text names the peer; this device's step does not matter
             return Outcome(1, report.text, caused_by_peer=True)
-        hint = next((hint for words, hint in _LEFT_OVER.items() if words in report.text), "")
-        text = f"{worker} failed in step {step}: {report.kind}: {report.text}{hint}"
+        error = f"{report.kind}: {report.text}".removesuffix(": ")
+        hint = next((hint for words, hint in _LEFT_OVER.items() if words in error), "")
+        text = f"{worker} failed {self._when(worker.rank)}: {error}{hint}"
         # A device would raise the same LaunchError again.
         final = report.kind == LaunchError.__name__
         # PyTorch's exception for an error of the GPU itself, or of its driver.
         lost = worker.rank if report.kind == "AcceleratorError" else -1
         return Outcome(1, text, report.traceback, final=final, lost=lost)
 
-    def _step_text(self, rank: int) -> str:
-        step = self._status.progress.step_of(rank)
-        return str(step) if step >= 0 else "0 (before the first step)"
+    def _when(self, rank: int) -> str:
+        """Return where a device is: in a step, or between two of them."""
+        place = self._status.progress.place_of(rank)
+        if place.call in (Call.STEP, Call.GRADIENT):
+            return f"in step {place.step}"
+        return f"after step {place.step - 1}" if place.step > 1 else "before the first step"
 
 
 @dataclass(frozen=True, slots=True)

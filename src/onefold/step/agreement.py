@@ -98,6 +98,7 @@ class Agreement:
             RuntimeError: the script is inside a block that does not allow the call.
         """
         call = Call(head.call)
+        self.note_call(call)
         self.refuse_inside(call)
         # Run local checks before devices meet: a process that fails here then raises its own error,
         # and does not first wait for the others.
@@ -123,7 +124,6 @@ class Agreement:
             # Walking the modules outside the model is expensive, so do it only if checks are due.
             outside=self._external.checksum(function) if run_checks else 0,
         )
-        self.note_call(call)
         # Changes are reported instead of compared, so that all devices raise the same error and
         # each can name the device that changed something.
         try:
