@@ -95,6 +95,8 @@ LEFT = "remove init_process_group, DistributedDataParallel and DistributedSample
             "torch.amp.GradScaler('cpu').unscale_(torch.optim.SGD([torch.ones(1)]))",
             "precision='fp16'",
         ),
+        ("input('How many epochs? ')", "ask before the run starts"),
+        ("raise __import__('bdb').BdbQuit", "BdbQuit (a device reads no input: ask before"),
     ],
 )
 def test_a_line_that_other_launchers_need_is_named(tmp_path: Path, line: str, hint: str) -> None:

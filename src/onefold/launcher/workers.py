@@ -80,10 +80,15 @@ _LEFT_OVER = {
         " (onefold run does not set these variables, because data libraries would split the data "
         "by them: read trainer.is_lead or trainer.devices, and let onefold choose the device)",
     ),
+    **dict.fromkeys(
+        ("EOF when reading a line", "BdbQuit"),
+        " (a device reads no input: ask before the run starts, and pass it the answer; to debug, "
+        "start the script with python)",
+    ),
     "Attempted unscale_ but": " (onefold scales losses itself: pass precision='fp16' and "
     "clip_norm to Trainer instead of using GradScaler and clip_grad_norm_)",
 }
-"""Parts of PyTorch's errors that are caused by lines for other launchers, with advice."""
+"""Parts of errors of lines that are for other launchers, or for a single process, with advice."""
 
 
 class Worker:
