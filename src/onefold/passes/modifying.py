@@ -159,7 +159,7 @@ class _Reads(TorchFunctionMode):
             for tensor in tensors_of([*args, *given.values()]):
                 left, place = self._left.get(id(tensor), (None, ""))
                 if left is not None and left() is tensor and not _is_in_forward():
-                    raise StateError(f"{place} {load('shard.advice').LEFT_READ}")
+                    raise StateError(f"{place} {load('shard.left_state').LEFT_READ}")
         return function(*args, **given)
 
 

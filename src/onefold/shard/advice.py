@@ -27,7 +27,6 @@ __all__ = [
     "COUNTED",
     "DENSE",
     "FINDINGS",
-    "LEFT_READ",
     "NOT_FINITE",
     "advice_on",
     "bad_gradient_of",
@@ -42,7 +41,6 @@ __all__ = [
     "say_partitioned",
     "uneven",
     "unknown_name",
-    "words_of_left",
     "words_of_loss",
 ]
 
@@ -440,38 +438,6 @@ def say_partitioned(nbytes: int, *, small: bool) -> None:
         if small
         else "its optimizer may use all parameters together, or updates float32 copies",
     )
-
-
-_RETURN = (
-    "return it with the loss (`return loss, {'accuracy': ...}`), so that Step.values has its value "
-    "for the whole batch; or compute it with trainer.evaluate or trainer.predict"
-)
-_LEFT = {
-    "parameter": "Each device would have values of its own shards there, such as per-sample "
-    "gradients, so an update based on them would depend on the number of devices. onefold has "
-    "one gradient for all samples, in .grad, and does not support differential privacy (Opacus). "
-    "Compute per-sample results in the loss, and return them as values",
-    "metric": "It is not combined over devices: it covers only this device's shards, and a "
-    f"resumed run starts from scratch. Instead {_RETURN}",
-}
-_LEFT["module"] = _LEFT["metric"]
-LEFT_READ = (
-    "is read in `with trainer.modifying():`, but holds the state left by this device's last shard, "
-    "which differs between devices. Use .grad, which covers the whole batch; for anything else "
-    f"from the forward pass, {_RETURN}"
-)
-"""The end of a sentence that begins with the name of a tensor."""
-
-
-def words_of_left(where: str, place: str, kind: str) -> str:
-    """Explain why state that shards leave on an object is refused.
-
-    Args:
-        where: step or batch.
-        place: the attribute and its object.
-        kind: kind of the object, as in `onefold.shard.left_state`.
-    """
-    return f"{where}: the shards changed {place}. {_LEFT[kind]}"
 
 
 _LOW = {torch.bfloat16, torch.float16}

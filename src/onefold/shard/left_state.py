@@ -25,12 +25,19 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from onefold.core.late import load
 from onefold.errors import StateError
 from onefold.system.compat import version_of
 from onefold.system.internals import hook_owners
 
-__all__ = ["OF_TORCH", "HeldState", "LeftState", "is_metric", "refuse_parameters"]
+__all__ = [
+    "LEFT_READ",
+    "NEW_GENERATOR",
+    "OF_TORCH",
+    "HeldState",
+    "LeftState",
+    "is_metric",
+    "refuse_parameters",
+]
 
 _log = logging.getLogger("onefold")
 
@@ -46,6 +53,42 @@ _CERTAIN = 3
 Kind = Literal["parameter", "module", "metric"]
 Owner = tuple[Kind, str, Any]
 """Kind of the object, its name in messages, and the object."""
+_RETURN = (
+    "return it with the loss (`return loss, {'accuracy': ...}`), so that Step.values has its value "
+    "for the whole batch; or compute it with trainer.evaluate or trainer.predict"
+)
+_LEFT: dict[Kind, str] = {
+    "parameter": "Each device would have values of its own shards there, such as per-sample "
+    "gradients, so an update based on them would depend on the number of devices. onefold has "
+    "one gradient for all samples, in .grad, and does not support differential privacy (Opacus). "
+    "Compute per-sample results in the loss, and return them as values",
+    "metric": "It is not combined over devices: it covers only this device's shards, and a "
+    f"resumed run starts from scratch. Instead {_RETURN}",
+}
+_LEFT["module"] = _LEFT["metric"]
+LEFT_READ = (
+    "is read in `with trainer.modifying():`, but holds the state left by this device's last shard, "
+    "which differs between devices. Use .grad, which covers the whole batch; for anything else "
+    f"from the forward pass, {_RETURN}"
+)
+"""The end of a sentence that begins with the name of a tensor."""
+
+NEW_GENERATOR = (
+    "the loss or the model created a random generator inside a shard and keeps it, so each device "
+    "would draw different numbers. Create it before the first step, so that onefold seeds it for "
+    "each shard"
+)
+
+
+def _words_of_left(where: str, place: str, kind: Kind) -> str:
+    """Explain why state that shards leave on an object is refused.
+
+    Args:
+        where: step or batch.
+        place: the attribute and its object.
+        kind: kind of the object.
+    """
+    return f"{where}: the shards changed {place}. {_LEFT[kind]}"
 
 
 def is_metric(value: object) -> bool:
@@ -190,13 +233,13 @@ class LeftState:
             # A single number changed in place is a counter or a running sum.
             counts = left.grows and [tensor.numel() for tensor in left.tensors] == [1]
             if left.kind != "module" or counts:
-                raise StateError(load("shard.advice").words_of_left(where, left.place, left.kind))
+                raise StateError(_words_of_left(where, left.place, left.kind))
             self.tensors += [(weakref.ref(tensor), left.place) for tensor in left.tensors]
             grown |= {left.place} if left.grows else set()
         # A place that did not grow in this check starts again from 0.
         self._grown = Counter({place: self._grown[place] + 1 for place in grown})
         for place in sorted(p for p, times in self._grown.items() if times == _CERTAIN):
-            _log.warning("%s", load("shard.advice").words_of_left(where, place, "module"))
+            _log.warning("%s", _words_of_left(where, place, "module"))
 
 
 def _owners(
@@ -235,4 +278,4 @@ def refuse_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], where: st
             if attribute.startswith(_COMPILER):
                 continue
             place = f"{attribute} of parameter {name}"
-            raise StateError(load("shard.advice").words_of_left(where, place, "parameter"))
+            raise StateError(_words_of_left(where, place, "parameter"))

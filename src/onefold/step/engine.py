@@ -286,11 +286,7 @@ class Engine:
         known = {id(each) for each in context.first.own_generators.all}
         context.find_generators(*self.losses.values())
         if any(id(each) not in known for each in context.first.own_generators.all):
-            raise StateError(
-                f"{where}: the loss or the model created a random generator inside a shard and "
-                f"keeps it, so each device would draw different numbers. Create it before the "
-                f"first step, so that onefold seeds it for each shard"
-            )
+            raise StateError(f"{where}: {load('shard.left_state').NEW_GENERATOR}")
 
     def _compute_task(self, task: ShardTask) -> tuple[StepTotals, StepWeight]:
         context, objective, number, batch = self.context, self.objective, task.step, task.batch
