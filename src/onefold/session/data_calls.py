@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from onefold.core.call_digest import Call
 from onefold.data_order.loader import Loader
 from onefold.data_order.reader import Collate, SizedDataset
@@ -35,7 +37,7 @@ def over_data(
     whole: bool = False,
 ) -> dict[str, Any]:
     """Run a call over a data set, in its order. Collective."""
-    part = session.parts.on_part(function, model)
+    part = _on_part(session.parts.module, function, model)
     batches = session.batches.loader(**chosen, whole=whole)
     with session.telling_others():
         session.engine.check_last_step()
@@ -46,6 +48,27 @@ def over_data(
         return Results(
             session.hooks.call(asked, partial(compute, session.engine, part, batches, made))
         )
+
+
+def _on_part(module: torch.nn.Module, function: ScoreFunction, name: str | None) -> ScoreFunction:
+    """Wrap a function of model and batch so that it gets one of several models; all if None.
+
+    Raises:
+        TypeError: there is only one model.
+        ValueError: there is no model with that name.
+    """
+    if name is None or not callable(function):
+        return function
+    if not isinstance(module, torch.nn.ModuleDict):
+        raise TypeError(
+            f"model={name!r} selects one of several models, but this Trainer has a single "
+            f"{type(module).__name__}, not a dict of models"
+        )
+    if name not in module:
+        known = ", ".join(map(repr, module))
+        raise ValueError(f"model must be one of {known}, but got {name!r}")
+    part = module[name]
+    return lambda _, batch: function(part, batch)
 
 
 @contextmanager

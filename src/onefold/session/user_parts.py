@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -129,28 +129,6 @@ class UserParts:
                 f"loss={name!r} was passed, but this Trainer has a single, unnamed loss"
             )
         raise ValueError(f"loss must be one of {known}, but got {name!r}")
-
-    def on_part(
-        self, function: Callable[[torch.nn.Module, Any], object], name: str | None
-    ) -> Callable[[torch.nn.Module, Any], object]:
-        """Wrap a function of model and batch so that it gets one of several models; all if None.
-
-        Raises:
-            TypeError: there is only one model.
-            ValueError: there is no model with that name.
-        """
-        if name is None or not callable(function):
-            return function
-        if not isinstance(self.module, torch.nn.ModuleDict):
-            raise TypeError(
-                f"model={name!r} selects one of several models, but this Trainer has a single "
-                f"{type(self.module).__name__}, not a dict of models"
-            )
-        if name not in self.module:
-            known = ", ".join(map(repr, self.module))
-            raise ValueError(f"model must be one of {known}, but got {name!r}")
-        part = self.module[name]
-        return lambda _, batch: function(part, batch)
 
 
 def _named(what: str, given: Mapping[str, Any], kind: type = object) -> dict[str, Any]:
