@@ -378,6 +378,24 @@ def test_a_name_that_is_not_known_is_the_nearest() -> None:
         make_trainer(epochs=1)
 
 
+SGD_CLASS = r"got the class SGD\. Pass an object of it, SGD\(model\.parameters\(\), \.\.\.\)"
+
+
+@for_each(
+    ("part", "words"),
+    [
+        ({"optimizer": torch.optim.SGD}, SGD_CLASS),
+        ({"optimizer": {"a": torch.optim.SGD}}, SGD_CLASS),
+        ({"model": nn.Linear, "optimizer": sgd(line())}, r"got the class Linear\. .*Linear\("),
+        ({"loss": nn.MSELoss}, r"got the class MSELoss\. Pass an object of it, MSELoss\(\.\.\.\)"),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR}, r"Pass StepLR\(optimizer, \.\.\.\)"),
+    ],
+)
+def test_a_class_that_was_not_called_is_named(part: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        make_trainer(**part)
+
+
 def test_a_trainer_that_is_there_is_told_from_one_that_is_gone() -> None:
     model = line()
     optimizer = sgd(model)

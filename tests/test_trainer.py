@@ -242,7 +242,7 @@ def test_threads_are_shared_among_the_shards_and_idle_cores_are_told_once(
             {"shares": (1, 1)},
             r"run has 2 devices and .*, but the shares \(1, 1\) are for 2 devices and 2 shards",
         ),
-        ({"loss": None}, "loss must be a function of model and batch, but got None"),
+        ({"loss": None}, "loss must be a function of model and batch, but got NoneType"),
         ({"model": [line()], "optimizer": sgd(line())}, "model must be a torch.nn.Module"),
         ({"optimizer": "sgd"}, "expected a torch.optim.Optimizer, but got str"),
         ({"devices": 5}, "5 devices cannot share 4 shards: a shard is never divided"),
@@ -298,6 +298,7 @@ OF_SQUARES: list[tuple[Any, type[Exception], str]] = [
     (lambda x: x[:, None].expand(-1, 3), LossError, SCALAR + r"got shape \(2, 3\)"),
     (lambda x: onefold.Mean(x, 2), LossError, SCALAR + r"total .* a scalar tensor, got \(2,\)"),
     (lambda x: onefold.Mean(x.sum(), -1), LossError, SCALAR + "finite and >= 0, got -1"),
+    (lambda x: onefold.Mean(x.sum(), math.inf), LossError, SCALAR + "the weight .*, got inf"),
     (lambda x: dict[str, Any]()["a label"], KeyError, "a label"),
 ]
 

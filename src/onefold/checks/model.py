@@ -114,7 +114,7 @@ def check_model(model: object) -> None:
             processes.
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, but got {type(model).__name__}")
+        raise load("shard.advice").wrong_part("model must be a torch.nn.Module", model)
     if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
         raise TypeError(
             f"the model is wrapped in {type(model).__name__}. Pass the plain module, model.module: "
@@ -297,7 +297,7 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
             its result would depend on the order of parameters.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, but got {type(optimizer).__name__}")
+        raise load("shard.advice").wrong_part("expected a torch.optim.Optimizer", optimizer)
     _check_kinds(optimizer)
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")

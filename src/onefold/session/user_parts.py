@@ -95,9 +95,10 @@ class UserParts:
             check_scheduler(self.scheduler, self.optimizer, settings.scheduler_every)
         check_precision(settings.precision, self.module.named_parameters())
         for name, loss in self.losses.items():
-            if not callable(loss):
+            if isinstance(loss, type) or not callable(loss):
                 where = f"loss[{name!r}]" if name else "loss"
-                raise TypeError(f"{where} must be a function of model and batch, but got {loss!r}")
+                words = f"{where} must be a function of model and batch"
+                raise load("shard.advice").wrong_part(words, loss)
         if settings.compile:
             load("shard.compiling").check_layers(self.module)
         if len(self.losses) > 1 and settings.microbatch == "auto":
@@ -138,9 +139,8 @@ def _named(what: str, given: Mapping[str, Any], kind: type = object) -> dict[str
         if not isinstance(name, str) or not name or not name.isprintable():
             raise TypeError(f"names in the {what} dict must be one-line strings, but got {name!r}")
         if not isinstance(each, kind):
-            raise TypeError(
-                f"{what}[{name!r}] must be a PyTorch {kind.__name__}, but got {type(each).__name__}"
-            )
+            words = f"{what}[{name!r}] must be a PyTorch {kind.__name__}"
+            raise load("shard.advice").wrong_part(words, each)
     return dict(given)
 
 

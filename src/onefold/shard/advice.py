@@ -42,6 +42,7 @@ __all__ = [
     "uneven",
     "unknown_name",
     "words_of_loss",
+    "wrong_part",
 ]
 
 _log = logging.getLogger("onefold")
@@ -105,6 +106,22 @@ def unknown_name(kind: type, name: str, *_: str) -> TypeError:
     near = difflib.get_close_matches(name, known, 1)
     meant = f"did you mean {near[0]!r}?" if near else f"it takes {listed(known, 30)}"
     return TypeError(f"{kind.__name__} has no argument {name!r}: {meant}")
+
+
+def wrong_part(words: str, given: object) -> TypeError:
+    """Return the error for a part of a Trainer of a wrong type, such as a class.
+
+    Args:
+        words: what the part must be.
+        given: the argument of the script.
+    """
+    if not isinstance(given, type):
+        return TypeError(f"{words}, but got {type(given).__name__}")
+    arguments = "model.parameters(), ..." if issubclass(given, torch.optim.Optimizer) else "..."
+    return TypeError(
+        f"{words}, but got the class {given.__name__}. Pass an object of it, "
+        f"{given.__name__}({arguments})"
+    )
 
 
 def say_few(samples: int, shards: int) -> None:

@@ -265,9 +265,10 @@ def check_scheduler(
             )
         return
     if not isinstance(scheduler, LRScheduler):
-        raise TypeError(
-            f"scheduler must be a torch.optim.lr_scheduler, but got {type(scheduler).__name__}"
-        )
+        came = type(scheduler).__name__
+        if isinstance(scheduler, type):
+            came = f"the class {scheduler.__name__}. Pass {scheduler.__name__}(optimizer, ...)"
+        raise TypeError(f"scheduler must be a torch.optim.lr_scheduler, but got {came}")
     optimizers = optimizers_in(optimizer)
     for name, each in schedulers_in(scheduler).items():
         _check_one(each, optimizers.get(name), every)
