@@ -378,6 +378,38 @@ def test_a_name_that_is_not_known_is_the_nearest() -> None:
         make_trainer(epochs=1)
 
 
+@for_each(
+    "use",
+    [
+        float,
+        sum,
+        "{:.3f}".format,
+        lambda step: step.item(),
+        lambda step: step.backward(),
+        lambda step: round(step, 3),
+        lambda step: 0.5 + step,
+        lambda step: step < 0.5,
+    ],
+)
+def test_a_step_that_is_used_as_a_number_is_explained(use: Callable[[Any], object]) -> None:
+    step = make_trainer().step(points(8))
+    with pytest.raises((TypeError, AttributeError), match=r"f'\{step\.loss:\.3f\}'"):
+        use([step] if use is sum else step)
+    assert f"{step.loss:.3f}" == f"{float(step.loss):.3f}"
+    assert not hasattr(step, "item")
+
+
+def test_what_is_printed_of_a_run_is_short() -> None:
+    trainer = make_trainer(devices=2, on_nonfinite="skip")
+    step = trainer.step(points(8))
+    loader = trainer.loader(ROWS, batch_size=4)
+    assert repr(step) == f"Step(number=1, samples=8, epoch=0, loss={float(step.loss):.6g})"
+    assert f"{step}" == str(step) == repr(step)
+    assert repr(trainer) == "Trainer(Linear, devices=2, shards=4, steps=1)"
+    assert repr(loader) == "Loader(Tensor, batch_size=4)"
+    assert ", loss=inf, skipped='the loss of " in repr(trainer.step((ROWS, ROWS[:, :1] / 0)))
+
+
 SGD_CLASS = r"got the class SGD\. Pass an object of it, SGD\(model\.parameters\(\), \.\.\.\)"
 
 

@@ -176,6 +176,10 @@ class Trainer:
         memory = session.engine.context.exchange.memory
         weakref.finalize(self, _dropped, weakref.ref(session), memory).atexit = False
 
+    def __repr__(self) -> str:
+        model, devices = type(self.model).__name__, len(self.devices)
+        return f"Trainer({model}, devices={devices}, shards={self.shards}, steps={self.steps})"
+
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """All devices of the run, by number."""

@@ -219,13 +219,13 @@ def test_on_a_gpu_shards_begin_where_copies_do() -> None:
     assert as_if_copied(whole) is whole
 
 
-@for_each("use", [len, lambda batch: batch[0], lambda batch: [*batch]])
+@for_each("use", [len, lambda b: b[0], lambda b: [*b], lambda b: b.to("cpu"), lambda b: b.shape])
 def test_a_batch_that_is_used_as_that_of_a_plain_loop_is_explained(
     use: Callable[[Any], object],
 ) -> None:
     batch = cut_batch((NUMBERS, NUMBERS), HALVES, [0])
     assert batch
-    with pytest.raises(TypeError, match=r"Pass it to trainer\.step\(batch\) as is"):
+    with pytest.raises((TypeError, AttributeError), match=r"Pass it to trainer\.step\(batch\) as"):
         use(batch)
 
 

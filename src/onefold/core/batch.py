@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from zlib import adler32, crc32
 
 import numpy as np
@@ -90,9 +90,9 @@ class DataPass:
 
 
 _NO_PARTS = (
-    "a loader's batch is divided among the devices, and cannot be indexed, unpacked or counted. "
-    "Pass it to trainer.step(batch) as is, and unpack the shard in the loss. batch.samples is the "
-    "number of samples, batch.whole() the whole payload"
+    "a loader's batch is divided among the devices, and cannot be indexed, unpacked, counted or "
+    "moved. Pass it to trainer.step(batch) as is, which moves each shard to its device, and unpack "
+    "the shard in the loss. batch.samples is the number of samples, batch.whole() the whole payload"
 )
 
 
@@ -139,6 +139,11 @@ class ShardedBatch:
 
     def __len__(self) -> int:
         raise TypeError(_NO_PARTS)
+
+    if not TYPE_CHECKING:  # a type checker reports a missing attribute itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"a batch has no attribute {name!r}: {_NO_PARTS}")
 
     def __bool__(self) -> bool:
         return True

@@ -133,6 +133,9 @@ class Loader:
             load("data_order.stream").check_workers(self.dataset, number)
         self._workers = replace(self._workers, number=number)
 
+    def __repr__(self) -> str:
+        return f"Loader({type(self.dataset).__name__}, batch_size={self.batch_size})"
+
     def __len__(self) -> int:
         """Return the number of batches in a pass; TypeError if a stream has no length."""
         return self.source.batches()

@@ -35,6 +35,7 @@ __all__ = [
     "inspect_totals",
     "is_about_hooks",
     "is_shortage",
+    "no_number",
     "refuse_gradients",
     "refuse_per_sample",
     "say_few",
@@ -106,6 +107,29 @@ def unknown_name(kind: type, name: str, *_: str) -> TypeError:
     near = difflib.get_close_matches(name, known, 1)
     meant = f"did you mean {near[0]!r}?" if near else f"it takes {listed(known, 30)}"
     return TypeError(f"{kind.__name__} has no argument {name!r}: {meant}")
+
+
+_NO_NUMBER = (
+    "a step is the result of an update, and not a number. The loss is step.loss, such as "
+    "float(step.loss) or f'{step.loss:.3f}', and metrics are in step.values"
+)
+
+
+def no_number(step: object, name: str = "") -> AttributeError | TypeError:
+    """Return the error for a step that is used as a number or as a tensor.
+
+    Args:
+        step: what `Trainer.step` returned.
+        name: the missing attribute; empty for an operator.
+    """
+    if not name:
+        return TypeError(_NO_NUMBER)
+    try:
+        object.__getattribute__(step, name)
+    except AttributeError as error:
+        # Python's own message, or that of a property.
+        return AttributeError(f"{error}: {_NO_NUMBER}")
+    return AttributeError(name)
 
 
 def wrong_part(words: str, given: object) -> TypeError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -57,6 +57,25 @@ class Step:
     _spans: Sequence[Span] = field(repr=False)
     name: str = field(default="", repr=False)
     """Name of the loss, if the Trainer has several; else empty."""
+
+    def __repr__(self) -> str:
+        shown = f"number={self.number}, samples={self.samples}, epoch={self.epoch}"
+        # On a GPU, reading the loss would block.
+        shown += f", loss={float(self.loss):.6g}" if self.outcome.numbers.is_cpu else ""
+        return f"Step({shown}, skipped={self.skipped!r})" if self.skipped else f"Step({shown})"
+
+    if not TYPE_CHECKING:  # a type checker reports these uses itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise load("shard.advice").no_number(self, name)
+
+        def _refuse(self, *_: object) -> NoReturn:
+            raise load("shard.advice").no_number(self)
+
+        __float__ = __int__ = __round__ = __add__ = __radd__ = __lt__ = __gt__ = _refuse
+
+        def __format__(self, spec: str) -> str:
+            return self._refuse() if spec else repr(self)
 
     @property
     def loss(self) -> torch.Tensor:
