@@ -65,6 +65,7 @@ def test_a_finding_is_believed_with_numbers_that_fit_it(kind: FindingKind, relat
             "is a sum: the loss of two parts of the batch is the sum of their losses.",
         ),
         ({"relation": "weighted"}, "a mean that is not divided by the number of samples"),
+        ({"relation": "root"}, "is a root of a mean or a sum over samples (RMSE, a norm)"),
         ({"relation": "dependent", "ordered": True}, "if samples of the batch are permuted"),
         ({"relation": "dependent", "ordered": True, "dim": 1}, "depends on the other samples of"),
         (

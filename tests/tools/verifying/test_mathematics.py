@@ -80,6 +80,11 @@ def two_terms(model: nn.Module, batch: Any) -> object:
     return by_tokens(model, batch) + 0.1 * onefold.Sum(losses.square().sum())
 
 
+def gathered_root(model: nn.Module, batch: Any) -> object:
+    errors = onefold.gather(model(batch[0]) - F.one_hot(batch[1], 3))
+    return errors.square().mean().sqrt()
+
+
 def with_slopes(model: nn.Module, batch: Any) -> object:
     inputs = batch[0].requires_grad_()
     logits = model(inputs)
@@ -114,6 +119,7 @@ def series(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
         *((noisy, loss, points()) for loss in (of_each, as_mean, with_noise)),
         *((noisy, loss, points()) for loss in (by_tokens, two_terms)),
         (classifier, with_slopes, points()),
+        (classifier, gathered_root, points()),
         (lambda: TimeFirst(nn.LSTM(4, 4), transposes=True), squares, series(8, 1)),
     ],
 )
@@ -145,6 +151,17 @@ def ignoring(model: nn.Module, batch: Any, reduction: str = "mean") -> object:
 def mean_of_tokens(model: nn.Module, batch: Any) -> object:
     valid = 1.0 + batch[1].to(batch[0].dtype)
     return (each(model(batch[0]), batch[1]) * valid).sum() / valid.sum()
+
+
+def rooted(model: nn.Module, batch: Any, *, mean: bool, masked: bool = False) -> object:
+    errors = (model(batch[0]) - F.one_hot(batch[1], 3)).square().sum(dim=1)
+    errors = errors[batch[1] > 0] if masked else errors
+    return errors.mean().sqrt() if mean else errors.sum().sqrt()
+
+
+def rooted_total(model: nn.Module, batch: Any) -> object:
+    errors = (model(batch[0]) - F.one_hot(batch[1], 3)).square().mean()
+    return onefold.Mean(errors.sqrt() * len(batch[0]), len(batch[0]))
 
 
 def contrastive(model: nn.Module, batch: Any, reduction: str = "mean") -> object:
@@ -200,6 +217,7 @@ def attentive() -> nn.Module:
 
 GENERATOR = np.random.default_rng(0)
 CALLS = itertools.count()
+ROOT = "the loss is a root of a mean or a sum over samples"
 OTHERS = "a sample's loss depends on the other samples"
 
 
@@ -211,6 +229,10 @@ OTHERS = "a sample's loss depends on the other samples"
         (classifier, weighted, points(), "a mean by class weights"),
         (classifier, ignoring, points(), "are ignored"),
         (classifier, mean_of_tokens, points(), "onefold.Mean(total, weight)"),
+        (classifier, partial(rooted, mean=True), points(), ROOT),
+        (classifier, partial(rooted, mean=False), points(), ROOT),
+        (classifier, partial(rooted, mean=True, masked=True), points(), ROOT),
+        (classifier, rooted_total, points(), ROOT),
         (classifier, contrastive, points(), OTHERS),
         (classifier, partial(contrastive, reduction="none"), points(), OTHERS),
         (classifier, partial(balanced, scalar=False), points(), "computes gradients itself"),

@@ -119,6 +119,10 @@ _CAUSES = {
     "weighted": "the loss is a mean that is not divided by the number of samples (but by tokens, "
     "pixels, class weights, or targets that are not ignored): return onefold.Mean(total, "
     "weight), or a loss from onefold.losses, which knows its denominator",
+    "root": "the loss is a root of a mean or a sum over samples (RMSE, a norm), and a mean of the "
+    "shards' roots is not the root of the batch. Return the mean without the root, which has the "
+    "same minimum; or gather what the mean is over, such as "
+    "onefold.gather(outputs - targets).square().mean().sqrt()",
     "gradients": "the loss computes gradients itself (torch.autograd.grad), such as those of the "
     "last layer for adaptive weights of its terms, and uses them: each shard has the gradients of "
     "its own samples, in V batches that are V times smaller. Compute such a weight between steps, "

@@ -6,7 +6,8 @@ returns the difference that rounding may cause, by the precision of the computat
 `relation_of` classifies a loss by its values for parts of a batch. A batch is cut into three parts,
 A, B and C; the loss is computed for each part, each pair, and all three. For a mean over samples, a
 sum, and a mean with other weights (tokens, classes), a rule gives the loss of two parts from their
-separate losses. If no rule holds, a sample's loss depends on the other samples in the batch.
+separate losses. If a rule holds for the squares of the losses, the loss is a root. If no rule
+holds, a sample's loss depends on the other samples in the batch.
 
 Note: what is compared
 ----------------------
@@ -91,7 +92,7 @@ def tolerance_of(model: torch.nn.Module, rounded: Collection[torch.dtype] = ()) 
     return max((_TOLERANCES.get(dtype, 0.2) for dtype in dtypes), default=EXACT)
 
 
-Relation = Literal["mean", "sum", "weighted", "dependent", "unclear"]
+Relation = Literal["mean", "sum", "weighted", "root", "dependent", "unclear"]
 
 PARTS = ("A", "B", "C", "AB", "BC", "AC", "ABC")
 
@@ -111,7 +112,21 @@ def relation_of(
     >>> sums = {part: sum(sum(of_samples[p]) for p in part) for part in PARTS}
     >>> relation_of(sums, samples)
     'sum'
+    >>> relation_of({part: total**0.5 for part, total in sums.items()}, samples)
+    'root'
     """
+    found = _rule_of(losses, samples, tolerance)
+    squares = {part: losses[part] * losses[part] for part in PARTS}
+    simpler = _FREEDOM[_rule_of(squares, samples, 2 * tolerance)] < _FREEDOM[found]
+    return "root" if simpler and min(losses.values()) >= 0 else found
+
+
+_FREEDOM = {"sum": 0, "mean": 0, "weighted": 1, "dependent": 2, "unclear": 2}
+"""How much each rule allows: of two rules that hold, the one that allows less is the right one."""
+
+
+def _rule_of(losses: Mapping[str, float], samples: Mapping[str, int], tolerance: float) -> Relation:
+    """Return the rule by which the loss of two parts follows from their losses, if there is one."""
     if not all(math.isfinite(losses[part]) for part in PARTS):
         return "unclear"
     scale = max(abs(losses[part]) for part in PARTS)
@@ -468,7 +483,8 @@ class Mathematics:
         for number, term in enumerate(part.parts):
             total = torch.stack([each.part.parts[number].total().cpu() for each in shards]).sum()
             if not near(total, term.total().cpu(), self.tolerance):
-                return "dependent"
+                # The total may be a root times a weight.
+                return "root" if self._relation_of_scalars() == "root" else "dependent"
         return "mean"
 
     def _relation_of_scalars(self) -> Relation:
