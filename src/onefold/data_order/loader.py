@@ -286,12 +286,7 @@ class Loader:
             late = time.monotonic() - began >= self._timeout_s and "timed out" in str(error)
             if not self._workers.number or not late:
                 raise
-            raise SampleError(
-                f"the loader's workers sent no batch within {self._timeout_s:g} s. If reading "
-                f"takes longer, raise timeout_s of Trainer, or onefold run --timeout. If a worker "
-                f"could not send its batch, it reported the reason above; workers=0 reads in this "
-                f"process"
-            ) from error
+            raise load("data_order.worker_processes").no_batch(self._timeout_s) from error
         finally:
             self.note_reading(False)
         # The first answer carries the digest, even if its batch is dropped.

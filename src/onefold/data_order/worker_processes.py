@@ -44,13 +44,22 @@ from onefold.errors import SampleError
 from onefold.system.process import ctrl_c_as_before, die_with_parent
 from onefold.system.safe_files import LONGEST_TEMPORARY_PATH
 
-__all__ = ["Sending", "check_temporary_path", "start_workers"]
+__all__ = ["Sending", "check_temporary_path", "no_batch", "start_workers"]
 
 _log = logging.getLogger("onefold")
 _WARNED: set[str] = set()
 """Names of files that this process has already reported."""
 _NAMED = 5
 """Maximum number of files named in a warning."""
+
+
+def no_batch(timeout_s: float) -> SampleError:
+    """Return the error of a loader whose workers sent no batch in time."""
+    return SampleError(
+        f"the loader's workers sent no batch within {timeout_s:g} s. If reading takes longer, "
+        f"raise timeout_s of Trainer, or onefold run --timeout. If a worker could not send its "
+        f"batch, it reported the reason above; workers=0 reads in this process"
+    )
 
 
 @contextmanager
