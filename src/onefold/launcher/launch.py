@@ -89,6 +89,7 @@ def launch(
     Args:
         main: creates its own model, optimizer and Trainer. A function defined in a script or
             notebook is sent by value with everything it refers to; lambdas and closures work, too.
+            An object that it returns has the caller's own class, which stays as it is.
         devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
         args: arguments for ``main``.
         placement: as in ``onefold run --placement``; defaults to ``ONEFOLD_PLACEMENT``.
