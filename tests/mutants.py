@@ -309,8 +309,8 @@ checkpoint/run_state.py
 
 checkpoints are made a step too early
 tools/autosaving.py
--(self._every > 0 and step % self._every == 0)
-+(self._every > 0 and (step + 1) % self._every == 0)
+-(self._every > 0 and self._position.step % self._every == 0)
++(self._every > 0 and (self._position.step + 1) % self._every == 0)
 
 of the files of a checkpoint only sizes are compared
 checkpoint/folder.py
