@@ -29,7 +29,7 @@ RUNS_CODE = """
     jobs/text_models.py AutoTokenizer.from_pretrained: without code from elsewhere
     jobs/text_models.py MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].from_pretrained:
         safetensors alone, which hold no code
-    launcher/launch.py cloudpickle.loads: what our own worker wrote into a file without a name
+    launcher/launch.py _Unpickler: what our own worker wrote into a file without a name
     launcher/hosts.py subprocess.Popen: the command of --via, or this Python; no shell of ours
     launcher/launch.py subprocess.Popen: this Python, with -P, on our own module; no shell
     weights.py torch.load: with weights_only
@@ -131,6 +131,7 @@ WRITES = """
     launcher/launch.py parts.mkdir: private: of the run
     launcher/launch.py pickle.dump: open: a file without a name
     launcher/workers.py self._folder.mkdir: named: by --logs
+    worker.py Pickler(file).dump: open: the function's result, in the launcher's unnamed file
     data_order/worker_processes.py counting.dump: open: memory
     session/session.py self.run.checkpoints.save: named: the directory that trainer.save was given
     system/background.py open: open: the null device, in the place of a child's output
@@ -280,7 +281,7 @@ _ONLY_OF_THESE = {"load", "loads", "replace", "remove", "system", "link", "abort
 _CALLS = {
     "code": "load loads eval exec import_module run_path run_module Popen check_call check_output "
     "system from_pretrained from_config all_gather_object broadcast_object_list get_template "
-    "from_string",
+    "from_string Unpickler _Unpickler",
     "files": "unlink rmtree rmdir remove rename replace chmod truncate ftruncate memfd_create "
     "mkstemp mkdtemp TemporaryFile NamedTemporaryFile TemporaryDirectory SharedMemory fdopen",
     "writes": "write_text write_bytes touch savefig savez save save_file dump to_csv to_pickle "
