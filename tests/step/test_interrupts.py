@@ -12,7 +12,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -412,6 +412,59 @@ def test_interrupts_leave_nothing_of_other_calls(
             call(trainer)
         assert run.state() == here, interrupts.where
         assert surroundings() == around, interrupts.where
+
+
+LOOPING = (
+    *("Position.epochs", "Position._end_epoch", "Position._return", "Position.note_pass_end"),
+    *("Loader.__iter__", "Loader._batches", "Loader._next", "LoaderTrack.start_pass"),
+    *("LoaderTrack.end", "LoaderTrack.end_epoch", "LoaderTrack.settle"),
+)
+"""Code of a loop outside of its steps."""
+
+
+def looped(at: int) -> tuple[tuple[int, str, int], Interrupts]:
+    """Run a loop with Ctrl-C at a line, and once more; return its end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    trainer = onefold.Trainer(
+        model,
+        optimizer,
+        lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="none"),
+        shards=2,
+        devices=["cpu"],
+        scheduler=scheduler,
+        scheduler_every="epoch",
+        threads=1,
+    )
+    loader = trainer.loader(DATA, batch_size=6, shuffle=True)
+    interrupts = Interrupts(at, press, *LOOPING)
+    # Python drops the interrupt in the end of a loop, and the loop is complete.
+    with suppress(KeyboardInterrupt), interrupts.watching():
+        loop(trainer, loader)
+    loop(trainer, loader)
+    end = trainer.steps, trainer.fingerprint(), scheduler.last_epoch
+    trainer.close()
+    return end, interrupts
+
+
+def loop(trainer: onefold.Trainer, loader: Any) -> None:
+    for _ in trainer.epochs(2):
+        for batch in loader:
+            trainer.step(batch)
+
+
+def test_a_loop_that_ctrl_c_stopped_ends_like_one_that_it_did_not() -> None:
+    looped(0)  # the first one imports something
+    whole, counting = looped(0)
+    draw, inside = Random(0), counting.inside
+    assert whole[0] == 6
+    assert len(inside) > 200
+    lines = some(inside, 7) + draw.sample(range(1, counting.lines + 1), 3 * SAMPLE)
+    for at in lines:
+        end, interrupts = looped(at)
+        assert end == whole, interrupts.where
 
 
 @pytest.mark.full

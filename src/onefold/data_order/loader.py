@@ -149,7 +149,8 @@ class Loader:
                 that had samples has none.
             CheckpointError: a sampler's order differs from the saved run.
         """
-        this = self.track.start_pass()
+        with ctrl_c_later():
+            this = self.track.start_pass()
         used = this.given
         try:
             if this.given < this.end:

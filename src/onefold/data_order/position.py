@@ -36,6 +36,7 @@ from onefold.core.encoding import Count, from_json
 from onefold.core.settings import PROMISES, check_same
 from onefold.data_order.order import WHOLE, LoaderSize
 from onefold.errors import CheckpointError
+from onefold.system.process import ctrl_c_later
 
 __all__ = [
     "BATCH_FUNCTION",
@@ -83,8 +84,8 @@ class Position:
         # How often a load moved the run: a loop over epochs that started before a load must not
         # count epochs.
         self._visit = 0
-        # Whether a loop left the current epoch before its end, and whether this is its next loop.
-        self._has_left = self._has_returned = False
+        # Whether a loop began the current epoch, and whether another one continues it.
+        self._has_begun = self._has_returned = False
         # The existing loaders, and the saved ones that the script has not created again yet. Keys:
         # epoch of the loader's creation (None: outside), and its number there. Loaders in
         # `_expected` are only compared: during replay the script itself moves them to their place.
@@ -121,9 +122,9 @@ class Position:
             )
         while self.epoch < number:
             self.reached("epoch")
-            if self._has_left:
+            if self._has_begun:
                 self._return()
-            epoch, visit = self.epoch, self._visit
+            epoch, visit, self._has_begun = self.epoch, self._visit, True
             self.inside, self._epoch_used, self._saved_as_done = True, False, False
             try:
                 yield epoch
@@ -131,11 +132,8 @@ class Position:
                 self.inside = False
                 # The loop ended by an exception or a `break`. In the middle of a pass this does not
                 # end the epoch: see the note on what counts as done.
-                if visit == self._visit:
-                    if self._epoch_used and self._exhausted:
-                        self._end_epoch()
-                    else:
-                        self._has_left = True
+                if visit == self._visit and self._epoch_used and self._exhausted:
+                    self._end_epoch()
                 raise
             self.inside = False
             # If a load moved the run meanwhile, this generator must no longer end that epoch.
@@ -148,8 +146,7 @@ class Position:
 
         The loop goes through the passes of the epoch again, which have only their unused samples.
         """
-        self._has_left, self._has_returned = False, True
-        were_used = False
+        self._has_returned, were_used = True, False
         for place, track in list(self._tracks.items()):
             passes = track.turn_back(self.epoch)
             were_used |= passes.were_used
@@ -165,13 +162,14 @@ class Position:
             )
 
     def _end_epoch(self) -> None:
-        # Loaders created in the epoch end with it. The others continue, and forget its passes.
-        self._tracks = {place: t for place, t in self._tracks.items() if place[0] is None}
-        for track in self._tracks.values():
-            track.end_epoch()
-        self.epoch += 1
-        self._epoch_used = self._has_returned = False
-        self._epoch_ended()
+        with ctrl_c_later():
+            # Loaders created in the epoch end with it. The others forget its passes.
+            self._tracks = {place: t for place, t in self._tracks.items() if place[0] is None}
+            for track in self._tracks.values():
+                track.end_epoch()
+            self.epoch += 1
+            self._epoch_used = self._has_begun = self._has_returned = False
+            self._epoch_ended()
 
     def add(self, track: LoaderTrack) -> None:
         """Track a new loader, starting at its position in the saved run.
@@ -301,7 +299,7 @@ class Position:
             allow_changed: the keys of `PROMISES` that may differ.
         """
         self.step, self.epoch = saved["step"], saved["epoch"]
-        self._epoch_used = self._has_left = self._has_returned = False
+        self._epoch_used = self._has_begun = self._has_returned = False
         self._visit += 1
         self._allow_changed = tuple(allow_changed)
         self._waiting, self._expected = _by_place(saved), {}
