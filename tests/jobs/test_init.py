@@ -490,7 +490,7 @@ def test_a_few_cells_that_are_no_numbers_change_no_column(
         (houses(price=(3, "1")), ["sold is left out", "part is left out"]),
         (
             table("a,code,what\n" + "".join(f'{n},"{n},5",{"xy"[n % 2]}\n' for n in range(20))),
-            ["column code is left out: it contains numbers with commas, such as '0,5': write"],
+            ["column code is left out: it contains numbers, such as '0,5': write"],
         ),
         (
             table("a,void,same,what\n" + "".join(f"{n},,u,{'xy'[n % 2]}\n" for n in range(20))),
@@ -503,6 +503,10 @@ def test_a_few_cells_that_are_no_numbers_change_no_column(
         (
             table("a,land,n\n" + "".join(f"{n},{('DE', 'NA')[n % 2]},{n}\n" for n in range(40))),
             [],
+        ),
+        (
+            table("a;b\n" + "".join(f"{n + 1}.500;{n + 1}.250\n" for n in range(40))),
+            ["column a: '1.500' in line 2 is read as 1.500; if its", "the target: '1.250' in line"],
         ),
         (listed(lambda n: f"{'ab'[n % 2]}", "img/p{}.png"), []),
     ],
@@ -524,7 +528,18 @@ def test_every_column_that_is_no_input_is_told_with_its_reason(
     [
         (
             table("a,b\n" + "".join(f'{n},"{n},5"\n' for n in range(20))),
-            r"20 others are unusable, such as .*, line 2: .* write a point for the decimal comma",
+            r"20 lines of 20: .*, line 2: .* got '0,5': write a point for the decimal comma",
+        ),
+        (
+            table("a,b\n" + "".join(f'{n},"€ {n},500"\n' for n in range(40))),
+            r"40 lines of 40: .*, line 2: .* got '€ 0,500': write digits and a decimal point only",
+        ),
+        (
+            table(
+                "a;b\n"
+                + "".join(f"{n};{(f'{n + 1}.500', '1.200.300')[n == 9]}\n" for n in range(40))
+            ),
+            r"1 line of 40: .*, line 11: .* got '1.200.300': write digits and a decimal point only",
         ),
         (
             table("a,b\n" + "".join(f"{n},{(QUOTED, n)[n % 2]}\n" for n in range(60))),

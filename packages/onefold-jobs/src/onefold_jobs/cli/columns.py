@@ -41,8 +41,13 @@ _MOST_TEXTS = 0.1
 _DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}(?!\d)")
 _FREE = "it contains free text"
 _SPLIT = "it seems to split the data; to use it as an input, move it to CHOICES in the script"
-_COMMAS = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?:\.\d{3})+,\d+|\d+,\d+)")
+_GROUPED = re.compile(r"[-+]?\d+(?:[.,' ]\d+)+")
 """A number with a decimal comma, or with separators of thousands."""
+_AMOUNT = re.compile(r"(?:[^\w\s]|[A-Z]{3})?\s*[-+]?\d[\d.,' ]*\s*(?:[^\w\s]|[A-Za-z]{1,3})?")
+"""The same, and a number with a unit."""
+_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}\.\d{3}")
+"""A number whose point may separate thousands, where a decimal number has a comma."""
+_MILLIONS = re.compile(r"[-+]?[1-9]\d{0,2}(?:\.\d{3}){2,}")
 
 
 class _Sorted(NamedTuple):
@@ -70,7 +75,15 @@ class _Sorted(NamedTuple):
     def is_numeric(self) -> bool:
         """Whether all cells, but for a few, are numbers."""
         both = len(self.numbers) + len(self.texts)
-        return bool(self.numbers) and len(self.texts) <= _MOST_TEXTS * both
+        # Where points separate millions, they separate thousands in the cells that can be read.
+        points = any(_MILLIONS.fullmatch(cell.strip()) for _, cell in self.texts)
+        return bool(self.numbers) and len(self.texts) <= _MOST_TEXTS * both and not points
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether points may be decimal points, or separators of thousands."""
+        pointed = [cell.strip() for _, cell in self.numbers if "." in cell]
+        return bool(pointed) and all(map(_THOUSANDS.fullmatch, pointed))
 
 
 class Inputs(NamedTuple):
@@ -126,6 +139,8 @@ def sort_inputs(
         elif column.texts and 1 < different <= min(_FEW, len(rows) // 2):
             found.choices.append(name)
         elif column.is_numeric:
+            if delimiter != "," and column.is_ambiguous:
+                found.notes.append(_read_as(path, f"column {name}", column))
             if strange := [*column.texts, *column.unknown]:
                 (line, cell), count = min(strange), counted(len(strange), "cell")
                 found.notes.append(
@@ -149,9 +164,18 @@ def _reason(texts: Sequence[Cell], different: int, rows: int) -> str:
         return "all of its cells are the same"
     if all(_DATE.match(cell.strip()) for _, cell in texts):
         return f"it contains dates, {example}: write them as numbers, such as year and weekday"
-    if all(_COMMAS.fullmatch(cell.strip()) for _, cell in texts):
-        return f"it contains numbers with commas, {example}: write them with a decimal point only"
+    if all(_AMOUNT.fullmatch(cell.strip()) for _, cell in texts):
+        return f"it contains numbers, {example}: write them with digits and a decimal point only"
     return f"{_FREE}, {example}"
+
+
+def _read_as(path: Path, name: str, column: _Sorted) -> str:
+    """Return a note about numbers whose points may separate thousands."""
+    line, cell = next((line, cell.strip()) for line, cell in column.numbers if "." in cell)
+    return (
+        f"{readable(path)}: {name}: {shortened(cell)} in line {line} is read as {cell}; if "
+        f"its point separates thousands, write the number without it"
+    )
 
 
 def goal_of(
@@ -177,19 +201,24 @@ def goal_of(
     column = _Sorted.of(labels, delimiter)
     numbers = {cell.strip() for _, cell in column.numbers}
     few = len(numbers) <= _FEW and all(each.lstrip("-").isdecimal() for each in numbers)
-    commas = all(_COMMAS.fullmatch(cell.strip()) for _, cell in column.texts)
-    is_number = (column.is_numeric and not few) or bool(column.texts and commas)
+    texts = {cell.strip() for _, cell in column.texts}
+    # A few texts such as "3 b" are classes.
+    amounts = all(map((_AMOUNT if len(texts) > _FEW else _GROUPED).fullmatch, texts))
+    is_number = (column.is_numeric and not few) or bool(texts and amounts)
     is_number &= not labels_as_is
     task: TaskName = "regression" if is_number else "single-label"
     bad, known = [], []
-    for line, label in labels:
+    # Examples of what cannot be used begin with cells that are not empty.
+    for line, label in sorted(labels, key=lambda cell: not cell[1].strip()):
         try:
             known.append(read_label(_with_point(label, delimiter) if is_number else label, task))
         except ValueError as wrong:
             bad.append(BadFile(path, str(wrong), line))
-    require_two(known, path, bad)
     if is_number and not column.is_numeric:
         raise DataError(f"{counted(len(bad), 'line')} of {len(labels):,}: {bad[0]}")
+    require_two(known, path, bad)
+    if is_number and delimiter != "," and column.is_ambiguous:
+        tell(_read_as(path, "the target", column))
     sign = "" if is_number else separator(known, spaces=False)
     names = {name for label in known for name in parts_of(divided(label, sign))}
     # The same names must be combined repeatedly: "Washington, D.C." is one.

@@ -131,8 +131,11 @@ def _number(text: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        point = ": write a point for the decimal comma" if _NUMBER.fullmatch(text) else ""
-        raise ValueError(f"expected a number, such as 3.5, got {shortened(text)}{point}")
+        way = ": write digits and a decimal point only" if re.search(r"\d", text) else ""
+        # Three digits after a comma may be thousands.
+        if _NUMBER.fullmatch(text) and not re.search(r",\d{3}$", text):
+            way = ": write a point for the decimal comma"
+        raise ValueError(f"expected a number, such as 3.5, got {shortened(text)}{way}")
     return number
 
 
