@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import random
 import threading
@@ -168,6 +169,70 @@ def test_a_stream_with_a_state_goes_on_by_itself(workers: int) -> None:
     assert same(samples_in(list(again)), whole[12:])
     if not workers:
         assert min(flow.read) >= 12
+
+
+class Resettable(IterableDataset[int]):
+    """Returns to its beginning at its end, as a loader with a state does."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 20:
+            self.at += 1
+            yield self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+
+@with_worker
+@for_each("batch_size", [4, 6])
+def test_a_run_saved_after_a_streams_last_batch_does_not_repeat_the_pass(
+    workers: int, batch_size: int
+) -> None:
+    """Also if a short batch has brought the stream back to its beginning."""
+
+    def begun() -> Loader:
+        return stream_loader(Resettable(), Shares((2,)), workers=workers, batch_size=batch_size)
+
+    first = begun()
+    first.track.position = Position()
+    for batch in first:
+        assert batch.data_pass is not None
+        batch.data_pass.used = batch.stop
+        again = begun()
+        again.track.go_to(first.track.saved(epoch_done=False))
+        assert samples_in(list(again)) == [*range(batch.stop + 1, 21)]
+        assert samples_in(list(again)) == [*range(1, 21)]
+
+
+@with_worker
+@for_each(
+    ("stream", "batch_size"), itertools.product([Noisy, Resettable, lambda: Plain(20)], [4, 6])
+)
+def test_a_loop_over_a_stream_that_was_left_continues(
+    workers: int, stream: Callable[[], Any], batch_size: int
+) -> None:
+    def run(*stops: int) -> list[Any]:
+        loader = stream_loader(stream(), Shares((2,)), workers=workers, batch_size=batch_size)
+        position, used = Position(), list[Any]()
+        position.add(loader.track)
+        for stop in (*stops, -1):
+            for batch in (batch for _ in position.epochs(2) for batch in loader):
+                position.note_step(batch)
+                used += samples_in([batch])
+                if position.step == stop:
+                    break
+        return used
+
+    whole = run()
+    assert len(whole) == 40
+    assert run(1) == run(2, 3) == run(4) == run(5, 6) == run(7) == whole
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:

@@ -298,7 +298,7 @@ class _StreamReader(Dataset[Answer]):
         self._generators = packed_generators(_HOST)
         if copy is not None and time.monotonic() - began < _QUICK_S:
             self._compare_start(copy, samples[:_COMPARED])
-        piece = samples, some, self._state_now()
+        piece = samples, some, self._state_now(has_ended=len(samples) < wanted)
         self._read = dict([*self._read.items(), (start, piece)][-_KEPT:])
         return piece
 
@@ -389,11 +389,13 @@ class _StreamReader(Dataset[Answer]):
         )
         return " ".join([allowed, *advice])
 
-    def _state_now(self) -> StreamState | None:
+    def _state_now(self, *, has_ended: bool) -> StreamState | None:
         """Return the stream's state for a checkpoint; None if no run resumes from it."""
         if not self._is_followed or self._generators is None:
             return None
-        if not self._keeps_state:
+        # At its end a stream may have returned to its beginning, for the next pass. A run that
+        # resumes there reads the pass again to find its end.
+        if not self._keeps_state or has_ended:
             return StreamState(None, "", self._digest)
         try:
             # to_json copies the state, so that the stream may change it afterwards.
