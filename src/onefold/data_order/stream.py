@@ -95,6 +95,9 @@ _COMPARED = 4
 """Maximum number of samples that are compared with a second start."""
 _LARGEST = 1 << 24
 """Size of a stream that is not copied, in bytes."""
+_LOSING = ("BufferShuffledExamplesIterable",)
+"""Parts of streams whose samples are not in the stream's state: those of Hugging Face datasets."""
+_WARNED: set[str] = set()
 _ORDERS = {
     "webdataset": "For webdataset, set a seed for shuffle, .shuffle(1000, seed=0), and in "
     "WebDataset set shardshuffle and seed without detshuffle=True, which counts passes.",
@@ -215,6 +218,8 @@ class _StreamReader(Dataset[Answer]):
         # An evaluation is never resumed in the middle.
         self._is_followed = track.position is not None
         self._keeps_state = self._is_followed and self._has_state
+        if self._keeps_state and any(type(each).__name__ in _LOSING for each in _parts_of(stream)):
+            self._drop_state(f"the state of {source.size.kind} lacks its shuffle buffer")
         at_place = track.position is not None and not track.position.replaying()
         self._to_check = track.last_to_check() if at_place else None
         self._digest = 0 if self._state is None else self._state.read
@@ -335,7 +340,9 @@ class _StreamReader(Dataset[Answer]):
         try:
             with copy.keeping_shared():
                 self._begin(copy.stream, number)
-                again = [*take_items(iter(copy.stream), len(samples))]
+                copied = iter(copy.stream)
+                again = [*take_items(copied, len(samples))]
+                continues = not self._keeps_state or _continues(copy.stream, copied)
         except Exception as error:  # the stream itself was read without one
             _log.debug("the copy of a stream cannot be read: %s", error)
             return
@@ -347,6 +354,9 @@ class _StreamReader(Dataset[Answer]):
                 number,
                 self._words_of_order(),
             )
+        elif not continues:
+            kind = self._source.size.kind
+            self._drop_state(f"after load_state_dict(state_dict()), {kind} yields other samples")
 
     def _read_again(self, epoch: int, stop: int) -> None:
         """Read a pass again up to a position, in the same batches.
@@ -401,15 +411,20 @@ class _StreamReader(Dataset[Answer]):
             # to_json copies the state, so that the stream may change it afterwards.
             own = to_json(self._stream.state_dict(), "the state of the stream")
         except TypeError as error:
-            # Continue without a state: a resumed run then reads the used samples again.
-            self._keeps_state = False
+            self._drop_state(str(error))
+            return StreamState(None, "", self._digest)
+        return StreamState(own, self._generators.numpy().tobytes().hex(), self._digest)
+
+    def _drop_state(self, why: str) -> None:
+        """Continue without a state: a resumed run then reads the used samples again."""
+        self._keeps_state = False
+        if why not in _WARNED:
+            _WARNED.add(why)
             _log.warning(
                 "%s: a resumed run therefore reads the stream from its beginning and skips used "
                 "samples",
-                error,
+                why,
             )
-            return StreamState(None, "", self._digest)
-        return StreamState(own, self._generators.numpy().tobytes().hex(), self._digest)
 
 
 class _Copy:
@@ -460,6 +475,16 @@ class _Copy:
                 if _ids_in(container) != _ids_in(before):
                     container.clear()
                     (getattr(container, "update", None) or container.extend)(before)
+
+
+def _continues(stream: Any, samples: Iterator[Any]) -> bool:
+    """Whether a stream that is being read continues from its own state as without it."""
+    own, drawn = to_json(stream.state_dict(), "the state of the stream"), packed_generators(_HOST)
+    expected = [*map(digest_of, take_items(samples, _COMPARED))]
+    stream.load_state_dict(from_json(own))
+    samples = iter(stream)
+    put_generators(drawn, _HOST)
+    return [*map(digest_of, take_items(samples, _COMPARED))] == expected
 
 
 _CODE, _CONTAINERS = (type, FunctionType), (list, dict, set, deque)

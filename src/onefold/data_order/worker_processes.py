@@ -25,6 +25,7 @@ import logging
 import multiprocessing
 import os
 import resource
+import sys
 import tempfile
 import threading
 import time
@@ -39,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from onefold.data_order.kept_state import files_in
 from onefold.data_order.order import Requests, Workers
-from onefold.data_order.reader import Answer, BadSample
+from onefold.data_order.reader import Answer, BadSample, is_stream
 from onefold.errors import SampleError
 from onefold.system.process import ctrl_c_as_before, die_with_parent
 from onefold.system.safe_files import LONGEST_TEMPORARY_PATH
@@ -177,6 +178,11 @@ class _Tied:
         object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
         if self._init is not None:
             self._init(worker)
+        if is_stream(info.dataset):
+            # A stream has one worker at most. With the info of one, Hugging Face datasets shuffle
+            # otherwise than without a worker.
+            sys.modules[get_worker_info.__module__].__dict__["_worker_info"] = None
+            assert get_worker_info() is None
 
 
 def check_temporary_path(workers: int) -> None:
