@@ -172,16 +172,16 @@ def test_a_stream_with_a_state_goes_on_by_itself(workers: int) -> None:
 
 
 class Resettable(IterableDataset[int]):
-    """Returns to its beginning at its end, as a loader with a state does."""
+    """Begins anew at its end, or where its state was loaded there, as torchdata's loaders do."""
 
     def __init__(self) -> None:
         self.at = 0
 
     def __iter__(self) -> Iterator[int]:
+        self.at %= 20
         while self.at < 20:
             self.at += 1
             yield self.at
-        self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}
@@ -304,6 +304,23 @@ def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
 
     batches = iter(stream_loader(Broken(), Shares((1,)), workers=workers))
     next(batches)
+    with pytest.raises(SampleError, match=r"reading sample 8 in epoch 0 failed: OSError: no such"):
+        next(batches)
+
+
+@with_worker
+def test_a_sample_that_cannot_be_read_ahead_is_named_in_its_batch(workers: int) -> None:
+    class Broken(Resettable):
+        def __iter__(self) -> Iterator[int]:
+            for sample in super().__iter__():
+                if sample == 9:
+                    raise OSError("no such shard: 3.tar")
+                yield sample
+
+    loader = stream_loader(Broken(), Shares((1,)), workers=workers, batch_size=4)
+    loader.track.position = Position()
+    batches = iter(loader)
+    assert samples_in([next(batches), next(batches)]) == [*range(1, 9)]
     with pytest.raises(SampleError, match=r"reading sample 8 in epoch 0 failed: OSError: no such"):
         next(batches)
 

@@ -229,6 +229,10 @@ class _StreamReader(Dataset[Answer]):
         self._samples: Iterator[Any] = iter(())
         self._generators: torch.Tensor | None = None  # (n,) uint8
         self._read: dict[int, _Piece] = {}
+        self._ahead: list[Any] = []
+        """The first sample of the next batch, if it is known."""
+        self._failure: Exception | None = None
+        """The exception that reading it raised."""
 
     def __getitem__(self, request: Request) -> Answer:
         start = request.stop - request.samples
@@ -293,8 +297,10 @@ class _StreamReader(Dataset[Answer]):
             self._start_stream(start)
         else:
             put_generators(self._generators, _HOST)
-        samples = []
-        for sample in take_items(self._samples, wanted):
+        if self._failure is not None:
+            raise self._failure
+        samples, self._ahead = self._ahead, []
+        for sample in take_items(self._samples, wanted - len(samples)):
             samples.append(sample)
             self._place += 1
         # Digest samples before collating, which may change them.
@@ -303,9 +309,27 @@ class _StreamReader(Dataset[Answer]):
         self._generators = packed_generators(_HOST)
         if copy is not None and time.monotonic() - began < _QUICK_S:
             self._compare_start(copy, samples[:_COMPARED])
-        piece = samples, some, self._state_now(has_ended=len(samples) < wanted)
+        state = self._state_now()
+        if state is not None and state.own is not None:
+            # At its end a stream may have returned to its beginning, for the next pass. A run that
+            # resumes there reads the pass again to find its end.
+            goes_on = len(samples) == wanted and self._goes_on()
+            state = state if goes_on else StreamState(None, "", self._digest)
+        piece = samples, some, state
         self._read = dict([*self._read.items(), (start, piece)][-_KEPT:])
         return piece
+
+    def _goes_on(self) -> bool:
+        """Read the first sample of the next batch, to know whether there is one."""
+        assert self._generators is not None
+        put_generators(self._generators, _HOST)
+        try:
+            self._ahead = [*take_items(self._samples, 1)]
+        except Exception as error:
+            self._failure = error
+        self._place += len(self._ahead)
+        self._generators = packed_generators(_HOST)
+        return bool(self._ahead or self._failure)
 
     def _start_stream(self, start: int) -> None:
         if self._to_check is not None and (before := self._to_check[0]) < self._numbers[1]:
@@ -399,13 +423,11 @@ class _StreamReader(Dataset[Answer]):
         )
         return " ".join([allowed, *advice])
 
-    def _state_now(self, *, has_ended: bool) -> StreamState | None:
+    def _state_now(self) -> StreamState | None:
         """Return the stream's state for a checkpoint; None if no run resumes from it."""
         if not self._is_followed or self._generators is None:
             return None
-        # At its end a stream may have returned to its beginning, for the next pass. A run that
-        # resumes there reads the pass again to find its end.
-        if not self._keeps_state or has_ended:
+        if not self._keeps_state:
             return StreamState(None, "", self._digest)
         try:
             # to_json copies the state, so that the stream may change it afterwards.
