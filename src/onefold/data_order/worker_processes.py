@@ -172,8 +172,8 @@ class _Tied:
             die_with_parent(os.getppid() if self._served else self._parent)
         # The fork happened inside `ctrl_c_later`, whose handler would otherwise stay in the worker.
         ctrl_c_as_before()
-        # Show the user's data set in PyTorch's worker info instead of our reader: functions and
-        # streams read it there, and change it.
+        # Show the user's data set in PyTorch's worker info instead of our reader: functions read it
+        # there, and change it.
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
         if self._init is not None:
