@@ -508,6 +508,18 @@ def test_a_few_cells_that_are_no_numbers_change_no_column(
             table("a;b\n" + "".join(f"{n + 1}.500;{n + 1}.250\n" for n in range(40))),
             ["column a: '1.500' in line 2 is read as 1.500; if its", "the target: '1.250' in line"],
         ),
+        (
+            table(
+                "a,b,c\n" + "".join(f"{n + 1}.500,{n + 1}.250,{'xy'[n % 2]}\n" for n in range(40))
+            ),
+            [],
+        ),
+        (
+            table(
+                "a,b,c\n" + "".join(f"{n},{(n + 1, '1.250')[n % 2]},{n % 2}\n" for n in range(40))
+            ),
+            ["column b is left out: it has separators of thousands, '1.250' in line 3, and '1' in"],
+        ),
         (listed(lambda n: f"{'ab'[n % 2]}", "img/p{}.png"), []),
     ],
 )
@@ -540,6 +552,30 @@ def test_every_column_that_is_no_input_is_told_with_its_reason(
                 + "".join(f"{n};{(f'{n + 1}.500', '1.200.300')[n == 9]}\n" for n in range(40))
             ),
             r"1 line of 40: .*, line 11: .* got '1.200.300': write digits and a decimal point only",
+        ),
+        (
+            table("a,b\n" + "".join(f"{n},{(n + 1, f'{n}.250')[n % 2]}\n" for n in range(40))),
+            "the target: expected numbers without .* got '1.250' in line 3, and '1' in line 2: wri",
+        ),
+        (
+            table("a;b\n" + "".join(f"{n},5;{n + 1}.250\n" for n in range(40))),
+            "got '1.250' in line 2, and decimal commas in other columns: write 1250, or 1.2500 if",
+        ),
+        (
+            table("a;b\n" + "".join(f"{n}.5;{n + 1},250\n" for n in range(40))),
+            "got '1,250' in line 2, and decimal points in other columns",
+        ),
+        (
+            table("a,b\n" + "".join(f'"{n},5",{n + 1}.250\n' for n in range(40))),
+            "expected columns of inputs before the target: column a is left out",
+        ),
+        (
+            table("a,b,c\n" + "".join(f'{n},"{n},5",{n + 1}.250\n' for n in range(40))),
+            "got '1.250' in line 2, and decimal commas in other columns",
+        ),
+        (
+            texts(lambda n: (n + 1, f"{n}.250")[n % 2]),
+            r"t.csv: the target: expected numbers without .* got '1.250' in line 3, and '1' in",
         ),
         (
             table("a,b\n" + "".join(f"{n},{(QUOTED, n)[n % 2]}\n" for n in range(60))),

@@ -1,9 +1,17 @@
+import re
 from collections.abc import Iterable
 
 import pytest
 
 from onefold.errors import DataError
-from onefold_jobs.data.labels import Sample, check_labels, check_same, read_label, separator
+from onefold_jobs.data.labels import (
+    Sample,
+    check_labels,
+    check_numbers,
+    check_same,
+    read_label,
+    separator,
+)
 from onefold_jobs.data.pictures import Look, Sums, white_of
 from tests.tables import for_each
 
@@ -46,6 +54,51 @@ def test_spaces_between_classes_are_found(texts: list[str], expected: bool) -> N
 def test_a_decimal_comma_is_named() -> None:
     with pytest.raises(ValueError, match="got '5,1': write a point for the decimal comma"):
         read_label("5,1", "regression")
+
+
+ROUNDED = [f"{n}.{n:02}1" for n in range(1, 21)]
+
+
+@for_each(
+    ("cells", "signs", "words"),
+    [
+        (
+            ["554", "5.130", "4.122"],
+            "",
+            "got '5.130' in line 3, and '554' in line 2: write 5130, or",
+        ),
+        (["8,570", "-12", "NA"], "", "write 8570, or 8,5700 if its comma precedes decimals"),
+        (["7", *ROUNDED], "", "got '1.011' in line 3, and '7' in line 2: write 1011"),
+        (["5.132", "4.122"], ",", "got '5.132' in line 2, and decimal commas in other columns"),
+        (["5,132", "4,122"], ".", "decimal points in other columns: write 5132, or 5,1320 if"),
+    ],
+)
+def test_separators_of_thousands_are_refused(cells: list[str], signs: str, words: str) -> None:
+    with pytest.raises(DataError, match=f"^it: expected numbers without separators.*{words}"):
+        check_numbers(enumerate(cells, start=2), "it", signs)
+
+
+@for_each(
+    ("cells", "signs", "noted"),
+    [
+        # Decimals of which few happen to have three digits, or all: 5 and 12720 have no separator.
+        (["554", "5.131", "4.122"], "", True),
+        (["5.130", "4.122"], "", True),
+        (["0", "5.130", "4.122"], "", True),
+        (["5", "12720", "5.130"], "", True),
+        (["5.130", "4.122"], ",.", True),
+        (["554", "5.130", "0.122"], "", False),
+        (["554", "5.130", "4.12"], "", False),
+        (["554", "5.130", "4.1220"], ",", False),
+        (["554", "1e3", ""], ",", False),
+    ],
+)
+def test_points_that_may_separate_thousands_are_mentioned(
+    cells: list[str], signs: str, noted: bool
+) -> None:
+    notes = check_numbers(enumerate(cells, start=2), "it", signs)
+    words = "is read as 5.13[01]; if its point separates thousands, write the number without it"
+    assert [bool(re.search(words, note)) for note in notes] == [True] * noted
 
 
 def test_numbers_that_may_be_measured_are_mentioned() -> None:

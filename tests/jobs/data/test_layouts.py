@@ -15,7 +15,7 @@ from onefold.errors import DataError, LaunchError
 from onefold_jobs.data.classes import PictureClasses, read_classes
 from onefold_jobs.data.columns import Columns
 from onefold_jobs.data.layouts import refuse_other_layouts
-from onefold_jobs.data.samples import read_listed
+from onefold_jobs.data.samples import read_listed, read_to_score
 from onefold_jobs.run import read_options, run_job
 from tests.jobs.tiny import job_of, write_masks, write_pictures, write_texts
 from tests.tables import for_each
@@ -213,6 +213,37 @@ def test_the_strongest_sign_between_classes_is_the_only_one(
             tmp_path / "train.csv", None, Columns("image"), "multi-label", labels_as_is=as_is
         )
         assert [x.label for x in found.train] == [*read, ()]
+
+
+@for_each(
+    ("name", "row"),
+    [
+        ("it.tsv", "{text}\t{number}"),
+        ("it.csv", "{text},{number}"),
+        ("it.jsonl", '{{"text": "{text}", "label": "{number}"}}'),
+    ],
+)
+def test_separators_of_thousands_are_refused_in_all_tables(
+    name: str, row: str, tmp_path: Path
+) -> None:
+    table, head = tmp_path / name, ["text,label"] if name == "it.csv" else []
+
+    def write(*numbers: str) -> Path:
+        rows = [row.format(text=f"t{n}", number=each) for n, each in enumerate(numbers)]
+        put(table, "\n".join([*head, *rows]))
+        return table
+
+    text = Columns("text")
+    with pytest.raises(DataError, match=r"it\..*: expected numbers without separators of thous"):
+        read_listed(write("554", "5.130"), None, text, "regression")
+    with pytest.raises(DataError, match=r"it\..*: expected numbers without separators of thous"):
+        read_to_score(table, text, "regression", lambda _: True)
+    assert "is read as 5.130" in read_listed(write("5.130"), None, text, "regression").notes[-1]
+    assert read_listed(write("55.4", "5.130"), None, text, "regression").notes[1:] == []
+    # Numbers of JSON mean what they are.
+    if name.endswith("l"):
+        put(table, table.read_text().replace('"55.4"', "554").replace('"5.130"', "5.130"))
+        assert read_listed(table, None, text, "regression").notes[1:] == []
 
 
 def test_a_list_is_not_divided_as_texts_are(tmp_path: Path) -> None:

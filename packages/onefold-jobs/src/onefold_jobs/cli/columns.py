@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -19,12 +19,14 @@ from onefold_jobs.data.files import BadFile, left_out_notes, readable
 from onefold_jobs.data.labels import (
     MISSING,
     TaskName,
+    check_numbers,
     check_task,
     divided,
     parts_of,
     read_label,
     separator,
     shortened,
+    thousands_in,
 )
 from onefold_jobs.data.samples import require_two
 
@@ -45,8 +47,6 @@ _GROUPED = re.compile(r"[-+]?\d+(?:[.,' ]\d+)+")
 """A number with a decimal comma, or with separators of thousands."""
 _AMOUNT = re.compile(r"(?:[^\w\s]|[A-Z]{3})?\s*[-+]?\d[\d.,' ]*\s*(?:[^\w\s]|[A-Za-z]{1,3})?")
 """The same, and a number with a unit."""
-_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}\.\d{3}")
-"""A number whose point may separate thousands, where a decimal number has a comma."""
 _MILLIONS = re.compile(r"[-+]?[1-9]\d{0,2}(?:\.\d{3}){2,}")
 
 
@@ -80,10 +80,10 @@ class _Sorted(NamedTuple):
         return bool(self.numbers) and len(self.texts) <= _MOST_TEXTS * both and not points
 
     @property
-    def is_ambiguous(self) -> bool:
-        """Whether points may be decimal points, or separators of thousands."""
-        pointed = [cell.strip() for _, cell in self.numbers if "." in cell]
-        return bool(pointed) and all(map(_THOUSANDS.fullmatch, pointed))
+    def decimal_signs(self) -> set[str]:
+        """The signs before decimals: points, commas, or none if they may separate thousands."""
+        known = self.is_numeric and not thousands_in(self.numbers)
+        return {sign for _, cell in self.numbers for sign in ".," if known and sign in cell}
 
 
 class Inputs(NamedTuple):
@@ -96,7 +96,9 @@ class Inputs(NamedTuple):
     texts: list[str]
     """Columns to leave out that contain free text."""
     notes: list[str]
-    """Messages about cells that are read as missing."""
+    """Messages about cells that are read as missing, or may have separators of thousands."""
+    signs: set[str]
+    """Signs before the decimals of all columns of the table, the target included."""
 
 
 def number_of(cell: str, delimiter: str = ",") -> float | None:
@@ -128,19 +130,28 @@ def sort_inputs(
         rows: line number and cells of each row.
         delimiter: delimiter of the table.
     """
-    found = Inputs({}, [], [], [])
+    columns = {
+        name: _Sorted.of(((n, row[name]) for n, row in rows), delimiter) for name in rows[0][1]
+    }
+    # Decimal commas are texts in a table with commas between the cells.
+    signs = (_Sorted.of(x.texts, ";") if x.texts else x for x in columns.values())
+    found = Inputs({}, [], [], [], {sign for each in signs for sign in each.decimal_signs})
     part = part_column(names, (row for _, row in rows))
     for name in names:
-        cells = [(line, row[name]) for line, row in rows]
-        column, different = _Sorted.of(cells, delimiter), len({cell for _, cell in cells})
+        column, different = columns[name], len({row[name] for _, row in rows})
         if name == part:
             found.left_out[name] = _SPLIT
         # A string that is unique to each row, such as a name, carries no information about others.
         elif column.texts and 1 < different <= min(_FEW, len(rows) // 2):
             found.choices.append(name)
         elif column.is_numeric:
-            if delimiter != "," and column.is_ambiguous:
-                found.notes.append(_read_as(path, f"column {name}", column))
+            thousands = thousands_in(column.numbers, found.signs)
+            if thousands and thousands.certain:
+                found.left_out[name] = f"it has separators of thousands, {thousands.text}"
+                continue
+            # Between commas, a number such as 1.500 is usually what it seems to be.
+            if thousands and delimiter != ",":
+                found.notes.append(f"{readable(path)}: column {name}: {thousands.text}")
             if strange := [*column.texts, *column.unknown]:
                 (line, cell), count = min(strange), counted(len(strange), "cell")
                 found.notes.append(
@@ -169,17 +180,14 @@ def _reason(texts: Sequence[Cell], different: int, rows: int) -> str:
     return f"{_FREE}, {example}"
 
 
-def _read_as(path: Path, name: str, column: _Sorted) -> str:
-    """Return a note about numbers whose points may separate thousands."""
-    line, cell = next((line, cell.strip()) for line, cell in column.numbers if "." in cell)
-    return (
-        f"{readable(path)}: {name}: {shortened(cell)} in line {line} is read as {cell}; if "
-        f"its point separates thousands, write the number without it"
-    )
-
-
 def goal_of(
-    path: Path, labels: Sequence[Cell], *, delimiter: str = ",", labels_as_is: bool = False
+    path: Path,
+    labels: Sequence[Cell],
+    *,
+    delimiter: str = ",",
+    typed: bool = False,
+    signs: Collection[str] = (),
+    labels_as_is: bool = False,
 ) -> tuple[Literal["class", "labels", "number"], str]:
     """Decide what labels are: classes, several classes each, or numbers.
 
@@ -189,6 +197,8 @@ def goal_of(
         path: path of the table, for messages.
         labels: labels of the samples, with their line numbers.
         delimiter: delimiter of the table.
+        typed: whether the table has numbers, instead of texts that are read as numbers.
+        signs: signs before the decimals of the table's columns.
         labels_as_is: accept all labels as class names.
 
     Returns:
@@ -196,7 +206,7 @@ def goal_of(
 
     Raises:
         DataError: there are fewer than two different labels, or they are probably neither classes
-            nor numbers.
+            nor numbers; or numbers have separators of thousands.
     """
     column = _Sorted.of(labels, delimiter)
     numbers = {cell.strip() for _, cell in column.numbers}
@@ -217,14 +227,15 @@ def goal_of(
     if is_number and not column.is_numeric:
         raise DataError(f"{counted(len(bad), 'line')} of {len(labels):,}: {bad[0]}")
     require_two(known, path, bad)
-    if is_number and delimiter != "," and column.is_ambiguous:
-        tell(_read_as(path, "the target", column))
+    notes = []
+    if is_number and not typed:
+        notes = check_numbers(column.numbers, f"{readable(path)}: the target", signs)
     sign = "" if is_number else separator(known, spaces=False)
     names = {name for label in known for name in parts_of(divided(label, sign))}
     # The same names must be combined repeatedly: "Washington, D.C." is one.
     sign = sign if len(names) < len(set(known)) else ""
     if not sign:
         check_task(known, task, readable(path), labels_as_is=labels_as_is)
-    for note in left_out_notes(bad, listed_in=None):
+    for note in [*notes, *left_out_notes(bad, listed_in=None)]:
         tell(note)
     return "labels" if sign else "number" if is_number else "class", sign

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import islice
@@ -319,8 +319,11 @@ def _format(path: Path) -> dict[str, Any]:
     return {"delimiter": table.delimiter, "has_sep": table.has_sep}
 
 
-def _with_goal(found: Data, labels: Sequence[Cell], *, labels_as_is: bool) -> Data:
-    how: Any = {"delimiter": found.delimiter, "labels_as_is": labels_as_is}
+def _with_goal(
+    found: Data, labels: Sequence[Cell], *, labels_as_is: bool, signs: Collection[str] = ()
+) -> Data:
+    how: Any = {"delimiter": found.delimiter, "labels_as_is": labels_as_is, "signs": signs}
+    how["typed"] = found.reader not in ("csv", "tsv")
     goal, sign = goal_of(Path(found.path), labels, **how)
     return replace(found, goal=goal, sign=sign)
 
@@ -409,7 +412,7 @@ def _table(path: Path, *, labels_as_is: bool) -> Data:
         choices=tuple(inputs.choices),
     )
     labels = [(line, row[names[-1]]) for line, row in rows]
-    return _with_goal(found, labels, labels_as_is=labels_as_is)
+    return _with_goal(found, labels, labels_as_is=labels_as_is, signs=inputs.signs)
 
 
 def _is_tsv_of_texts(path: Path) -> bool:

@@ -1,8 +1,8 @@
 """Reads labels, and detects labels that probably mean something else.
 
 `read_label` reads the label of a sample: a class, several classes, or a number. `check_labels`
-detects labels that are probably not classes before a model learns them. `check_same` finds
-duplicate samples.
+detects labels that are probably not classes before a model learns them, and `check_numbers` numbers
+with separators of thousands. `check_same` finds duplicate samples.
 
 For a program, any string can be a label. Measured numbers, lists of labels, and two spellings of a
 label all look like classes, and training on them raises no error but produces a useless model. The
@@ -29,6 +29,7 @@ __all__ = [
     "Sample",
     "TaskName",
     "check_labels",
+    "check_numbers",
     "check_same",
     "check_task",
     "classes_of",
@@ -39,6 +40,7 @@ __all__ = [
     "separator",
     "shortened",
     "spelled",
+    "thousands_in",
     "untested",
 ]
 
@@ -63,6 +65,12 @@ _LISTED = 3
 _NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?")
 _FRACTION = re.compile(r"[-+]?\d+[.,]\d*[1-9]")
 _WHOLE = re.compile(r"[-+]?\d+")
+_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}[.,]\d{3}")
+"""A number whose point or comma may separate thousands."""
+_HUNDREDS = re.compile(r"[-+]?[1-9]\d{0,2}")
+"""A number that has no separator even if others have one."""
+_OF_DECIMALS = 20
+"""Among so many different decimals, some end with a zero, unless such zeros are not written."""
 _SEPARATORS = "|;,"
 """Separators of a sample's classes in addition to spaces, strongest first."""
 _SEVERAL = re.compile(f"[{_SEPARATORS}]")
@@ -137,6 +145,70 @@ def _number(text: str) -> float:
             way = ": write a point for the decimal comma"
         raise ValueError(f"expected a number, such as 3.5, got {shortened(text)}{way}")
     return number
+
+
+class Thousands(NamedTuple):
+    """Separators of thousands that would be read as decimal points."""
+
+    text: str
+    """Where they are, and what to do."""
+    certain: bool
+
+
+def thousands_in(cells: Iterable[tuple[int, str]], signs: Collection[str] = ()) -> Thousands | None:
+    """Find separators of thousands, each a point or a comma before the last three digits.
+
+    They are certain beside a number without a separator: a program that keeps the zeros of decimals
+    writes 554.000, and one that drops them writes 4.12 for 4.120.
+
+    Args:
+        cells: numbers as written, with their line numbers.
+        signs: signs before the decimals of other columns.
+
+    >>> thousands_in([(2, "554"), (3, "5.130")]).text
+    "'5.130' in line 3, and '554' in line 2: write 5130, or 5.1300 if its point precedes decimals"
+    >>> thousands_in([(2, "554.5"), (3, "5.130")])
+    """
+    read = [(line, cell.strip()) for line, cell in cells]
+    separated = [(line, cell) for line, cell in read if "." in cell or "," in cell]
+    if not separated or not all(_THOUSANDS.fullmatch(cell) for _, cell in separated):
+        return None
+    line, cell = separated[0]
+    sign, word = (".", "point") if "." in cell else (",", "comma")
+    place, beside = f"{cell!r} in line {line}", ""
+    different = {cell for _, cell in separated}
+    kept = any(cell.endswith("0") for cell in different) or len(different) >= _OF_DECIMALS
+    plain = next(((n, each) for n, each in read if _HUNDREDS.fullmatch(each)), None)
+    if plain and kept and not any(re.fullmatch(r"[-+]?\d{4,}", each) for _, each in read):
+        beside = f"{plain[1]!r} in line {plain[0]}"
+    if signs and sign not in signs:
+        beside = f"decimal {'commas' if sign == '.' else 'points'} in other columns"
+    if beside:
+        way = f"write {cell.replace(sign, '')}, or {cell}0 if its {word} precedes decimals"
+        return Thousands(f"{place}, and {beside}: {way}", True)
+    return Thousands(
+        f"{place} is read as {cell.replace(',', '.')}; if its {word} separates thousands, write "
+        f"the number without it",
+        False,
+    )
+
+
+def check_numbers(
+    cells: Iterable[tuple[int, str]], where: str, signs: Collection[str] = ()
+) -> list[str]:
+    """Reject numbers with separators of thousands, or report numbers that may have them.
+
+    Args:
+        cells: numbers as written, with their line numbers.
+        where: file of the numbers, for messages.
+        signs: signs before the decimals of other columns.
+    """
+    found = thousands_in(cells, signs)
+    if found and found.certain:
+        raise DataError(
+            f"{where}: expected numbers without separators of thousands, got {found.text}"
+        )
+    return [f"{where}: {found.text}"] if found else []
 
 
 def shortened(value: object) -> str:

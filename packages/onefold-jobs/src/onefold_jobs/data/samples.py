@@ -22,6 +22,7 @@ from onefold_jobs.data.folds import Fold, deal, unused
 from onefold_jobs.data.labels import (
     Label,
     TaskName,
+    check_numbers,
     classes_of,
     divided,
     parts_of,
@@ -158,7 +159,15 @@ def read_to_score(
             if any(is_known(line.label) for line in lines):
                 return path, lines, bad
     lines, bad, _ = read_file(found[0], columns, task)
+    _label_notes(lines, found[0], task)
     return found[0], lines, bad
+
+
+def _label_notes(lines: Sequence[Line], path: Path, task: TaskName) -> list[str]:
+    """Reject or report labels that may mean something else than they are read as."""
+    if task == "regression":
+        return check_numbers([(line.line_number, line.written) for line in lines], readable(path))
+    return []
 
 
 def _is_read(path: Path) -> bool:
@@ -209,6 +218,7 @@ def read_listed(
         label = ", ".join(settled.label)
         found = f"the {settled.kind} is in column {settled.sample}, the label in {label}"
         notes.append(f"{readable(train_path)}: {found}")
+    notes += _label_notes(train, train_path, task)
     sign = None
     if task == "multi-label" and len(settled.label) < 2:
         sign = separator([line.label for line in train], spaces=not labels_as_is)
@@ -228,6 +238,7 @@ def read_listed(
             notes.append(f"{readable(other)}: not used, because it has no column {lacking[0]}")
             continue
         test, test_bad, _ = read_file(other, settled, task)
+        notes += _label_notes(test, other, task)
         test = [replace(line, label=divided(line.label, sign)) for line in test]
         return ListedSamples(train, test, (train_path, other), [*bad, *test_bad], notes, settled)
     return ListedSamples(train, None, (train_path, train_path), bad, notes, settled)

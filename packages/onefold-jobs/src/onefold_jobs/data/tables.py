@@ -20,7 +20,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader, TextIOWrapper
 from itertools import chain
 from os import PathLike
@@ -69,14 +69,8 @@ _BINARY = (
 _SEP = re.compile(rb"(?i)sep=(.)")
 """First line by which Excel finds the separator of cells."""
 _SWITCHES = {
-    "-1": False,
-    "-1.0": False,
-    "0": False,
-    "0.0": False,
-    "False": False,
-    "1": True,
-    "1.0": True,
-    "True": True,
+    **dict.fromkeys(("-1", "-1.0", "0", "0.0", "False"), False),
+    **dict.fromkeys(("1", "1.0", "True"), True),
 }
 
 Row = tuple[int, dict[str, Any] | str]
@@ -158,7 +152,8 @@ def read_table(
                 of_kind = (_sample_of(each, columns.kind) for each in filled or parts[:1])
                 text = "\n".join(of_kind)
                 label = _label_of(cells, columns.label, task, no)
-                lines.append(Line(text, label, number))
+                value = cells[columns.label[0]] if columns.label else ""
+                lines.append(Line(text, label, number, value if isinstance(value, str) else ""))
             except ValueError as wrong:
                 bad.append(BadFile(path, str(wrong), number))
     if len(no) > 1:
@@ -504,6 +499,8 @@ class Line:
     """Label without surrounding spaces."""
     line_number: int
     """Line number from 1; in a file without lines, the row number."""
+    written: str = field(default="", compare=False, repr=False)
+    """Text of the label as written; empty for a value with a type, such as a number in JSON."""
 
 
 def read_tsv(
@@ -614,7 +611,7 @@ def _read_line(line: str, number: int, task: TaskName) -> Line:
     text, label = _cut(line)
     if number == 1 and label.casefold() == "label":
         raise ValueError(f"expected no header, got {shortened(line)}: {_HEADER}")
-    return Line(text, read_label(label, task), number)
+    return Line(text, read_label(label, task), number, label)
 
 
 def decoded(content: bytes, path: Path) -> str:
