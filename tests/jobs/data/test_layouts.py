@@ -215,6 +215,20 @@ def test_the_strongest_sign_between_classes_is_the_only_one(
         assert [x.label for x in found.train] == [*read, ()]
 
 
+def test_samples_with_an_empty_cell_are_counted(tmp_path: Path) -> None:
+    train, dev = tmp_path / "train.jsonl", tmp_path / "dev.jsonl"
+    labels = '"a|b"', '""', "null", "[]", '"b"'
+    rows = [f'{{"text": "{number}", "label": {each}}}\n' for number, each in enumerate(labels)]
+    put(train, "".join(rows))
+    put(dev, "".join(rows[:2]))
+    found = read_listed(train, str(dev), Columns("text"), "multi-label")
+    # An empty list says that there is no class.
+    assert found.notes[1:] == [
+        f"{train}: 2 of 5 samples have no class (empty cells)",
+        f"{dev}: 1 of 2 samples has no class (empty cells)",
+    ]
+
+
 @for_each(
     ("name", "row"),
     [

@@ -167,7 +167,10 @@ def _label_notes(lines: Sequence[Line], path: Path, task: TaskName) -> list[str]
     """Reject or report labels that may mean something else than they are read as."""
     if task == "regression":
         return check_numbers([(line.line_number, line.written) for line in lines], readable(path))
-    return []
+    # Only a multi-label sample can have no label; a list or columns without a class are explicit.
+    empty, of = sum(line.label == "" for line in lines), counted(len(lines), "sample")
+    verb = "has" if empty == 1 else "have"
+    return [f"{readable(path)}: {empty:,} of {of} {verb} no class (empty cells)"] if empty else []
 
 
 def _is_read(path: Path) -> bool:
