@@ -158,6 +158,23 @@ def test_pictures_are_found_by_their_paths_in_a_table(tmp_path: Path) -> None:
     assert len(pictures(table, skip=True).left_out) == 3
 
 
+def test_the_same_picture_in_two_rows_is_told_with_its_lines(tmp_path: Path) -> None:
+    for number in range(8):
+        put(tmp_path / f"{number}.png")
+    rows = [f"{n}.png,{'ab'[n % 2]}\n" for n in range(8)]
+    train, dev = tmp_path / "train.csv", tmp_path / "dev.csv"
+    put(train, "".join(["path,label\n", *rows[:6], "0.png,b\n"]))
+    put(dev, "".join(["path,label\n", *rows[6:], rows[3]]))
+    tested, torn = sorted(pictures(train, dev=dev).notes[1:])
+    words = "3.png (line 4 of dev.csv) is the same as 3.png (line 5 of train.csv)"
+    assert tested == f"{train}: 1 of 3 test samples is also in the training set: {words}"
+    assert torn.endswith("0.png (line 8 of train.csv) is the same as 0.png (line 2 of train.csv)")
+    # Rows may move to other lines.
+    digest = pictures(train, dev=dev).digest
+    put(train, train.read_text().replace("label\n", "label\n\n"))
+    assert pictures(train, dev=dev).digest == digest
+
+
 def test_pictures_may_be_found_from_the_folder_around_the_table(tmp_path: Path) -> None:
     for number in range(8):
         put(tmp_path / "shots" / f"{number}.png")
@@ -288,6 +305,8 @@ def test_a_column_of_parts_is_noted(name: str, values: Any, noted: bool, tmp_pat
     found = read_listed(tmp_path / "a.csv", None, Columns("image"))
     said = f"column {name} is not used; in onefold train, --dev names a table"
     assert any(said in note for note in found.notes) == noted
+    tested = read_listed(tmp_path / "a.csv", str(tmp_path / "a.csv"), Columns("image")).notes
+    assert [note.endswith(f"column {name} is not used") for note in tested[1:]] == [True] * noted
 
 
 @for_each(

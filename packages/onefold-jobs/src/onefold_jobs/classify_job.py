@@ -410,7 +410,8 @@ def _labeled(run: Path, data: Path, facts: RunFacts, options: EvaluateOptions) -
     bad: list[BadFile] = []
     if files_to_test(data):
         where, rows, bad = lines_to_score(run, "image", data, facts, options)
-        root, found = where.parent, listed_files(rows, where, bad)
+        root, listing = where.parent, listed_files(rows, where, bad)
+        found = [(path, line.label) for path, line in listing]
     else:
         require_folder(data, "a folder of class folders, or a table")
         if any(data.glob("*-images-idx3-ubyte*")):

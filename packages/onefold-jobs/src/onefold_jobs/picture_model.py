@@ -135,9 +135,9 @@ class KeptModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if is_table(path):
                 rows, wrong, _ = read_table(path, columns, None)
                 bad += wrong
-                for each, label in listed_files(rows, path, bad):
+                for each, line in listed_files(rows, path, bad):
                     name = name_below(each, path.parent)
-                    found.setdefault(each, Input(each, name, label=str(label)))
+                    found.setdefault(each, Input(each, name, label=str(line.label)))
             elif path.is_dir():
                 for each in _pictures_in(path, bad, classes, masks=not cls.unique):
                     inside = each.relative_to(path)

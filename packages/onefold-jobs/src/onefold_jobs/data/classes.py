@@ -82,7 +82,8 @@ class PictureClasses(PictureData):
 
 def digest(classes: Sequence[str], parts: Sequence[Sequence[Sample]]) -> str:
     """Compute a digest of the classes, and of name, class and content of every image."""
-    return digest_of(list(classes), *parts, size_bytes=16)
+    without_places = ([each[:3] for each in part] for part in parts)
+    return digest_of(list(classes), *without_places, size_bytes=16)
 
 
 class _Picture(NamedTuple):
@@ -90,6 +91,8 @@ class _Picture(NamedTuple):
 
     path: Path
     label: Label
+    place: str
+    """Line and table that list it; empty if it is in a class folder."""
     seen: Seen[Look]
 
 
@@ -131,7 +134,14 @@ def read_classes(
         if fold and given is not None:
             given, notes = None, [*notes, unused(source.paths[1])]
         sets = zip([source.train, given], source.paths, strict=True)
-        found = [listed_files(lines, path, bad) for lines, path in sets if lines is not None]
+        found = [
+            [
+                (file, line.label, f"line {line.line_number} of {path.name}")
+                for file, line in listed_files(lines, path, bad)
+            ]
+            for lines, path in sets
+            if lines is not None
+        ]
     else:
         directory = where = source
         folders = find_folders(source, as_is=labels_as_is)
@@ -142,9 +152,11 @@ def read_classes(
         elif folders.test:
             notes = [*notes, unused(folders.test)]
         names: dict[str, str] = {}
-        found = [class_files(folder, names, bad, task) for folder in sources]
+        found = [
+            [(*each, "") for each in class_files(folder, names, bad, task)] for folder in sources
+        ]
     # Check labels before reading images, which may take minutes.
-    labels = [label for _, label in found[0]]
+    labels = [label for _, label, _ in found[0]]
     notes = [*notes, *check_task(labels, task, readable(where), labels_as_is=labels_as_is)]
     parts = _looked_through(found, directory, scanning, bad)
     if len(parts) == 1:
@@ -178,7 +190,7 @@ def _of_pictures(
     looks = [picture.seen.look for picture in (*train, *test)]
     white, gray = white_of(looks[: len(train)]), all(look.gray for look in looks)
     samples = [
-        [Sample(name_below(x.path, directory), x.label, x.seen.content) for x in part]
+        [Sample(name_below(x.path, directory), x.label, x.seen.content, x.place) for x in part]
         for part in (train, test)
     ]
     train_split, test_split = (
@@ -209,10 +221,8 @@ def _of_pictures(
     )
 
 
-def listed_files(
-    lines: Sequence[Line], table: Path, bad: list[BadFile]
-) -> list[tuple[Path, Label]]:
-    """Find the images that the rows of a table refer to.
+def listed_files(lines: Sequence[Line], table: Path, bad: list[BadFile]) -> list[tuple[Path, Line]]:
+    """Find the images that the rows of a table refer to, with their rows.
 
     Args:
         lines: the rows. Paths are relative to the table's folder, or to the folder around it; a
@@ -221,7 +231,8 @@ def listed_files(
         bad: list that receives rows without an image.
     """
     by_name: dict[str, list[Path]] = {}
-    files, roots = [], (table.parent, table.parent / os.pardir)
+    files: list[tuple[Path, Line]] = []
+    roots = (table.parent, table.parent / os.pardir)
     for line in lines:
         # Windows writes paths with backslashes.
         texts = dict.fromkeys((line.text, line.text.replace("\\", "/")))
@@ -241,7 +252,7 @@ def listed_files(
                 continue
             path = paths[0]
         if path.is_file():
-            files.append((path, line.label))
+            files.append((path, line))
         else:
             missing = (Path(os.path.normpath(each)) for each in (path, tried[-1]))
             places = " or ".join(dict.fromkeys(map(readable, missing)))
@@ -251,14 +262,14 @@ def listed_files(
 
 
 def _looked_through(
-    found: Sequence[Sequence[tuple[Path, Label]]],
+    found: Sequence[Sequence[tuple[Path, Label, str]]],
     root: Path,
     scanning: Scanning | None,
     bad: list[BadFile],
 ) -> list[list[_Picture]]:
     """Return the readable images of each set; add unreadable files to ``bad``."""
     # Scan all sets together, so that the progress is one count.
-    seen = iter(scan_pictures([path for part in found for path, _ in part], root, scanning))
+    seen = iter(scan_pictures([path for part in found for path, *_ in part], root, scanning))
     parts = []
     for part in found:
         looked_at = list(zip(part, islice(seen, len(part)), strict=True))

@@ -48,6 +48,11 @@ class Columns(NamedTuple):
         several = self.kind == "text" and self.sample not in names
         return rejoined(self.sample.split(","), names) if several else [self.sample]
 
+    def described(self) -> str:
+        """Describe both roles, for a message."""
+        label = ", ".join(self.label)
+        return f"the {self.kind} is in column {self.sample}, the label in {label}"
+
 
 def rejoined(parts: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the columns that a list names, which was also split at the commas within names.

@@ -458,6 +458,8 @@ class Sample(NamedTuple):
     label: object
     content: str
     """Content or its digest; empty if unknown."""
+    place: str = ""
+    """Line and table of the sample, which tell samples of the same name apart."""
 
 
 def check_same(parts: Sequence[Sequence[Sample]], where: str) -> list[str]:
@@ -509,7 +511,10 @@ def check_same(parts: Sequence[Sequence[Sample]], where: str) -> list[str]:
 
 
 def _alike(pairs: Sequence[tuple[Sample, Sample]]) -> str:
-    one, other = (readable(Path(sample.name)) for sample in pairs[0])
+    one, other = (
+        readable(Path(sample.name)) + (f" ({readable(Path(sample.place))})" if sample.place else "")
+        for sample in pairs[0]
+    )
     return f"{one} is the same as {other}"
 
 

@@ -218,9 +218,7 @@ def read_listed(
     train, bad, settled = read_file(train_path, columns, task)
     notes = []
     if settled != columns:
-        label = ", ".join(settled.label)
-        found = f"the {settled.kind} is in column {settled.sample}, the label in {label}"
-        notes.append(f"{readable(train_path)}: {found}")
+        notes.append(f"{readable(train_path)}: {settled.described()}")
     notes += _label_notes(train, train_path, task)
     sign = None
     if task == "multi-label" and len(settled.label) < 2:
@@ -232,7 +230,6 @@ def read_listed(
             f"{len(several.split())} classes; --labels-as-is makes it one class"
         )
     train = [replace(line, label=divided(line.label, sign)) for line in train]
-    notes += part_notes(train_path, settled) if settled.label else []
     for other in others:
         # A test set of a competition has no labels, so it is ignored unless it was named.
         names = column_names(other) if settled.label else []
@@ -242,8 +239,10 @@ def read_listed(
             continue
         test, test_bad, _ = read_file(other, settled, task)
         notes += _label_notes(test, other, task)
+        notes += part_notes(train_path, settled, tested=True) if settled.label else []
         test = [replace(line, label=divided(line.label, sign)) for line in test]
         return ListedSamples(train, test, (train_path, other), [*bad, *test_bad], notes, settled)
+    notes += part_notes(train_path, settled) if settled.label else []
     return ListedSamples(train, None, (train_path, train_path), bad, notes, settled)
 
 

@@ -167,15 +167,21 @@ def read_table(
     return lines, bad, columns
 
 
-def part_notes(path: Path, columns: Columns) -> list[str]:
-    """Report a column of a table that splits the data, which is not used."""
+def part_notes(path: Path, columns: Columns, *, tested: bool = False) -> list[str]:
+    """Report a column of a table that splits the data, which is not used.
+
+    Args:
+        path: path of the table.
+        columns: its columns.
+        tested: whether there is a test table already.
+    """
     with _longer_fields():
         table = open_table(path, columns)
         roles = {*columns.label, *columns.samples(table.names)}
         rows = (cells for _, cells in table.rows if isinstance(cells, dict))
         name = part_column([name for name in table.names if name not in roles], rows)
-    advice = "in onefold train, --dev names a table of the rows to test on"
-    return [f"{readable(path)}: column {name} is not used; {advice}"] if name else []
+    advice = "" if tested else "; in onefold train, --dev names a table of the rows to test on"
+    return [f"{readable(path)}: column {name} is not used{advice}"] if name else []
 
 
 def _sample_of(value: object, kind: str) -> str:
