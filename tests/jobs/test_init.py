@@ -520,7 +520,10 @@ def test_a_few_cells_that_are_no_numbers_change_no_column(
             ),
             ["column b is left out: it has separators of thousands, '1.250' in line 3, and '1' in"],
         ),
-        (listed(lambda n: f"{'ab'[n % 2]}", "img/p{}.png"), []),
+        (
+            listed(lambda n: f"{'ab'[n % 2]}", "img/p{}.png"),
+            ["labels.csv: the image is in column path, the label in findings"],
+        ),
     ],
 )
 def test_every_column_that_is_no_input_is_told_with_its_reason(
@@ -600,6 +603,22 @@ def test_a_target_is_what_a_job_accepts(
 ) -> None:
     with pytest.raises(DataError, match=words):
         write_script(make(tmp_path), tmp_path / "train.py")
+
+
+def test_rows_of_images_that_do_not_exist_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = listed(lambda n: "ab"[n % 2], "img/p{}.png")(tmp_path)
+    rows = data.read_text()
+    data.write_text(f"{rows}\nimg/gone.png;a")
+    words = r"line 42: expected an image at .*img/gone.png or .*, got none\nfix them, or remove"
+    with pytest.raises(DataError, match=words):
+        write_script(data, tmp_path / "train.py")
+    data.write_text(f"{rows}\n;a")
+    write_script(data, tmp_path / "train.py")
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == f"onefold: left out: {data}, line 42: expected a path, got nothing"
+    assert len(variables(tmp_path / "train.py")["data"]) == 40
 
 
 @for_each(

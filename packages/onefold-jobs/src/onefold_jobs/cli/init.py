@@ -27,8 +27,7 @@ from onefold_jobs.data.arrays import read_labeled
 from onefold_jobs.data.classes import class_files, listed_files
 from onefold_jobs.data.columns import Columns, usual_column
 from onefold_jobs.data.fetch import fetch_dataset
-from onefold_jobs.data.files import BadFile
-from onefold_jobs.data.labels import Label
+from onefold_jobs.data.files import BadFile, left_out_notes, readable, refuse
 from onefold_jobs.data.layouts import refuse_other_layouts
 from onefold_jobs.data.masks import (
     AUTO,
@@ -434,7 +433,7 @@ def _files(
     """Describe a table of images and labels; None if no column names images."""
     path, names = table.path, table.names
     usual, roots = usual_column(names, "image"), (path.parent, path.parent / os.pardir)
-    found: list[tuple[Path, Label]] = []
+    found: list[tuple[Path, Line]] = []
     for name in names:
         cells = [row[name].replace("\\", "/") for _, row in rows]
         first = [cell for cell in cells[:_MOST_EXACT] if is_picture(Path(cell))]
@@ -444,10 +443,17 @@ def _files(
         short &= usual_column(names, "label") not in (None, name)
         if name == usual or short or any(each.is_file() for each in exact):
             lines = [Line(row[name], "", line) for line, row in rows if row[name]]
-            found = listed_files(lines, path, [])
+            missing: list[BadFile] = []
+            found = listed_files(lines, path, missing)
         if found:
             others = [each for each in names if each != name]
             label = usual_column(others, "label") or others[-1]
+            columns = Columns("image", name, (label,))
+            tell(f"{readable(path)}: {columns.described()}")
+            # The script reads all files, and leaves out rows without one.
+            refuse(missing, found, skip=None)
+            empty = [line for line, row in rows if not row[name]]
+            bad = [BadFile(path, "expected a path, got nothing", line) for line in empty]
             outside = any(file.is_relative_to(roots[1]) for file, _ in found)
             outside &= not any((roots[0] / cell).is_file() for cell in cells)
             data = Data(
@@ -462,9 +468,10 @@ def _files(
                 delimiter=table.delimiter,
                 has_sep=table.has_sep,
             )
-            for note in part_notes(path, Columns("image", name, (label,))):
+            notes = part_notes(path, columns)
+            for note in [*notes, *left_out_notes(bad, listed_in=None)]:
                 tell(note)
-            labels = [(line, row[label]) for line, row in rows]
+            labels = [(line, row[label]) for line, row in rows if row[name]]
             return _with_goal(data, labels, labels_as_is=labels_as_is)
     return None
 

@@ -95,7 +95,13 @@ def name_below(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
-def refuse(bad: Sequence[BadFile], others: Sized, samples: int | None = None) -> None:
+def refuse(
+    bad: Sequence[BadFile],
+    others: Sized,
+    samples: int | None = None,
+    *,
+    skip: str | None = "--skip-bad",
+) -> None:
     """Raise an error that names the first bad files and lines, if there are any.
 
     If there are more, all of them are written to a file that the error names.
@@ -104,6 +110,7 @@ def refuse(bad: Sequence[BadFile], others: Sized, samples: int | None = None) ->
         bad: unusable files and lines.
         others: all usable samples; if there are none, skipping the bad ones is not a remedy.
         samples: number of all samples; None if each of ``bad`` is one.
+        skip: option that skips the bad ones; None without one.
 
     Raises:
         DataError: ``bad`` is not empty.
@@ -116,7 +123,10 @@ def refuse(bad: Sequence[BadFile], others: Sized, samples: int | None = None) ->
     if others:
         dropped = samples - len(others)
         share = f"{dropped:,} of {counted(samples, 'sample')} ({dropped / samples:.1%})"
-        advice = f"fix or remove them, or skip them with --skip-bad, which drops {share}"
+        way = (
+            f"fix or remove them, or skip them with {skip}" if skip else "fix them, or remove them"
+        )
+        advice = f"{way}, which drops {share}"
     raise DataError(f"{counted_bad(bad)} cannot be used:\n{named}{more}\n{advice}")
 
 
