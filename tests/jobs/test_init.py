@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from onefold.cli.main import app
 from onefold.errors import DataError
+from onefold_jobs.cli.hints import advised
 from onefold_jobs.cli.init import write_script
 from onefold_jobs.run import read_options
 from tests.jobs.data.test_arrays import write_four
@@ -524,6 +525,10 @@ def test_a_few_cells_that_are_no_numbers_change_no_column(
             listed(lambda n: f"{'ab'[n % 2]}", "img/p{}.png"),
             ["labels.csv: the image is in column path, the label in findings"],
         ),
+        (
+            table("subject,body,queue\n" + "".join(f"s {n},b {n},{n % 2}\n" for n in range(40))),
+            ["the text is in column body, the label in queue"],
+        ),
     ],
 )
 def test_every_column_that_is_no_input_is_told_with_its_reason(
@@ -619,6 +624,33 @@ def test_rows_of_images_that_do_not_exist_are_refused(
     told = capsys.readouterr().err.splitlines()[-1]
     assert told == f"onefold: left out: {data}, line 42: expected a path, got nothing"
     assert len(variables(tmp_path / "train.py")["data"]) == 40
+
+
+def test_advice_for_a_job_is_completed_for_init(tmp_path: Path) -> None:
+    rows = [{"a": f"b {n}", "c": f"d {n}", "e": "xy"[n % 2]} for n in range(40)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = r"use --label-column .* \(onefold train; onefold init has no --label-column: name the"
+    with pytest.raises(DataError, match=words):
+        write_script(tmp_path / "x.jsonl", tmp_path / "train.py")
+    # What it says makes a script.
+    rows = [{"text": row["a"], "c": row["c"], "label": row["e"]} for row in rows]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_script(tmp_path / "x.jsonl", tmp_path / "train.py")
+    assert variables(tmp_path / "train.py")["classes"] == ["x", "y"]
+
+
+@for_each(
+    ("text", "lacking"),
+    [
+        ("use --skip-bad or more --epochs", "--skip-bad, --epochs"),
+        ("in onefold train, --dev names a table; or --labels-as-is", ""),
+        ("use onefold train text --data a.csv --task regression: it reads --output", ""),
+        ("name it with --data", "--data: name them as its DATA"),
+    ],
+)
+def test_options_that_init_lacks_are_named(text: str, lacking: str) -> None:
+    rest = f" (onefold train; onefold init has no {lacking})" if lacking else ""
+    assert advised(text) == text + rest
 
 
 @for_each(

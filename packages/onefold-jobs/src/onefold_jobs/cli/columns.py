@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from onefold.cli import counted, tell
+from onefold.cli import counted
 from onefold.errors import DataError
+from onefold_jobs.cli.hints import tell
 from onefold_jobs.data.columns import part_column
 from onefold_jobs.data.files import BadFile, left_out_notes, readable
 from onefold_jobs.data.labels import (

@@ -17,12 +17,13 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from onefold.cli import listed, tell
+from onefold.cli import listed
 from onefold.errors import DataError
 from onefold.files import open_plain, write_whole
 from onefold_jobs import require
 from onefold_jobs.classify_job import FETCHED
 from onefold_jobs.cli.columns import Cell, goal_of, number_of, sort_inputs
+from onefold_jobs.cli.hints import advising, tell
 from onefold_jobs.data.arrays import read_labeled
 from onefold_jobs.data.classes import class_files, listed_files
 from onefold_jobs.data.columns import Columns, usual_column
@@ -137,7 +138,8 @@ def write_script(data: Path | None, output: Path, *, labels_as_is: bool = False)
         DataError: the data do not exist, or are of an unsupported kind.
         FileExistsError: the output file exists.
     """
-    text = _script(look(data, labels_as_is=labels_as_is))
+    with advising():
+        text = _script(look(data, labels_as_is=labels_as_is))
     try:
         write_whole(output, text.encode(), new=True)
     except FileExistsError:
@@ -287,7 +289,9 @@ def _roots(pairs: Sequence[Pair]) -> tuple[str, str]:
 def _texts(path: Path, columns: Columns = Columns("text"), *, labels_as_is: bool) -> Data:  # noqa: B008
     """Describe a file of texts and labels, or a folder of a training and a test file."""
     samples = read_listed(path, None, columns)
-    for note in samples.notes:
+    # A job does not report columns that were named.
+    chosen = [f"{readable(path)}: {columns.described()}"] if columns.label else []
+    for note in [*chosen, *samples.notes]:
         tell(note)
     train, test = samples.paths
     sample, label = samples.columns.sample or "text", *(samples.columns.label or ("label",))
@@ -393,7 +397,10 @@ def _table(path: Path, *, labels_as_is: bool) -> Data:
     text = usual_column(names, "text") or next(iter(inputs.texts), None)
     nothing = len(inputs.left_out) == len(names) - 1
     if text and (not is_csv or nothing or text == usual_column(names, "text")):
-        return _texts(path, Columns("text", text), labels_as_is=labels_as_is)
+        others = [each for each in names if each != text]
+        # As in a table of numbers, the last column is the target.
+        last = () if usual_column(others, "label") or not is_csv else (others[-1],)
+        return _texts(path, Columns("text", text, last), labels_as_is=labels_as_is)
     if not is_csv:
         raise _unknown(path)
     notes = [f"column {name} is left out: {why}" for name, why in inputs.left_out.items()]
