@@ -16,7 +16,7 @@ __all__ = ["advised", "advising", "tell"]
 _OPTION = re.compile(r"onefold train[^;:]*|(--[a-z][a-z-]*)")
 """A command, whose options are its own, or another option."""
 _OWN = ("--output", "--labels-as-is")
-_COLUMNS = "name the two columns in the table text or image, and label; or remove the others"
+_COLUMNS = "rename the two columns to text or image, and label, or remove the others"
 _INSTEAD = {
     "--data": "name them as its DATA",
     "--image-column": _COLUMNS,
@@ -31,8 +31,8 @@ def advised(text: str) -> str:
     """Say which options of a message ``onefold init`` lacks, and what to do without them.
 
     >>> print(advised("a.csv: use --task multi-label, or --labels-as-is"))
-    a.csv: use --task multi-label, or --labels-as-is (onefold train; onefold init has no --task: \
-write bars between the classes of a sample, or change the script)
+    a.csv: use --task multi-label, or --labels-as-is. onefold init has no --task: write bars \
+between the classes of a sample, or change the script
     >>> advised("use onefold train text --data a.csv")
     'use onefold train text --data a.csv'
     """
@@ -42,7 +42,7 @@ write bars between the classes of a sample, or change the script)
         return text
     ways = dict.fromkeys(_INSTEAD[each] for each in lacking if each in _INSTEAD)
     rest = f": {'; '.join(ways)}" if ways else ""
-    return f"{text} (onefold train; onefold init has no {listed(lacking)}{rest})"
+    return f"{text}. onefold init has no {listed(lacking)}{rest}"
 
 
 def tell(text: str) -> None:
