@@ -16,6 +16,7 @@ from onefold import RunOptions
 from onefold.cli.records import first_difference
 from onefold.record import FILE
 from onefold.record.findings import Findings, Inspection
+from onefold.shard.operations import OperationWatch
 from onefold.testing import simulate
 from tests.tables import some
 
@@ -235,6 +236,21 @@ def test_digests_differ_from_the_first_other_parameter_on(tmp_path: Path) -> Non
         if here.digest != there.digest
     )
     assert first in ("aten.t", "aten.addmm")
+
+
+def test_memory_without_values_is_no_operation() -> None:
+    module = torch.nn.Linear(2, 1)
+    with (watch := OperationWatch(module)).watching():
+        value = torch.zeros(3, 2)
+        torch.empty_permuted((3, 2), (1, 0))
+        torch.empty_strided((3, 2), (2, 1))
+        value.new_empty(3)
+        torch.ops.aten.new_empty_strided(value, (3, 2), (2, 1))
+        torch.ops.prims.empty_strided(
+            (3, 2), (2, 1), dtype=torch.float32, device="cpu", requires_grad=False
+        )
+        torch.empty_like(value).fill_(1.0)
+    assert [each.name for each in watch.operations] == ["aten.zeros", "aten.fill_"]
 
 
 def test_what_every_shard_does_is_no_fault(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from onefold.system.words import script_line
 
 __all__ = ["OperationWatch", "ShardOperation", "bits_digest", "first_larger", "first_not_finite"]
 
-_WITHOUT_VALUES = {f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty")}
-"""Operations that return uninitialized memory, whose values mean nothing."""
+_WITHOUT_VALUES = "empty"
+"""Word in the names of operations that return uninitialized memory, whose values mean nothing."""
 _FAR = 100.0
 """Factor by which a result must exceed the results of other shards to stand out."""
 
@@ -113,7 +113,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         name = str(func._overloadpacket)
         found = [each for each in tree_leaves(result) if _has_floats(each)]
-        if found and name not in _WITHOUT_VALUES:
+        if found and _WITHOUT_VALUES not in name.rpartition(".")[2].split("_"):
             self._note(name, found, given=given)
         return result
 
