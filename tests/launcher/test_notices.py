@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -80,9 +80,9 @@ def written(path: Path, by: subprocess.Popen[str]) -> str:
     pytest.fail(f"{path} was not written")
 
 
-def start(folder: Path, seconds: str) -> subprocess.Popen[str]:
+def start(folder: Path, seconds: str, launcher: Sequence[str] = TORCHRUN) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *TORCHRUN, SCRIPT, folder, seconds, str(LAST)],
+        [sys.executable, *launcher, SCRIPT, folder, seconds, str(LAST)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -115,3 +115,23 @@ def test_a_notice_under_torchrun(who: str, tmp_path: Path) -> None:
     said = again.communicate(timeout=120)
     assert again.returncode == 0, said
     assert (folder / "bits").read_text() == (alone / "bits").read_text()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("number", "to_launcher"), [(signal.SIGTERM, True), (signal.SIGUSR1, False)]
+)
+def test_a_notice_under_onefold_run(
+    number: signal.Signals, to_launcher: bool, tmp_path: Path
+) -> None:
+    """Without a checkpoint folder: the launcher gives the script the time to save itself."""
+    onefold_run = ("-m", "onefold", "run", "--devices", "cpu:2")
+    first = start(tmp_path, "0.1", onefold_run)
+    pids = [int(written(tmp_path / f"pid-{rank}", first)) for rank in (0, 1)]
+    os.kill(first.pid if to_launcher else pids[1], number)
+    said = first.communicate(timeout=120)
+    assert first.returncode == 75, said
+    assert " and saved" in said[1]
+    stopped = {(tmp_path / f"stopped-{rank}").read_text() for rank in (0, 1)}
+    assert len(stopped) == 1
+    assert 0 < int(*stopped) < LAST

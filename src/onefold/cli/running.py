@@ -174,6 +174,7 @@ def run(
         save_every_s=seconds,
         keep_last=keep_last,
         grace_period_s=grace_period,
+        saves=_saves_by_variable(),
         stop_notice=_read("stop_notice", stop_notice) if stop_notice else "",
         allow_changed=tuple(allow_changed.split(",")) if allow_changed else (),
         max_restarts=max_restarts,
@@ -205,6 +206,15 @@ def _read(name: str, text: str) -> Any:
         return OPTIONS[name].read(text)
     except ValueError as error:
         raise LaunchError(f"--{name.replace('_', '-')} {text} is not valid: {error}") from None
+
+
+def _saves_by_variable() -> bool:
+    """Whether a variable says that the script saves itself on signals, here on all of them."""
+    name = variable("stop_signal")
+    try:
+        return bool(OPTIONS["stop_signal"].read(text := os.environ.get(name, "")))
+    except ValueError as error:
+        raise LaunchError(f"{name}={text!r} is not valid: {error}") from None
 
 
 def come_too_late(given: Sequence[str], options: Collection[str]) -> list[str]:
