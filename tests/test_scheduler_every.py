@@ -172,7 +172,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the warnings name that another script had set."""
     lines = [record.getMessage() for record in caplog.records]
     caplog.clear()
-    return [text for text in lines if "in the script that saved" in text]
+    return [text for text in lines if "at the start of the run that saved" in text]
 
 
 def decay(optimizer: torch.optim.Optimizer, gamma: float) -> lrs.SequentialLR:
@@ -187,15 +187,15 @@ def by_rule(optimizer: torch.optim.Optimizer, factor: float) -> lrs.LambdaLR:
 @for_each(
     ("make", "was", "now", "words"),
     [
-        (lrs.CosineAnnealingLR, 20, 40, "scheduler.T_max was 20 in {} 40"),
+        (lrs.CosineAnnealingLR, 20, 40, "scheduler.T_max was 20 {} 40"),
         (
             lrs.MultiStepLR,
             [3],
             [4],
-            "scheduler.milestones was Counter({{3: 1}}) in {} Counter({{4:",
+            "scheduler.milestones was Counter({{3: 1}}) {} Counter({{4:",
         ),
-        (decay, 0.5, 0.1, "scheduler._schedulers[1].gamma was 0.5 in {} 0.1"),
-        (by_rule, 1.0, 0.5, "lr of the optimizer's group 0 was 0.1 in {} 0.05"),
+        (decay, 0.5, 0.1, "scheduler._schedulers[1].gamma was 0.5 {} 0.1"),
+        (by_rule, 1.0, 0.5, "lr of the optimizer's group 0 was 0.1 {} 0.05"),
     ],
 )
 def test_other_settings_are_named_and_taken_on_request(
@@ -222,7 +222,7 @@ def test_other_settings_are_named_and_taken_on_request(
         assert (scheduler.state_dict() == before) == bool(changed)
     start(now)[0].load(tmp_path)
     (text,) = said(caplog)
-    assert text.startswith(words.format("the script that saved the checkpoint and is"))
+    assert text.startswith(words.format("at the start of the run that saved the checkpoint and is"))
     assert "; the checkpoint's value is used" in text
     assert text.endswith(
         "after trainer.load, or restart the scheduler with the script's settings: "

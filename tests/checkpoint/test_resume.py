@@ -203,23 +203,23 @@ def test_settings_are_the_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureF
     optimizer.param_groups[0]["lr"] = 0.025
     trainer.save(tmp_path)
     for rate in (0.1, 0.3):
-        assert "in the script that saved" not in caplog.text
+        assert "at the start of the run that saved" not in caplog.text
         other, optimizer = make(rate, False)
         other.load(tmp_path)
         assert optimizer.param_groups[0]["lr"] == 0.025
         assert optimizer.param_groups[0]["fused"] is False
         other.step(points(8))
     assert (
-        "lr of the optimizer's group 0 was 0.1 in the script that saved the checkpoint and is 0.3"
-        in caplog.text
+        "lr of the optimizer's group 0 was 0.1 at the start of the run that saved the checkpoint "
+        "and is 0.3 in this script" in caplog.text
     )
-    assert "betas of the optimizer's group 0 was (0.9, 0.999) in the script" in caplog.text
+    assert "betas of the optimizer's group 0 was (0.9, 0.999) at the start" in caplog.text
     assert "['lr'] after trainer.load" in caplog.text
     caplog.clear()
     other, optimizer = make(0.3, False)
     other.load(tmp_path, allow_changed=["optimizer"])
     assert optimizer.param_groups[0]["lr"] == 0.3
-    assert "in the script that saved" not in caplog.text
+    assert "at the start of the run that saved" not in caplog.text
 
 
 def with_buffer(value: torch.Tensor, persistent: bool = True) -> nn.Module:

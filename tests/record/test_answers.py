@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, SequentialLR
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 import onefold
@@ -455,12 +455,13 @@ def test_a_rate_is_changed_as_the_warning_says(
     for rate, dies in ((0.01, 3), (0.02, 4)):
         assert runs.start(partial(at, rate), dies=dies) is None
     said = (
-        "lr of the optimizer's group 0 was {} in the script that saved the checkpoint and is {} in"
+        "lr of the optimizer's group 0 was {} at the start of the run that saved the checkpoint "
+        "and is {} in this script"
     )
     assert said.format(0.01, 0.02) in caplog.text
     assert "['lr'] in the loop, under `if not trainer.replaying:`" in caplog.text
     assert runs.start(partial(at, 0.1)) == "0.1"
-    assert said.format(0.02, 0.1) in caplog.text
+    assert said.format(0.01, 0.1) in caplog.text  # the rate that the run has had so far
 
 
 def test_a_longer_run_is_told_that_its_scheduler_is_not(
@@ -476,16 +477,52 @@ def test_a_longer_run_is_told_that_its_scheduler_is_not(
         return str(scheduler.T_max)
 
     said = (
-        "scheduler.T_max was 4 in the script that saved the checkpoint and is 8 in this one; the "
-        "checkpoint's value is used. To change it, set scheduler.T_max in the loop, under `if not "
-        "trainer.replaying:`, or restart the scheduler with the script's settings: onefold run "
-        "--allow-changed scheduler"
+        "scheduler.T_max was 4 at the start of the run that saved the checkpoint and is 8 in this "
+        "script; the checkpoint's value is used. To change it, set scheduler.T_max in the loop, "
+        "under `if not trainer.replaying:`, or restart the scheduler with the script's settings: "
+        "onefold run --allow-changed scheduler"
     )
     assert runs.start(partial(script, epochs=1)) == "4"
     assert runs.start(partial(script, epochs=2)) == "4"
     assert caplog.text.count(said) == 1
     assert runs.start(partial(script, epochs=3), allow_changed=("scheduler",)) == "12"
     assert caplog.text.count("scheduler.T_max was") == 1
+
+
+@pytest.mark.parametrize("every", ["step", "epoch", "script"])
+def test_a_longer_run_shows_the_rates_that_it_had(runs: Runs, every: str) -> None:
+    """With a scheduler and a rate that both depend on the number of epochs."""
+
+    def script(epochs: int, life: Life) -> str:
+        net, rates = model(), ""
+        groups: list[Any] = [
+            {"params": net[0].parameters()},
+            {"params": net[2].parameters(), "lr": 0.1},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.3 / epochs)
+        parts: list[Any] = [LinearLR(optimizer, 0.5, 1.0, 2)]
+        parts.append(LinearLR(optimizer, 1.0, 0.1, 4 * epochs))
+        choices = {"optimizer": optimizer, "scheduler_every": every, "shards": 2}
+        scheduler = SequentialLR(optimizer, parts, [2])
+        trainer = life.trainer(net, loss, scheduler=scheduler, **choices)
+        for _ in trainer.epochs(epochs):
+            for batch in trainer.loader(data(), batch_size=6):
+                life.tick()
+                trainer.step(batch)
+                rates += f"{[group['lr'] for group in optimizer.param_groups]} "
+            if every == "script":
+                scheduler.step()
+            rates += f"end {optimizer.param_groups[0]['lr']} {scheduler.get_last_lr()} "
+        return rates
+
+    seen = ""
+    for epochs, dies in ((2, None), (3, 10), (3, None), (3, None), (5, None)):
+        now = runs.start(partial(script, epochs), dies=dies)
+        if now is not None:
+            assert now.startswith(seen)
+            seen = now
+    assert seen.startswith(str(runs.below("whole").start(partial(script, 2))))
+    assert seen.count("end") == 5
 
 
 def change(trainer: onefold.Trainer) -> None:

@@ -107,6 +107,8 @@ class Checkpoints:
         self._state = RunState(engine, averaging, devices, position, scheduler)
         self._writing = Background("writing a checkpoint")
         self._saving = Saving(engine, averaging, self._lead, self._writing)
+        self._otherwise: tuple[list[set[str]], list[str]] = [], []
+        """Settings to which a replayed script gives other values than the saved one did."""
         self.lost = False
         """Whether the last checkpoint could not be written."""
         self.recorded = 0
@@ -269,13 +271,18 @@ class Checkpoints:
         self._begin_loading(digest(found.stored.run["fingerprint"]))
         self._load(found, settings=settings)
 
+    def start_as_saved(self, found: LoadedCheckpoint) -> None:
+        """Begin the replay of a script with the initial settings of the one that saved the run."""
+        self._otherwise = self._state.given_otherwise(found.stored.run, found.allow_changed)
+        self._state.start_as(found.stored.run)
+
     def take_given_otherwise(self, found: LoadedCheckpoint) -> None:
         """Load the settings to which this script gives other values than the saved one did.
 
         All other settings keep the script's values, which equal the saved ones.
         """
         run, allow_changed = found.stored.run, found.allow_changed
-        groups, scheduler = self._state.given_otherwise(run, allow_changed)
+        groups, scheduler = self._otherwise
         if scheduler:
             self._scheduler.go_on(run, allow_changed)
             groups = self._state.taken(run["optimizer"]["settings"], allow_changed)

@@ -7,13 +7,14 @@ import logging
 import math
 import platform
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.checkpoint.folder import FORMAT, Keeping, StoredCheckpoint
 from onefold.checkpoint.manifest import Place
@@ -27,7 +28,12 @@ from onefold.errors import CheckpointError
 from onefold.passes.averaged import Averaging
 from onefold.step.engine import Engine
 from onefold.system.words import listed, message_of
-from onefold.update.optimizers import name_of, optimizers_in, settings_of
+from onefold.update.optimizers import (
+    name_of,
+    optimizers_in,
+    schedulers_in,
+    settings_of,
+)
 from onefold.update.scheduler import RunScheduler
 
 __all__ = ["Advice", "RunState"]
@@ -303,11 +309,59 @@ class RunState:
             for key in sorted(keys):
                 name = f"{key} of the optimizer's group {number}"
                 place = f"optimizer.param_groups[{number}][{key!r}] {advice.where}"
+                if key == "initial_lr":
+                    place = f"base_lrs of the scheduler {advice.where}"
                 follows = self._scheduler.followed()[number] and key in _WITH_SCHEDULER
                 _warn_of(name, began[key], begins[key], place + anew * follows)
         for key in ours:
             was, now = scheduler["settings_at_start"][key], self._scheduler.at_start[key]
             _warn_of(key, was, now, f"{key} {advice.where}{anew}")
+
+    def start_as(self, run: Mapping[str, Any]) -> None:
+        """Give a script that is replayed the initial settings of the script that saved the run.
+
+        Its learning rates then take the course that they took there.
+        """
+        groups, ours = self.given_otherwise(run, ())
+        began = run["optimizer"]["settings_at_start"]
+        for number, keys in enumerate(groups):
+            both = keys | ({"initial_lr"} & began[number].keys())
+            values = {key: began[number][key] for key in both}
+            self._optimizer.param_groups[number].update(
+                {key: from_json(value) for key, value in values.items()}
+            )
+            # A checkpoint of this run says so, too.
+            self._scheduler.optimizer_at_start[number].update(values)
+        for place, each, state in self._schedulers(run, ()):
+            own = each.state_dict()
+            names = {key: f"{place}.{key}" for key in own if f"{place}.{key}" in ours}
+            at_start = run["scheduler"].get("settings_at_start", {})
+            values = {key: from_json(at_start[name]) for key, name in names.items()}
+            if own.get("base_lrs") != state.get("base_lrs"):
+                values["base_lrs"] = state["base_lrs"]
+            if any(groups) and "_last_lr" in own:
+                values["_last_lr"] = [group["lr"] for group in each.optimizer.param_groups]
+            if values:
+                each.load_state_dict({**own, **values})
+            self._scheduler.at_start.update({name: at_start[name] for name in names.values()})
+
+    def _schedulers(
+        self, run: Mapping[str, Any], allow_changed: Collection[str]
+    ) -> Iterator[tuple[str, LRScheduler, dict[str, Any]]]:
+        """Yield each scheduler, also inside of others, with its expression and its saved state."""
+        scheduler = self._scheduler.scheduler
+        if scheduler is None or "scheduler" in allow_changed:
+            return
+        state = from_json(run["scheduler"]["state"])
+        given = [
+            (f"scheduler[{name!r}]" if name else "scheduler", each, state[name] if name else state)
+            for name, each in schedulers_in(scheduler).items()
+        ]
+        # The list grows in the loop.
+        for place, each, its in given:
+            inside = zip(getattr(each, "_schedulers", ()), its.get("_schedulers", ()), strict=False)
+            given += [(f"{place}._schedulers[{n}]", *both) for n, both in enumerate(inside)]
+            yield place, each, its
 
     def given_otherwise(
         self, run: Mapping[str, Any], allow_changed: Collection[str]
@@ -322,7 +376,9 @@ class RunState:
         pairs = zip(
             optimizer["settings_at_start"], self._scheduler.optimizer_at_start, taken, strict=False
         )
-        groups = [{*_differing(one, two, keys - {"initial_lr"})} for one, two, keys in pairs]
+        groups = [{*_differing(one, two, keys)} for one, two, keys in pairs]
+        for each in filter({"lr"}.__le__, groups):
+            each.discard("initial_lr")  # it differs alone if a scheduler begins at a rate of 0
         began, begins = scheduler.get("settings_at_start", {}), self._scheduler.at_start
         keys = () if "scheduler" in allow_changed else began.keys()
         return groups, _differing(began, begins, keys)
@@ -337,8 +393,8 @@ def _differing(
 
 def _warn_of(name: str, was: object, now: object, place: str) -> None:
     _log.warning(
-        "%s was %s in the script that saved the checkpoint and is %s in this one; the checkpoint's "
-        "value is used. To change it, set %s",
+        "%s was %s at the start of the run that saved the checkpoint and is %s in this script; the "
+        "checkpoint's value is used. To change it, set %s",
         *(name, from_json(was), from_json(now), place),
     )
 

@@ -39,8 +39,9 @@ The checkpoint stores where it was made, its place:
   pass that was under way, or of the next epoch.
 
 During replay, the optimizer's settings and the scheduler stay the script's own: the replayed steps
-bring them to the checkpoint's values. At the end of a run, the checkpoint's values replace only the
-settings that the script now initializes differently, with a warning. Without a record, results of
+bring them to the checkpoint's values. Settings that the script now initializes differently begin
+with the saved run's values, with a warning. At the end of a run, the checkpoint's values replace
+only these, and all others stay the script's own. Without a record, results of
 `evaluate` and `predict` after a loop begins but before the position may differ from the original
 ones. This is reported once, with the line. Effects of such results are undone if possible:
 schedulers and settings get the checkpoint's values at the position, and a loader of another subset
@@ -333,6 +334,7 @@ class Resumption:
             self._position.go_to(saved, found.allow_changed)
         else:
             self._position.expect(saved)
+            run.checkpoints.start_as_saved(found)
             device = run.engine.context.replicas[0].device
             self.replay = ScriptReplay(entries, device, ended=self._place == "end")
             self._position.replaying = lambda: self.answering
