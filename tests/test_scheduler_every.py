@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,72 @@ def test_other_settings_are_named_and_taken_on_request(
         "after trainer.load, or restart the scheduler with the script's settings: "
         "trainer.load(..., allow_changed=['scheduler'])"
     )
+
+
+def by_factor(optimizer: torch.optim.Optimizer, steps: int) -> lrs.MultiplicativeLR:
+    return lrs.MultiplicativeLR(optimizer, lambda step: 1 - 0.5 / steps)
+
+
+def by_wave(optimizer: torch.optim.Optimizer, steps: int) -> lrs.CyclicLR:
+    scale = lambda step: 1 - step / steps / 2  # noqa: E731
+    settings = {"scale_fn": scale, "scale_mode": "iterations", "cycle_momentum": False}
+    return lrs.CyclicLR(optimizer, 0.01, 0.2, step_size_up=3, **settings)  # type: ignore[arg-type]
+
+
+def by_length(optimizer: torch.optim.Optimizer, steps: int) -> lrs.LambdaLR:
+    return lrs.LambdaLR(optimizer, partial(remaining, steps=steps))
+
+
+def remaining(step: int, steps: int) -> float:
+    return max(0.0, 1 - step / steps)
+
+
+def after_warmup(optimizer: torch.optim.Optimizer, steps: int) -> lrs.SequentialLR:
+    return lrs.SequentialLR(optimizer, [lrs.LinearLR(optimizer), by_length(optimizer, steps)], [2])
+
+
+def of_parts(optimizer: torch.optim.Optimizer, steps: int) -> lrs.ChainedScheduler:
+    """Two of them, of which only the first one has a rate of its own."""
+    return lrs.ChainedScheduler([by_length(optimizer, steps), by_factor(optimizer, steps)])
+
+
+def with_constant(optimizer: torch.optim.Optimizer, steps: int) -> lrs.ChainedScheduler:
+    return lrs.ChainedScheduler([by_length(optimizer, steps), lrs.ConstantLR(optimizer, 1.0)])
+
+
+@pytest.mark.parametrize(
+    "make", [by_factor, by_wave, by_length, after_warmup, with_constant, of_parts]
+)
+def test_a_function_of_another_length_is_named(
+    make: Callable[[Any, int], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(steps: int) -> tuple[onefold.Trainer, Any]:
+        optimizer = torch.optim.SGD((model := line()).parameters(), lr=0.1, momentum=0.5)
+        scheduler = make(optimizer, steps)
+        return make_trainer(model, optimizer=optimizer, scheduler=scheduler), scheduler
+
+    trainer, _ = start(20)
+    trainer.save(tmp_path / "0")
+    for step in range(1, 6):
+        trainer.step(points(8))
+        trainer.save(tmp_path / str(step))
+        start(20)[0].load(tmp_path / str(step))
+    start(40)[0].load(tmp_path / "0")
+    assert "function" not in caplog.text  # the first rate is the same
+    other, scheduler = start(40)
+    before = scheduler.state_dict()
+    other.load(tmp_path / "5", allow_changed=["scheduler"])
+    assert scheduler.state_dict() == before
+    assert "function" not in caplog.text
+    other.load(tmp_path / "5")
+    (text,) = [each.getMessage() for each in caplog.records if "function" in each.getMessage()]
+    assert " whose function gives the learning rate " in text
+    if make is by_length:
+        assert text.startswith("scheduler is a LambdaLR whose function gives the learning rate ")
+        assert (
+            " 0.0875 after 5 of its steps, where the run that saved the checkpoint had 0.075. "
+            in text
+        )
 
 
 def test_an_older_checkpoint_does_not_say_what_was_set(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
 import platform
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, MultiplicativeLR
 
 from onefold.checkpoint.folder import FORMAT, Keeping, StoredCheckpoint
 from onefold.checkpoint.manifest import Place
@@ -316,6 +318,16 @@ class RunState:
         for key in ours:
             was, now = scheduler["settings_at_start"][key], self._scheduler.at_start[key]
             _warn_of(key, was, now, f"{key} {advice.where}{anew}")
+        for place, each, state in self._schedulers(run, allow_changed):
+            if other := _other_rates(each, state, alone="." not in place):
+                _log.warning(
+                    "%s is a %s whose function gives the learning rate %s after %d of its steps, "
+                    "where the run that saved the checkpoint had %s. A checkpoint contains no "
+                    "functions, so this script's function sets the learning rate from here on. To "
+                    "continue the saved schedule, give it the values that it had there, such as "
+                    "the number of epochs",
+                    *(place, type(each).__name__, other[0], state["last_epoch"], other[1]),
+                )
 
     def start_as(self, run: Mapping[str, Any]) -> None:
         """Give a script that is replayed the initial settings of the script that saved the run.
@@ -397,6 +409,46 @@ def _warn_of(name: str, was: object, now: object, place: str) -> None:
         "checkpoint's value is used. To change it, set %s",
         *(name, from_json(was), from_json(now), place),
     )
+
+
+def _other_rates(
+    scheduler: LRScheduler, saved: Mapping[str, Any], *, alone: bool
+) -> tuple[str, str] | None:
+    """Compare a saved scheduler's rates with those that functions of this one give there.
+
+    Args:
+        scheduler: the script's scheduler.
+        saved: state of the saved one.
+        alone: whether no other scheduler sets the same rates.
+
+    Returns:
+        The rates of the functions, and those of the saved run, if they differ.
+    """
+    own, code = scheduler.state_dict(), {"lr_lambdas", "_scale_fn_custom"}
+    code &= own.keys()
+    # A callable object is saved with its attributes: another value was reported as a setting.
+    if not code or any(own[key] != saved.get(key) for key in code):
+        return None
+    with suppress(Exception):  # if a function fails, the scheduler's next step raises the error
+        if isinstance(scheduler, MultiplicativeLR):
+            steps = range(1, saved["last_epoch"] + 1)
+            both = zip(saved["base_lrs"], scheduler.lr_lambdas, strict=alone)
+            now = [rate * math.prod(map(function, steps)) for rate, function in both if alone]
+        else:
+            trial = copy.copy(scheduler)
+            vars(trial).update({key: value for key, value in saved.items() if key not in code})
+            # Without a warning of PyTorch, and without a change of the optimizer's momentum.
+            vars(trial).update(_get_lr_called_within_step=True, cycle_momentum=False)
+            now = list(trial.get_lr())
+        rates = [(float(one), float(two)) for one, two in zip(now, saved["_last_lr"], strict=alone)]
+        # Part of a sequence may not have begun.
+        begun = saved["last_epoch"] >= 0
+        if begun and any(not math.isclose(*each, rel_tol=1e-6, abs_tol=1e-12) for each in rates):
+            one, two = (
+                [f"{rate:.6g}" for rate in dict.fromkeys(each)] for each in zip(*rates, strict=True)
+            )
+            return ", ".join(one), ", ".join(two)
+    return None
 
 
 def _is_alike(came: object, here: object) -> bool:
