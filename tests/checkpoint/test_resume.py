@@ -6,13 +6,14 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.utils.data import TensorDataset
 
 import onefold
 from onefold.checkpoint import resume, saving
@@ -220,6 +221,133 @@ def test_settings_are_the_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureF
     other.load(tmp_path, allow_changed=["optimizer"])
     assert optimizer.param_groups[0]["lr"] == 0.3
     assert "at the start of the run that saved" not in caplog.text
+
+
+Turn = Callable[[torch.optim.Optimizer, int, int], None]
+"""Sets something in the optimizer, given the epoch and the number of steps."""
+Started = tuple[onefold.Trainer, torch.optim.Optimizer]
+
+
+def nothing(optimizer: torch.optim.Optimizer, epoch: int, steps: int) -> None:
+    """Leave the optimizer as it is."""
+
+
+def lowered(optimizer: torch.optim.Optimizer, epoch: int, steps: int) -> None:
+    if epoch == 1:
+        optimizer.param_groups[0]["lr"] *= 0.1
+
+
+def decayed(optimizer: torch.optim.Optimizer, epoch: int, steps: int) -> None:
+    optimizer.param_groups[0]["weight_decay"] += 0.5
+
+
+def set_to(optimizer: torch.optim.Optimizer, epoch: int, steps: int) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 * 0.1**epoch
+
+
+def by_steps(optimizer: torch.optim.Optimizer, epoch: int, steps: int) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 / (1 + steps)
+
+
+class Turns(NamedTuple):
+    """What a script does with its optimizer, and where."""
+
+    before_pass: Turn = nothing
+    before_step: Turn = nothing
+    after_pass: Turn = nothing
+
+
+def loop(
+    run: Started, turns: Turns, *, save_in: Path | None = None, after: int = 0, in_range: bool
+) -> float:
+    """Train three epochs of three steps; return the learning rate of the first one."""
+    trainer, optimizer = run
+    loader = trainer.loader(TensorDataset(*points(12)), batch_size=4)
+    rates = []
+    for epoch in range(3) if in_range else trainer.epochs(3):
+        turns.before_pass(optimizer, epoch, trainer.steps)
+        for batch in loader:
+            turns.before_step(optimizer, epoch, trainer.steps)
+            rates.append(optimizer.param_groups[0]["lr"])
+            trainer.step(batch)
+            if save_in and trainer.steps == after:
+                trainer.save(save_in)
+                return rates[0]
+        turns.after_pass(optimizer, epoch, trainer.steps)
+    return rates[0]
+
+
+def started() -> Started:
+    optimizer = torch.optim.SGD((model := line()).parameters(), lr=0.1)
+    return make_trainer(model, optimizer=optimizer), optimizer
+
+
+@pytest.mark.parametrize(
+    ("turns", "saved", "in_range", "words"),
+    [
+        (Turns(lowered), 5, False, "step 6 has lr 0.001"),
+        (Turns(lowered), 5, True, "step 6 has lr 0.001"),
+        (Turns(after_pass=lowered), 8, True, "step 9 has lr 0.001"),
+        (Turns(decayed), 2, False, "step 3 has weight_decay 1.0"),
+        (Turns(by_steps), 5, False, "step 6 has lr 0.0166"),
+        (Turns(lowered), 2, False, ""),  # the epoch with the line is still to come
+        (Turns(after_pass=lowered), 5, False, ""),
+        (Turns(set_to), 5, False, ""),
+        (Turns(set_to), 5, True, ""),
+        (Turns(after_pass=set_to), 5, True, ""),
+        (Turns(before_step=by_steps), 5, False, ""),
+        (Turns(set_to, by_steps), 5, True, ""),
+        (Turns(), 5, False, ""),
+    ],
+)
+def test_a_change_that_acts_twice_is_named(
+    turns: Turns,
+    saved: int,
+    in_range: bool,
+    words: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop(started(), turns, save_in=tmp_path, after=saved, in_range=in_range)
+    (run := started())[0].load(tmp_path)
+    loop(run, turns, in_range=in_range)
+    said = [text for each in caplog.records if " acts twice" in (text := each.getMessage())]
+    assert len(said) == bool(words)
+    assert not words or said[0].startswith(words)
+    caplog.clear()
+    # Before the first loop, a change is deliberate.
+    (run := started())[0].load(tmp_path)
+    run[1].param_groups[0]["lr"] = 0.5
+    assert loop(run, Turns(), in_range=in_range) == 0.5
+    assert "acts twice" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@for_each("every", ["step", "epoch", "script"])
+def test_a_scheduler_changes_nothing_twice_where_it_is_stepped_after_a_pass(
+    every: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(early: bool) -> tuple[Started, Turns]:
+        optimizer = torch.optim.SGD((model := line()).parameters(), lr=0.1)
+        own = ExponentialLR(optimizer, 0.5)
+        trainer = make_trainer(model, optimizer=optimizer, scheduler=own, scheduler_every=every)
+
+        def step(optimizer: torch.optim.Optimizer, epoch: int, steps: int) -> None:
+            own.step()
+
+        turns = Turns(before_pass=step) if early else Turns(after_pass=step)
+        return (trainer, optimizer), turns if every == "script" else Turns()
+
+    for early in (False, True):
+        for saved in (2, 3, 5):
+            folder = tmp_path / f"{early}{saved}"
+            run, turns = start(early)
+            loop(run, turns, save_in=folder, after=saved, in_range=False)
+            run, turns = start(early)
+            run[0].load(folder)
+            loop(run, turns, in_range=False)
+            assert ("acts twice" in caplog.text) == (early and every == "script")
+            caplog.clear()
 
 
 def with_buffer(value: torch.Tensor, persistent: bool = True) -> nn.Module:

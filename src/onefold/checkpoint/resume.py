@@ -18,6 +18,8 @@ Finding a checkpoint and applying it are two calls: `load` makes both at once, a
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,20 +48,22 @@ from onefold.core.call_digest import Call, CallDigest, digest
 from onefold.core.encoding import from_json
 from onefold.core.flat import fingerprint_of
 from onefold.core.settings import PROMISES
-from onefold.data_order.position import Position
+from onefold.data_order.position import Position, Reached
 from onefold.errors import CheckpointError
 from onefold.passes.averaged import Averaging
 from onefold.passes.collectives import agreed_digests, broadcast, written
 from onefold.placement.base import StepContext
 from onefold.step.engine import Engine
 from onefold.system.background import Background
+from onefold.system.words import listed
 from onefold.update.averages import AVERAGE
-from onefold.update.optimizers import name_of
+from onefold.update.optimizers import name_of, settings_of
 from onefold.update.scheduler import RunScheduler
 from onefold.update.state import check_kinds, unpack
 
 __all__ = ["Checkpoints", "LoadedCheckpoint"]
 
+_log = logging.getLogger("onefold")
 _ADVICE = Advice(where="after trainer.load", anew="trainer.load(..., allow_changed=['scheduler'])")
 
 
@@ -72,6 +76,65 @@ class LoadedCheckpoint:
     """The open files of the checkpoint, on the lead only."""
     allow_changed: Collection[str]
     """Names in `PROMISES` of settings that may differ."""
+
+
+class RepeatedChanges:
+    """Finds settings of an optimizer that a script changes again after `Trainer.load`.
+
+    What runs between the first loop and the rest of a pass that the saved run used has run there,
+    too, so the checkpoint includes its changes. A pass that sets a value in each step is right.
+
+    Args:
+        optimizer: optimizer of the run.
+        position: current position of the run.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, position: Position) -> None:
+        self._optimizer, self._position = optimizer, position
+        self._then: Callable[[Reached], None] | None = None
+        """What the position called before, while this is watching."""
+        # After the load, at the first loop, at the last such rest, and at the last pass.
+        self._loaded: list[dict[str, Any]] = []
+        self._before: list[dict[str, Any]] = []
+        self._after: list[dict[str, Any]] = []
+        self._latest: list[dict[str, Any]] = []
+
+    def watch(self) -> None:
+        """Begin at the script's next loop. Changes before it are deliberate."""
+        self._loaded = settings_of(self._optimizer)
+        self._before = self._after = []
+        if self._then is None:
+            self._then, self._position.reached = self._position.reached, self._reached
+
+    def _reached(self, where: Reached) -> None:
+        if self._then is not None:
+            self._then(where)
+        self._latest = settings_of(self._optimizer)
+        self._before = self._before or self._latest
+        if where == "rest":
+            self._after = self._latest
+
+    def at_step(self) -> list[str]:
+        """Return, in words, the changes that are still in effect in the first step."""
+        if self._then is None:
+            return []
+        self._position.reached, self._then = self._then, None
+        found = self._loaded, self._before, self._after, self._latest, settings_of(self._optimizer)
+        return [
+            f"{key} {from_json(now[key])} in the optimizer's group {number}, where the checkpoint "
+            f"has {from_json(was[key])}"
+            for number, (was, before, after, latest, now) in enumerate(zip(*found, strict=False))
+            for key in sorted(was.keys() & before.keys() & after.keys())
+            if not _is_same(before[key], after[key])
+            and not _is_same(was[key], after[key])
+            and latest.get(key) == now.get(key)
+        ]
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two settings are the same, apart from the rounding of another expression."""
+    numbers = isinstance(one, float) and isinstance(other, float)
+    return math.isclose(one, other) if numbers else one == other  # type: ignore[arg-type]
 
 
 class Checkpoints:
@@ -107,6 +170,7 @@ class Checkpoints:
         self._state = RunState(engine, averaging, devices, position, scheduler)
         self._writing = Background("writing a checkpoint")
         self._saving = Saving(engine, averaging, self._lead, self._writing)
+        self._repeats = RepeatedChanges(engine.context.update.optimizer, position)
         self._otherwise: tuple[list[set[str]], list[str]] = [], []
         """Settings to which a replayed script gives other values than the saved one did."""
         self.lost = False
@@ -193,6 +257,7 @@ class Checkpoints:
         self._load(found)
         self._position.go_to(found.stored.run, found.allow_changed)
         self.adopt_run(found)
+        self._repeats.watch()
         run = found.stored.run
         return Checkpoint(
             folder=found.stored.folder,
@@ -321,9 +386,19 @@ class Checkpoints:
         self._state.adopt(stored.run, allow_changed)
         self._engine.agreement.torn = ""
 
-    def check_trained(self, loss: str) -> None:
-        """Warn once if a step trains different parameters than the loaded run did."""
+    def check_step(self, loss: str) -> None:
+        """Warn once if a step trains or sets something else than the loaded run did."""
         self._state.check_trained(loss)
+        changed = self._repeats.at_step()
+        if changed and self._lead.is_here:
+            _log.warning(
+                "step %d has %s. The script changed this after trainer.load, in a part of its loop "
+                "that the checkpoint includes: a line such as `if epoch == 1: lr *= 0.1` acts "
+                "twice. Set the value itself, as in `if epoch >= 1: lr = 0.01`, or use onefold run "
+                "--checkpoint, which replays such lines",
+                self._position.step + 1,
+                listed(changed),
+            )
 
     def check(self) -> None:
         """Re-raise the exception of a finished write, without waiting."""

@@ -318,7 +318,7 @@ class RunState:
         for key in ours:
             was, now = scheduler["settings_at_start"][key], self._scheduler.at_start[key]
             _warn_of(key, was, now, f"{key} {advice.where}{anew}")
-        for place, each, state in self._schedulers(run, allow_changed):
+        for place, each, state in self._with_saved(run, allow_changed):
             if other := _other_rates(each, state, alone="." not in place):
                 _log.warning(
                     "%s is a %s whose function gives the learning rate %s after %d of its steps, "
@@ -344,7 +344,7 @@ class RunState:
             )
             # A checkpoint of this run says so, too.
             self._scheduler.optimizer_at_start[number].update(values)
-        for place, each, state in self._schedulers(run, ()):
+        for place, each, state in self._with_saved(run, ()):
             own = each.state_dict()
             names = {key: f"{place}.{key}" for key in own if f"{place}.{key}" in ours}
             at_start = run["scheduler"].get("settings_at_start", {})
@@ -357,7 +357,7 @@ class RunState:
                 each.load_state_dict({**own, **values})
             self._scheduler.at_start.update({name: at_start[name] for name in names.values()})
 
-    def _schedulers(
+    def _with_saved(
         self, run: Mapping[str, Any], allow_changed: Collection[str]
     ) -> Iterator[tuple[str, LRScheduler, dict[str, Any]]]:
         """Yield each scheduler, also inside of others, with its expression and its saved state."""

@@ -56,9 +56,9 @@ _log = logging.getLogger("onefold")
 
 NextBatch = Callable[[int, int, int], tuple[int, int] | None]
 """Maps the numbers of loader and pass and the end of the previous batch to the next used batch."""
-Reached = Literal["epoch", "pass", "over"]
-"""A point that a loop of the script reaches: the start of an epoch or pass, or the end of its
-epochs."""
+Reached = Literal["epoch", "pass", "rest", "over"]
+"""A point that a loop of the script reaches: the start of an epoch or pass, of the rest of a pass
+that the saved run used, or the end of its epochs."""
 
 
 class Position:
@@ -459,7 +459,7 @@ class LoaderTrack:
             begun.states[used] = coming.state
         self._passes.append(begun)
         if self.position is not None:
-            self.position.reached("pass")
+            self.position.reached("rest" if used else "pass")
         return begun
 
     @property

@@ -50,10 +50,10 @@ class CheckpointCalls(Hook):
         return make()
 
     def around(self, asked: ScriptCall) -> Surrounds:
-        """Do the same before a step, and warn if it trains other parameters than the saved run."""
+        """Do the same before a step, and warn if it continues differently than the saved run."""
         if self._run.has_checkpoints and asked.cut is not None and asked.begins:
             self._run.checkpoints.check()
-            self._run.checkpoints.check_trained(asked.name)
+            self._run.checkpoints.check_step(asked.name)
         return None
 
     def finish(self) -> None:
