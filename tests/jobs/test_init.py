@@ -629,7 +629,9 @@ def test_rows_of_images_that_do_not_exist_are_refused(
 def test_advice_for_a_job_is_completed_for_init(tmp_path: Path) -> None:
     rows = [{"a": f"b {n}", "c": f"d {n}", "e": "xy"[n % 2]} for n in range(40)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = r"use --label-column .*\. onefold init has no --label-column: rename the two columns"
+    words = (
+        r"use --label-column .*\. The init command has no --label-column: rename the two columns"
+    )
     with pytest.raises(DataError, match=words):
         write_script(tmp_path / "x.jsonl", tmp_path / "train.py")
     # What it says makes a script.
@@ -649,7 +651,7 @@ def test_advice_for_a_job_is_completed_for_init(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_init_lacks_are_named(text: str, lacking: str) -> None:
-    rest = f". onefold init has no {lacking}" if lacking else ""
+    rest = f". The init command has no {lacking}" if lacking else ""
     assert advised(text) == text + rest
 
 

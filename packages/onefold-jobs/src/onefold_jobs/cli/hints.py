@@ -31,7 +31,7 @@ def advised(text: str) -> str:
     """Say which options of a message ``onefold init`` lacks, and what to do without them.
 
     >>> print(advised("a.csv: use --task multi-label, or --labels-as-is"))
-    a.csv: use --task multi-label, or --labels-as-is. onefold init has no --task: write bars \
+    a.csv: use --task multi-label, or --labels-as-is. The init command has no --task: write bars \
 between the classes of a sample, or change the script
     >>> advised("use onefold train text --data a.csv")
     'use onefold train text --data a.csv'
@@ -42,7 +42,7 @@ between the classes of a sample, or change the script
         return text
     ways = dict.fromkeys(_INSTEAD[each] for each in lacking if each in _INSTEAD)
     rest = f": {'; '.join(ways)}" if ways else ""
-    return f"{text}. onefold init has no {listed(lacking)}{rest}"
+    return f"{text}. The init command has no {listed(lacking)}{rest}"
 
 
 def tell(text: str) -> None:
