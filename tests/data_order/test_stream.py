@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from onefold.core.batch import ShardedBatch
 from onefold.core.shard import Shares
 from onefold.data_order.loader import Loader
-from onefold.data_order.position import Position, SavedPass, SavedPasses
+from onefold.data_order.position import Position, SavedPass, SavedPasses, StreamState
 from onefold.errors import CheckpointError, SampleError
 from tests.bits.loaders import KnowingFlow
 from tests.data_order.test_loader import (
@@ -253,6 +253,15 @@ def test_a_state_that_loses_samples_is_not_used(
     again = begun()
     again.track.go_to(saved)
     assert samples_in(list(again)) == whole[8:]
+    # Nor is it used in later passes, which are not tried.
+    for loader in (begun(), again):
+        loader.track.position = Position()
+        for batch in (batch for _ in range(2) for batch in loader):
+            assert batch.data_pass is not None
+            loader.track.position.note_step(batch)
+            state = batch.data_pass.states.get(batch.stop)
+            assert isinstance(state, StreamState)
+            assert state.own is None
 
 
 @with_worker

@@ -427,6 +427,8 @@ class LoaderTrack:
         self.orders: dict[int, str] = {}
         """Digests of the expected orders by pass, if a record is replayed."""
         self._ended: tuple[int, int] | None = None
+        self.keeps_state = True
+        """Whether a stream's own state may be used; False after a pass that did without it."""
         self._allow_changed: Collection[str] = ()
         self.pass_read: Callable[[int], None] = lambda samples: None
         """Called after each complete pass of a stream, with its number of samples."""
@@ -628,7 +630,8 @@ class LoaderTrack:
             self._last = batch.pass_number, batch.stop, state.read
             # Keep the first batch: to check the next pass, a whole pass would take too long to
             # read.
-            self._first = self._last if batch.stop == batch.samples else self._first
+            if batch.stop == batch.samples:
+                self._first, self.keeps_state = self._last, state.own is not None
 
     def last_to_check(self) -> tuple[int, int, int] | None:
         """Return, once, the last batch used before the resume, which must be the same again."""

@@ -45,7 +45,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any, cast
 
@@ -139,7 +139,7 @@ class Stream:
         batch_size = check_whole("batch_size", batch_size, least=1)
         self.dataset: Any = dataset
         self.starts_twice = False
-        """Whether the next pass is the first one, and is started a second time on a copy."""
+        """Whether the next pass that begins is started a second time on a copy, as the first."""
         self.collate, self.seed = collate or default_collate, seed
         self.size = LoaderSize(
             samples=0,
@@ -147,6 +147,11 @@ class Stream:
             drop_last=drop_last,
             kind=f"{STREAM}{type(dataset).__name__}",
         )
+
+    @cached_property
+    def loses_samples(self) -> bool:
+        """Whether the stream's state lacks samples that the stream has read."""
+        return any(type(each).__name__ in _LOSING for each in _parts_of(self.dataset))
 
     skips = True
     """Whether a resumed script may skip completed batches."""
@@ -217,14 +222,17 @@ class _StreamReader(Dataset[Answer]):
         )
         # An evaluation is never resumed in the middle.
         self._is_followed = track.position is not None
-        self._keeps_state = self._is_followed and self._has_state
-        if self._keeps_state and any(type(each).__name__ in _LOSING for each in _parts_of(stream)):
+        # Without a state in the middle of a pass, the saved run did without it.
+        known = not this.used or self._state is not None
+        self._keeps_state = known and self._is_followed and self._has_state and track.keeps_state
+        if self._keeps_state and source.loses_samples:
             self._drop_state(f"the state of {source.size.kind} lacks its shuffle buffer")
         at_place = track.position is not None and not track.position.replaying()
         self._to_check = track.last_to_check() if at_place else None
         self._digest = 0 if self._state is None else self._state.read
         self._held = HeldGenerators(source.collate)
-        self._starts_twice, source.starts_twice = source.starts_twice, False
+        self._starts_twice = source.starts_twice and not this.used
+        source.starts_twice &= bool(this.used)
         self._has_checked = False
         self._samples: Iterator[Any] = iter(())
         self._generators: torch.Tensor | None = None  # (n,) uint8
