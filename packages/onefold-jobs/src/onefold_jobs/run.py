@@ -223,7 +223,7 @@ def _seen_by_pretrained(options: TrainOptions, data: Any) -> list[str]:
     if run is None or not data.scan:
         return []
     scans = read_scan(run / SCAN), unpack_scan(data.scan)
-    # Of both scans, the training set comes first.
+    # The training set is the first part of both scans.
     before, now = ([x.content for x in scan.values() if x.kind == "picture"] for scan in scans)
     trained = {*before[: read_run(run, shape=_Before).get("train_samples")]} - {""}
     tested = now[len(data.train) :]

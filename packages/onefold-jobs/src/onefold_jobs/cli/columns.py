@@ -36,7 +36,7 @@ __all__ = ["Cell", "Inputs", "goal_of", "number_of", "sort_inputs"]
 Cell = tuple[int, str]
 """Line number and content of a cell."""
 _MISSING = frozenset({"", "?", "n/a", "none", *map(str.casefold, MISSING)})
-"""Cells that stand for a missing value, in lower case."""
+"""Cells that mean a missing value, in lower case."""
 _FEW = 20
 """Up to this number of different integers, or strings, are treated as classes."""
 _MOST_TEXTS = 0.1

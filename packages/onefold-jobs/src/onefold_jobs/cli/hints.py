@@ -24,7 +24,7 @@ _INSTEAD = {
     "--task": "write bars between the classes of a sample, or change the script",
     "--text-column": _COLUMNS,
 }
-"""What to do without an option."""
+"""Advice that replaces an option."""
 
 
 def advised(text: str) -> str:

@@ -62,7 +62,7 @@ _TABLES = {
 }
 """pandas functions that read other kinds of tables."""
 _MOST_EXACT = 1000
-"""Maximum number of cells of a column to look at as paths."""
+"""Maximum number of cells per column to check as paths."""
 _INPUTS = ("x", "X", "images", "inputs", "data", "features")
 _TARGET_ARRAYS = ("y", "Y", "labels", "targets", "target", "label")
 _MOST_HEADER_BYTES = 16384

@@ -158,8 +158,8 @@ class Thousands(NamedTuple):
 def thousands_in(cells: Iterable[tuple[int, str]], signs: Collection[str] = ()) -> Thousands | None:
     """Find separators of thousands, each a point or a comma before the last three digits.
 
-    They are certain beside a number without a separator: a program that keeps the zeros of decimals
-    writes 554.000, and one that drops them writes 4.12 for 4.120.
+    They are certain next to a number without a separator: a program that keeps the zeros of
+    decimals writes 554.000, and one that drops them writes 4.12 for 4.120.
 
     Args:
         cells: numbers as written, with their line numbers.
